@@ -1,0 +1,69 @@
+"""From what is kept to a schedule: recompute on demand, depth first, hold to the last use.
+
+Every method that decides only *which values to keep over the forward's end* shares this builder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from ..graph import Graph
+
+
+def forward_length(graph: Graph) -> int:
+    """Returns how many operators belong to the forward pass, inferred where the graph does not say.
+
+    A plain DAG of a training step has its forward's end where most values are alive.
+    """
+    if graph.arrays.is_backward.any():
+        return graph.num_forward
+    alive = np.zeros(graph.num_operators + 1, np.int64)
+    for value, users in enumerate(graph.users_of):
+        if users and graph.producer[value] >= 0:
+            alive[graph.producer[value]] += 1
+            alive[users[-1]] -= 1
+    return int(np.argmax(np.cumsum(alive))) + 1
+
+
+def steps_on_demand(graph: Graph, kept: Collection[int]) -> list[int]:
+    """Returns the steps that keep only `kept` over the forward's end and recompute the rest.
+
+    Args:
+        graph: any graph; without phases the forward's end is inferred (`forward_length`).
+        kept: values to keep. Values of pinned operators are kept whatever this says.
+
+    Each backward operator first has what it reads computed again, depth first; a recomputed value
+    is held to its last use, so it is computed at most twice in all. Complexity: O(E).
+    """
+    boundary = forward_length(graph)
+    kept = set(kept)
+    is_available = [v.is_resident or i in kept for i, v in enumerate(graph.values)]
+    for op in graph.operators:
+        if not op.is_recomputable:
+            for value in op.writes:
+                is_available[value] = True
+    steps = list(range(boundary))
+    for index in range(boundary, graph.num_operators):
+        _make_available(graph, index, is_available, steps)
+        steps.append(index)
+        for value in graph.operators[index].writes:
+            is_available[value] = True
+    return steps
+
+
+def _make_available(graph: Graph, index: int, is_available: list[bool], steps: list[int]) -> None:
+    stack = [(index, iter(graph.operators[index].reads))]
+    while stack:
+        current, reads = stack[-1]
+        missing = next((v for v in reads if not is_available[v]), None)
+        if missing is not None:
+            parent = graph.producer[missing]
+            stack.append((parent, iter(graph.operators[parent].reads)))
+            continue
+        stack.pop()
+        if current != index and not all(is_available[v] for v in graph.operators[current].writes):
+            steps.append(current)
+            for value in graph.operators[current].writes:
+                is_available[value] = True
