@@ -24,7 +24,26 @@ def forward_length(graph: Graph) -> int:
         if users and graph.producer[value] >= 0:
             alive[graph.producer[value]] += 1
             alive[users[-1]] -= 1
-    return int(np.argmax(np.cumsum(alive))) + 1
+    return min(int(np.argmax(np.cumsum(alive))) + 1, graph.num_operators)
+
+
+def values_always_kept(graph: Graph) -> set[int]:
+    """Returns the values that no schedule drops: resident ones, and those it could not compute again.
+
+    The latter are what pinned operators and snapshots write, what the graph returns (a caller holds
+    it), and what one region writes and another reads (a region is computed again only in its own
+    backward, so a reader in another one could not have it back).
+    """
+    kept = set(graph.outputs)
+    for value, (producer, users) in enumerate(zip(graph.producer, graph.users_of, strict=True)):
+        if producer < 0:
+            kept.add(value)
+            continue
+        writer = graph.operators[producer]
+        is_shared = any(graph.operators[user].region != writer.region for user in users)
+        if is_shared or writer.is_snapshot or not writer.is_recomputable:
+            kept.add(value)
+    return kept
 
 
 def steps_on_demand(graph: Graph, kept: Collection[int]) -> list[int]:
@@ -32,18 +51,15 @@ def steps_on_demand(graph: Graph, kept: Collection[int]) -> list[int]:
 
     Args:
         graph: any graph; without phases the forward's end is inferred (`forward_length`).
-        kept: values to keep. Values of pinned operators are kept whatever this says.
+        kept: values to keep, besides those of `values_always_kept`.
 
     Each backward operator first has what it reads computed again, depth first; a recomputed value
     is held to its last use, so it is computed at most twice in all. Complexity: O(E).
     """
     boundary = forward_length(graph)
-    kept = set(kept)
-    is_available = [v.is_resident or i in kept for i, v in enumerate(graph.values)]
-    for op in graph.operators:
-        if not op.is_recomputable:
-            for value in op.writes:
-                is_available[value] = True
+    is_available = [False] * len(graph.values)
+    for value in values_always_kept(graph).union(kept):
+        is_available[value] = True
     steps = list(range(boundary))
     for index in range(boundary, graph.num_operators):
         _make_available(graph, index, is_available, steps)

@@ -1,0 +1,39 @@
+"""Segments of the execution order, as if the graph were a chain.
+
+Other names: linearized sqrt(n), linearized greedy.
+Papers: P. Jain et al., "Checkmate", MLSys 2020, arXiv:1910.02653, section 5 and appendix B.2.
+Optimal: never proved; on a chain it is Chen's method.
+Complexity: O(E) a schedule; greedy simulates about a hundred.
+Imperfections: a border keeps what its own operator writes and nothing that skips over it, so a
+value carried by a long skip is found by computing its ancestors again; costs are not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ..graph import Graph
+from ..solution import Solution
+from .base import Solver
+from .segments import cheapest_that_fits, forward_operators, greedy_members, sqrt_members
+
+
+@final
+@dataclass(frozen=True)
+class LinearizedSqrt(Solver):
+    """About sqrt(n) segments of equally many of the n forward operators."""
+
+    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
+        """Returns the segmentation's schedule where it fits."""
+        return cheapest_that_fits(graph, budget_bytes, sqrt_members(graph, forward_operators(graph)), solver=repr(self))
+
+
+@final
+@dataclass(frozen=True)
+class LinearizedGreedy(Solver):
+    """Segments of at most so many bytes of the execution order; the cheapest size that fits."""
+
+    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
+        """Returns the cheapest schedule of the family that fits."""
+        return cheapest_that_fits(graph, budget_bytes, greedy_members(graph, forward_operators(graph)), solver=repr(self))
