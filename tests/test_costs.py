@@ -1,0 +1,161 @@
+"""Cost models and the device table: figures that can be worked out by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from remat.tracers import devices
+from remat.tracers.costs import Flops, flops, resolve_costs, roofline
+
+aten = torch.ops.aten
+
+
+def node_of(target: Any, function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.fx.Node:
+    """The first node that calls `target` when `function` is traced on fake tensors of these shapes."""
+    with FakeTensorMode():
+        graph = make_fx(function)(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
+    found: torch.fx.Node = next(node for node in graph.nodes if node.target == target)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
+    devices._cpu.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("target", "function", "shapes", "expected"),
+    [
+        (aten.mm.default, torch.mm, [(8, 16), (16, 32)], 2 * 8 * 16 * 32),
+        (aten.addmm.default, torch.addmm, [(32,), (8, 16), (16, 32)], 2 * 8 * 16 * 32),
+        (aten.bmm.default, torch.bmm, [(3, 8, 16), (3, 16, 32)], 3 * 2 * 8 * 16 * 32),
+        (aten.mv.default, torch.mv, [(8, 16), (16,)], 2 * 8 * 16),
+        (aten.add.Tensor, torch.add, [(8, 16), (16,)], 8 * 16),
+        (aten.sum.default, torch.sum, [(8, 16)], 8 * 16),
+        (aten.t.default, torch.t, [(8, 16)], 0),
+        (aten.convolution.default, lambda x, w: F.conv2d(x, w, padding=1), [(2, 3, 9, 9), (5, 3, 3, 3)], 2 * 2 * 81 * 5 * 27),
+        (aten.convolution.default, lambda x, w: F.conv2d(x, w, groups=6), [(2, 6, 9, 9), (6, 1, 3, 3)], 2 * 2 * 49 * 6 * 9),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, F.scaled_dot_product_attention, [(2, 4, 16, 8)] * 3, 4 * 8 * 256 * 8),
+    ],
+)  # fmt: skip
+def test_flop_counts(target: Any, function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int) -> None:
+    assert flops().measure(node_of(target, function, *shapes)).cost_s == expected
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_convolution_backward_costs_one_forward_a_gradient(groups: int) -> None:
+    def backward(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Any:
+        return aten.convolution_backward(grad, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups, [True, True, False])
+
+    node = node_of(aten.convolution_backward.default, backward, (2, 6, 9, 9), (6, 6 // groups, 3, 3), (2, 6, 7, 7))
+    assert flops().measure(node).cost_s == 2 * (2 * 2 * 49 * 6 * 9 * 6 // groups)
+
+
+def test_roofline_is_arithmetic_or_traffic_and_a_launch() -> None:
+    h100 = devices.device("h100")
+    compute_bound = node_of(aten.mm.default, torch.mm, (4096, 4096), (4096, 4096), dtype=torch.bfloat16)
+    assert roofline(h100).measure(compute_bound).cost_s == pytest.approx(2 * 4096**3 / 989.5e12 + h100.launch_s)
+    memory_bound = node_of(aten.add.Tensor, torch.add, (4096, 4096), (4096,))
+    assert roofline(h100).measure(memory_bound).cost_s == pytest.approx((2 * 4096**2 + 4096) * 4 / 3.35e12 + h100.launch_s)
+
+
+def test_expanded_inputs_are_read_once() -> None:
+    node = node_of(aten.add.Tensor, lambda x, y: x + y.expand(512, 1024, 16), (512, 1024, 16), (16,))
+    h100 = devices.device("h100")
+    assert roofline(h100).measure(node).cost_s == pytest.approx((2 * 512 * 1024 * 16 + 16) * 4 / 3.35e12 + h100.launch_s)
+
+
+def test_embedding_reads_rows_and_not_the_table() -> None:
+    node = node_of(aten.embedding.default, lambda w: F.embedding(torch.zeros(7, dtype=torch.long), w), (100_000, 64))
+    h100 = devices.device("h100")
+    assert roofline(h100).measure(node).cost_s == pytest.approx((2 * 7 * 64 * 4 + 7 * 8) / 3.35e12 + h100.launch_s)
+
+
+def test_views_are_free() -> None:
+    node = node_of(aten.view.default, lambda x: x.view(16, 8), (8, 16))
+    assert roofline("A100").measure(node) == (0.0, 0)
+
+
+def test_a_thousand_operators_take_little_time() -> None:
+    def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(250):
+            x = torch.softmax((x @ weight).sin() + x, -1)
+        return x
+
+    with FakeTensorMode():
+        graph = make_fx(chain)(torch.empty(64, 64), torch.empty(64, 64)).graph
+    model = roofline("H100")
+    start = time.perf_counter()
+    total = sum(model.measure(node).cost_s for node in graph.nodes)
+    assert total > 0
+    assert time.perf_counter() - start < 0.3
+
+
+@pytest.mark.parametrize("name", ["h100", "H100 SXM", "h100_sxm"])
+def test_device_names_forgive_case_and_spaces(name: str) -> None:
+    assert devices.device(name) is devices.device("H100")
+
+
+@pytest.mark.parametrize("name", ["V100", "A100-40", "A100-80", "H100", "H200", "B200", "L4", "RTX 4090", "cpu"])
+def test_every_device_has_sensible_figures(name: str) -> None:
+    device = devices.device(name)
+    assert 1e9 < device.fp32 <= device.flop_per_s(torch.float32, allow_tf32=True) < 1e16
+    assert 1e9 < device.bandwidth < 1e14
+    assert 0 < device.launch_s < 1e-3
+    assert device.memory_bytes > 1e9
+    assert device.source
+
+
+def test_unknown_devices_are_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="H100"):
+        devices.device("H1000")
+    with pytest.raises(ValueError, match="profile"):
+        devices.device_of_cuda_name("Quadro K600")
+
+
+@pytest.mark.parametrize(
+    ("cuda_name", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_cuda_names(cuda_name: str, name: str) -> None:
+    assert devices.device_of_cuda_name(cuda_name).name == name
+
+
+def test_the_cpu_is_measured_once(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    first = devices.device("cpu")
+    assert time.perf_counter() - start < 2.0
+    devices._cpu.cache_clear()
+    assert devices.device("CPU") == first
+    assert list(tmp_path.glob("cpu-*.json"))
+
+
+def test_specs_resolve() -> None:
+    assert isinstance(resolve_costs("flops"), Flops)
+    assert resolve_costs("roofline:H100").name == "roofline:H100"
+    assert resolve_costs("roofline", "cpu").name == "roofline:cpu"
+    model = flops()
+    assert resolve_costs(model) is model
+    with pytest.raises(ValueError, match="roofline"):
+        resolve_costs("guess")

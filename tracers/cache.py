@@ -1,0 +1,82 @@
+"""Measurements on disk: numbers by key, one JSON file in the user's cache folder.
+
+A cache is never a reason to fail: an unreadable file is ignored and an unwritable folder leaves
+the numbers in memory, with a warning each.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import platformdirs
+
+from .. import serialize
+from ..errors import TraceError
+
+_LOG = logging.getLogger(__name__)
+_FORMAT = "v1"
+_SECONDS_BETWEEN_WRITES = 1.0
+
+
+def cache_path(name: str) -> Path:
+    """Returns where the cache `name` lies: `$XDG_CACHE_HOME/remat/NAME-v1.json` on Linux."""
+    return platformdirs.user_cache_path("remat") / f"{name}-{_FORMAT}.json"
+
+
+@dataclass(eq=False)
+class DiskCache:
+    """Tuples of numbers by key, in memory and in the JSON file `path`.
+
+    New entries reach the disk at most once a second, when the cache is dropped and at exit. A
+    write merges with what other processes wrote meanwhile and replaces the file whole, so that
+    a reader never sees half of one; of two writes at the same instant, the last one wins.
+    """
+
+    path: Path
+    _entries: dict[str, tuple[float, ...]] = field(init=False, repr=False)
+    _fresh: dict[str, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False)
+    _written_s: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._entries = _read(self.path)
+        weakref.finalize(self, _write, self.path, self._fresh)
+
+    def get(self, key: str) -> tuple[float, ...] | None:
+        """Returns the numbers of `key`, or None."""
+        return self._entries.get(key)
+
+    def put(self, key: str, numbers: tuple[float, ...]) -> None:
+        """Keeps the numbers of `key`, and writes them when the last write is a second ago."""
+        self._entries[key] = self._fresh[key] = numbers
+        if time.monotonic() - self._written_s > _SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is new."""
+        _write(self.path, self._fresh)
+        self._written_s = time.monotonic()
+
+
+def _read(path: Path) -> dict[str, tuple[float, ...]]:
+    if not path.exists():
+        return {}
+    try:
+        return serialize.load(dict[str, tuple[float, ...]], path, TraceError)
+    except TraceError as reason:
+        _LOG.warning("ignoring a cache that can't be read; it will be written anew: %s", reason)
+        return {}
+
+
+def _write(path: Path, fresh: dict[str, tuple[float, ...]]) -> None:
+    if not fresh:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        serialize.save({**_read(path), **fresh}, path)
+    except OSError as reason:
+        _LOG.warning("measurements stay in memory, their cache can't be written: %s", reason)
+    fresh.clear()

@@ -1,0 +1,168 @@
+"""The signature of an operator call: all that its cost and its workspace depend on.
+
+A `Call` is what an fx node looks like without its values: the operator, the shapes, strides and
+types of its tensors, and its other arguments. Equal calls cost the same, so costs are kept by call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+aten = torch.ops.aten
+
+# Operators that return a view and whose schema does not say so.
+_UNDECLARED_VIEWS = {aten._unsafe_view.default}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its data. `shape` and `stride` count elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str = "cpu"
+    layout: torch.layout = torch.strided
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Returns the spec of a real or fake tensor."""
+        is_strided = tensor.layout == torch.strided
+        stride = tuple(map(int, tensor.stride())) if is_strided else ()
+        return cls(tuple(map(int, tensor.shape)), stride, tensor.dtype, tensor.device.type, tensor.layout)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, laid out densely."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of the distinct elements: an expanded dimension (stride 0) counts once."""
+        if not self.stride:
+            return self.nbytes
+        return math.prod(n for n, s in zip(self.shape, self.stride, strict=True) if s) * self.dtype.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first element to the last: the least storage that holds the tensor."""
+        if not self.numel or not self.stride:
+            return self.nbytes
+        return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True where the elements lie in row-major order without gaps."""
+        expected = 1
+        for n, s in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n != 1 and s != expected:
+                return self.numel == 0
+            expected *= n
+        return True
+
+    def __str__(self) -> str:
+        layout = "" if self.layout == torch.strided else f":{self.layout}"
+        return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{layout}".removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call. Tensors in `args` and `kwargs` are `TensorSpec`s, lists are tuples.
+
+    Attributes:
+        target: what is called: an `OpOverload`, a higher-order operator, a Python function.
+        args: the positional arguments.
+        kwargs: the keyword arguments, as pairs.
+        outputs: the tensors it returns, flat.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> Call:
+        """Returns the call of an fx node that has a fake tensor in `meta["val"]`, as its inputs have."""
+        args: Any = torch.fx.node.map_arg(node.args, _spec_of_node)
+        kwargs: Any = torch.fx.node.map_arg(node.kwargs, _spec_of_node)
+        outputs = tuple(_tensors_in(_freeze(node.meta.get("val"))))
+        return cls(node.target, _freeze(args), tuple(sorted((k, _freeze(v)) for k, v in kwargs.items())), outputs)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors it is given, flat."""
+        return tuple(_tensors_in((self.args, self.kwargs)))
+
+    @property
+    def computes(self) -> bool:
+        """True where the call runs a kernel; views, `getitem` and arithmetic on sizes do not."""
+        if isinstance(self.target, OpOverload):
+            return not self.target.is_view and self.target not in _UNDECLARED_VIEWS
+        return isinstance(self.target, HigherOrderOperator)
+
+    @property
+    def packet(self) -> Any:
+        """The operator without its overload: `aten.add` of `aten.add.Tensor`."""
+        return self.target.overloadpacket if isinstance(self.target, OpOverload) else self.target
+
+    @property
+    def device_type(self) -> str:
+        """The device type of its tensors; `cpu` where it has none."""
+        return next((t.device_type for t in (*self.outputs, *self.inputs)), "cpu")
+
+    def argument(self, name: str) -> Any:
+        """Returns the argument called `name` in the schema, or its default."""
+        for position, declared in enumerate(self.target._schema.arguments):
+            if declared.name == name:
+                if not declared.kwarg_only and position < len(self.args):
+                    return self.args[position]
+                return dict(self.kwargs).get(name, declared.default_value)
+        raise KeyError(f"{self.target} has no argument {name!r}")
+
+    def __str__(self) -> str:
+        named = [f"{name}={_text(value)}" for name, value in self.kwargs]
+        return f"{self.target}({', '.join([*map(_text, self.args), *named])})"
+
+
+def _spec_of_node(node: torch.fx.Node) -> Any:
+    return _freeze(node.meta.get("val"))
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    if isinstance(value, (int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, TensorSpec)):
+        return value
+    return repr(type(value))
+
+
+def _tensors_in(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return str(value)

@@ -1,0 +1,207 @@
+"""What devices can do: peak arithmetic, memory bandwidth, memory, and where each figure comes from.
+
+Figures are the vendor's peaks, dense (without structured sparsity), with 32-bit accumulation where
+the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is the machine at hand, measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .cache import DiskCache, cache_path
+
+_T, _G = 1e12, 1e9
+
+# Time that a small CUDA kernel takes of a busy stream, launch included: 3.8 us a kernel of 2.9 us on V100,
+# https://developer.nvidia.com/blog/cuda-graphs/ ("Getting Started with CUDA Graphs", A. Gray, 2019).
+_CUDA_LAUNCH_S = 3.8e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device.
+
+    Attributes:
+        name: its name in this table.
+        fp32, tf32, bf16, fp16, fp8: FLOP/s of matrix multiplication by input type; 0.0 where
+            the device has no unit for it (the next wider type does the work then). `fp32` is
+            also the rate of everything that is not a matrix multiplication.
+        bandwidth: memory bandwidth, bytes/s.
+        memory_bytes: memory on the device as printed on the box, in decimal units: what a
+            program can use is about as much.
+        source: the document of the figures.
+        cuda_names: words of the name that CUDA reports, all of which must occur.
+        launch_s: least time of one operator, in seconds.
+        type: what torch calls a device of this kind, `cpu` or `cuda`.
+    """
+
+    name: str
+    fp32: float
+    tf32: float
+    bf16: float
+    fp16: float
+    fp8: float
+    bandwidth: float
+    memory_bytes: int
+    source: str
+    cuda_names: tuple[str, ...] = ()
+    launch_s: float = _CUDA_LAUNCH_S
+    type: str = "cuda"
+
+    def flop_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
+        """Returns the FLOP/s of a matrix multiplication with inputs of `dtype`."""
+        narrow = {torch.bfloat16: self.bf16, torch.float16: self.fp16}.get(dtype, 0.0)
+        if dtype.itemsize == 1 and dtype.is_floating_point:
+            narrow = self.fp8 or self.bf16
+        elif dtype is torch.float32 and allow_tf32:
+            narrow = self.tf32
+        elif dtype in (torch.float64, torch.complex64):
+            narrow = self.fp32 / 2
+        return narrow or self.fp32
+
+
+def _gpu(name: str, tflops: tuple[float, float, float, float, float], gb_per_s: float, gb: int, source: str, *cuda_names: str) -> Device:
+    fp32, tf32, bf16, fp16, fp8 = (figure * _T for figure in tflops)
+    return Device(name, fp32, tf32, bf16, fp16, fp8, gb_per_s * _G, gb * 10**9, source, cuda_names)
+
+
+_V100 = "NVIDIA V100 datasheet (SXM2), images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+_A100 = "NVIDIA A100 datasheet (SXM), nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"
+_A100_40 = "NVIDIA A100 architecture whitepaper (SXM4-40GB), table 1"
+_H100 = "NVIDIA H100 datasheet, half the figures with sparsity, resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_H200 = "NVIDIA H200 datasheet (SXM), half the figures with sparsity, nvidia.com/en-us/data-center/h200"
+_B200 = "NVIDIA Blackwell architecture technical brief (HGX B200, 1,000 W), half the figures with sparsity; memory: DGX B200 datasheet / 8"
+_L4 = "NVIDIA L4 datasheet, half the figures with sparsity, nvidia.com/en-us/data-center/l4"
+_L40S = "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s"
+_A10 = "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu"
+_A10G = "NVIDIA A10G datasheet (AWS G5), half the figures with sparsity"
+_T4 = "NVIDIA T4 datasheet, nvidia.com/en-us/data-center/tesla-t4"
+_ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A (RTX 4090)"
+_GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (RTX 3090)"
+
+# fp32, tf32, bf16, fp16, fp8 in TFLOPS; GB/s; GB. The more special name comes first.
+_TABLE = (
+    _gpu("V100-32", (15.7, 0, 0, 125, 0), 900, 32, _V100, "V100", "32GB"),
+    _gpu("V100", (15.7, 0, 0, 125, 0), 900, 16, _V100, "V100"),
+    _gpu("A100-40", (19.5, 156, 312, 312, 0), 1555, 40, _A100_40, "A100", "40GB"),
+    _gpu("A100-80", (19.5, 156, 312, 312, 0), 2039, 80, _A100, "A100"),
+    _gpu("H100-PCIe", (51, 378, 756.5, 756.5, 1513), 2000, 80, _H100 + " (PCIe)", "H100", "PCIe"),
+    _gpu("H100-NVL", (60, 417.5, 835.5, 835.5, 1670.5), 3900, 94, _H100 + " (NVL)", "H100", "NVL"),
+    _gpu("H100", (67, 494.5, 989.5, 989.5, 1979), 3350, 80, _H100 + " (SXM)", "H100"),
+    _gpu("H200", (67, 494.5, 989.5, 989.5, 1979), 4800, 141, _H200, "H200"),
+    _gpu("B200", (80, 1100, 2250, 2250, 4500), 8000, 180, _B200, "B200"),
+    _gpu("L4", (30.3, 60, 121, 121, 242.5), 300, 24, _L4, "L4"),
+    _gpu("L40S", (91.6, 183, 362, 362, 733), 864, 48, _L40S, "L40S"),
+    _gpu("A10", (31.2, 62.5, 125, 125, 0), 600, 24, _A10, "A10"),
+    _gpu("A10G", (31.5, 35, 70, 70, 0), 600, 24, _A10G, "A10G"),
+    _gpu("T4", (8.1, 0, 0, 65, 0), 320, 16, _T4, "T4"),
+    _gpu("RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 24, _ADA, "RTX", "4090"),
+    _gpu("RTX 3090", (35.6, 35.6, 71, 71, 0), 936, 24, _GA102, "RTX", "3090"),
+)
+_ALIASES = {"a100": "A100-80", "h100sxm": "H100", "h200sxm": "H200", "v100sxm2": "V100", "4090": "RTX 4090", "3090": "RTX 3090"}
+
+
+def device(name: str) -> Device:
+    """Returns the device called `name`, in any case and with or without spaces and dashes.
+
+    Raises:
+        ValueError: the table has no such device; the message lists those it has.
+
+    >>> device("h100").bandwidth
+    3350000000000.0
+    """
+    wanted = _plain(_ALIASES.get(_plain(name), name))
+    if wanted == "cpu":
+        return _cpu()
+    for candidate in _TABLE:
+        if _plain(candidate.name) == wanted:
+            return candidate
+    raise ValueError(f"unknown device {name!r}; known are {', '.join(known_devices())}")
+
+
+def known_devices() -> tuple[str, ...]:
+    """Returns the names in the table, `cpu` first."""
+    return ("cpu", *(entry.name for entry in _TABLE))
+
+
+def device_of_cuda_name(cuda_name: str) -> Device:
+    """Returns the device that CUDA calls `cuda_name`.
+
+    Raises:
+        ValueError: the table has no such device.
+
+    >>> device_of_cuda_name("NVIDIA A100-SXM4-40GB").name
+    'A100-40'
+    """
+    words = cuda_name.replace("-", " ").lower().split()
+    for candidate in _TABLE:
+        if all(part.lower() in words for part in candidate.cuda_names) and "laptop" not in words:
+            return candidate
+    raise ValueError(
+        f"the GPU {cuda_name!r} is not in the table of devices ({', '.join(known_devices())}); "
+        'measure it with costs="profile", or name the nearest one, costs="roofline:A100"'
+    )
+
+
+def device_at_hand(device_type: str = "") -> Device:
+    """Returns the device of this machine: its first GPU, or `cpu` without one (or where asked for)."""
+    if device_type != "cpu" and torch.cuda.is_available():
+        return device_of_cuda_name(torch.cuda.get_device_name())
+    return _cpu()
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+@cache
+def _cpu() -> Device:
+    store = DiskCache(cache_path("cpu"))
+    key = f"{platform.node()} {platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    figures = store.get(key)
+    if figures is None or len(figures) != 5:
+        figures = _measure_cpu()
+        store.put(key, figures)
+    fp32, bf16, fp16, bandwidth, launch_s = figures
+    source = f"measured on {key}"
+    return Device("cpu", fp32, fp32, bf16, fp16, 0.0, bandwidth, _physical_memory_bytes(), source, launch_s=launch_s, type="cpu")
+
+
+def _measure_cpu() -> tuple[float, ...]:
+    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds an operator."""
+    size = 512
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a = torch.ones(size, size, dtype=dtype)
+        rates.append(2 * size**3 / _best_s(torch.ops.aten.mm.default, a, a))
+    source = torch.ones(1 << 25, dtype=torch.uint8)
+    bandwidth = 2 * source.nbytes / _best_s(torch.empty_like(source).copy_, source)
+    one = torch.ones(1)
+    return (*rates, bandwidth, _best_s(torch.ops.aten.add.Tensor, one, one))
+
+
+def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:
+    """Returns the shortest of at most ten calls after the first, within 0.15 s."""
+    best, end = float("inf"), time.perf_counter() + 0.15
+    for repeat in range(11):
+        start = time.perf_counter()
+        function(*args)
+        now = time.perf_counter()
+        best = min(best, now - start) if repeat else best
+        if now > end and repeat:
+            break
+    return best
+
+
+def _physical_memory_bytes() -> int:
+    if sys.platform == "win32":
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
