@@ -260,9 +260,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
     )
     del mask
     (context,) = tape.call(f"{module}.context", "aten.bmm.default", [dropped, qkv], [width], cost_s=6, module=module, saves=[0, 1])
-    (out,) = tape.call(
-        f"{module}.proj", "aten.mm.default", [context, weights[1]], [width], cost_s=4, module=f"{module}.proj", saves=[0, 1]
-    )
+    (out,) = tape.call(f"{module}.proj", "aten.mm.default", [context, weights[1]], [width], cost_s=4, module=f"{module}.proj", saves=[0, 1])
     (stream,) = tape.call(f"{block}.add1", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block)
     return stream
 
