@@ -1,0 +1,24 @@
+"""What a running solver tells: how long, how good, how close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of a solve.
+
+    Attributes:
+        elapsed_s: time since the solve began.
+        cost_s: cost of the best schedule so far; None where there is none.
+        bound_s: proved lower bound so far.
+    """
+
+    elapsed_s: float
+    cost_s: float | None
+    bound_s: float
+
+
+ProgressCallback = Callable[[Progress], None]
