@@ -1,0 +1,290 @@
+"""The command line: `python -m remat`, and the script `remat`.
+
+Exit status: 0 done, 2 bad input, 3 proved infeasible, 4 stopped with nothing found.
+Commands import what they need when they run, so that `solve` starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .arguments import Refused, bench_graphs, budget_bytes, check_folder, import_callable, keep_all_bytes, load_solutions, solver_named
+from .errors import BudgetError, GraphError, SolverError, TraceError
+from .graph import Graph
+from .instance import read_instance
+from .solution import Solution, Status
+from .solvers import SOLVER_NAMES, Solver
+
+EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
+
+
+class _OneLineErrors(TyperGroup):
+    """Turns errors that the user can mend into one line on stderr and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (Refused, GraphError, TraceError, SolverError, BudgetError) as error:
+            typer.echo(f"remat: {' '.join(str(error).split())}", err=True)
+            is_proved = isinstance(error, BudgetError) and error.is_proved
+            raise typer.Exit(3 if is_proved else 4 if isinstance(error, BudgetError) else 2) from None
+
+
+app = typer.Typer(
+    cls=_OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+class Format(StrEnum):
+    """How results are written to stdout."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class Picture(StrEnum):
+    """What `plot` draws."""
+
+    MEMORY = "memory"
+    SCHEDULE = "schedule"
+    TRADEOFF = "tradeoff"
+
+
+InstanceArgument = Annotated[Path, typer.Argument(metavar="INSTANCE.json", help="A saved graph, or an object with cost, size and edges.")]
+BudgetOption = Annotated[str, typer.Option(metavar="SIZE", help='Bytes, or a text such as "8GiB", "7.5GB" or "60%" of keeping everything.')]
+SolverOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")]
+TimeLimitOption = Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds after which the best found so far is returned.")]
+GapOption = Annotated[float, typer.Option(min=0.0, metavar="FRACTION", help="Stop as soon as the cost is proved this close to the least.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"remat {importlib.metadata.version('remat')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _remat(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_show_version)] = False,
+) -> None:
+    """Train PyTorch models inside a memory budget, at provably near-minimal extra compute.
+
+    [bold]Try it:[/]  remat demo
+
+    [bold]Plan for a model:[/]  remat trace my_project.model:make --output graph.json
+    remat solve graph.json --budget 60% --output plan.json
+    remat plot graph.json plan.json --output plan.png
+    """
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the pictures and numbers.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to run each way.")] = 20,
+) -> None:
+    """Train a small model with and without a budget; compare memory, time and gradients.
+
+    Example:  remat demo --output /tmp/demo
+    """
+    from .demo import run_demo
+
+    run_demo(output, steps)
+
+
+@app.command()
+def trace(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns (model, args): a module and a tuple of its inputs.")],
+    output: Annotated[Path, typer.Option(help="Where the graph is saved.")] = Path("graph.json"),
+    costs: Annotated[str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")] = "flops",
+) -> None:
+    """Record the training step of a model as a graph of operators and values.
+
+    Nothing is allocated and the model does not change.
+
+    Example:  remat trace my_project.model:make --output graph.json
+    """
+    from .terminal import progress, show_graph
+
+    check_folder(output)
+    make = import_callable(factory)
+    model, args = make()
+    with progress(f"tracing {factory}"):
+        from .api import trace as trace_model
+
+        graph = trace_model(model, args, costs=costs)
+    graph.save(output)
+    show_graph(graph)
+    typer.echo(f"saved to {output}")
+
+
+@app.command()
+def solve(
+    instance: InstanceArgument,
+    budget: BudgetOption,
+    solver: SolverOption = "auto",
+    time_limit: TimeLimitOption = 60.0,
+    gap: GapOption = 0.005,
+    free_order: Annotated[bool, typer.Option("--free-order", help="Let first computations leave the order of the file.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Save the solution here.")] = None,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Find the schedule that fits a budget at the least extra compute.
+
+    Exit status 0 solved, 3 proved infeasible, 4 stopped with nothing found, 2 bad input.
+
+    Example:  remat solve graph.json --budget 8GiB
+
+    Example:  remat solve graph.json --budget 60% --solver chen-sqrt --format json
+    """
+    from .terminal import show_solution, solution_record, write_json
+
+    if free_order:
+        raise Refused("--free-order: no solver here leaves the order of the file yet; solve without it")
+    if output is not None:
+        check_folder(output)
+    method = solver_named(solver, time_limit, gap)
+    graph = read_instance(instance)
+    solution = _solve(graph, budget_bytes(budget, graph), method, f"{instance.name}, budget {budget}, {solver}")
+    if output is not None:
+        solution.save(output)
+    if format_ is Format.JSON:
+        write_json(solution_record(solution))
+    else:
+        show_solution(graph, solution)
+    raise typer.Exit(EXIT_CODES[solution.status])
+
+
+@app.command()
+def frontier(
+    instance: InstanceArgument,
+    points: Annotated[int, typer.Option(min=2, help="How many budgets to solve for.")] = 10,
+    solver: SolverOption = "auto",
+    time_limit: TimeLimitOption = 60.0,
+    gap: GapOption = 0.005,
+    output: Annotated[Path | None, typer.Option(help="Save the solutions here; `remat plot` reads them.")] = None,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Solve for many budgets: what each size of memory costs in compute.
+
+    Example:  remat frontier graph.json --points 12 --output frontier.json
+
+    Example:  remat plot graph.json frontier.json --picture tradeoff --output frontier.png
+    """
+    from . import serialize
+    from .terminal import progress, show_solutions, solution_record, write_json
+
+    if output is not None:
+        check_folder(output)
+    solver_named(solver, time_limit, gap)
+    graph = read_instance(instance)
+    with progress(f"solving {instance.name} for {points} budgets"):
+        from .api import frontier as solve_frontier
+
+        solutions = list(solve_frontier(graph, num_points=points, solver=solver, time_limit_s=time_limit, gap=gap))
+    if output is not None:
+        serialize.save(solutions, output)
+    if format_ is Format.JSON:
+        write_json([{"budget": s.budget_bytes, **solution_record(s)} for s in solutions])
+    else:
+        keep_all = keep_all_bytes(graph)
+        show_solutions(graph, [(f"{s.budget_bytes / keep_all:.0%}", s) for s in solutions])
+
+
+@app.command()
+def plot(
+    instance: InstanceArgument,
+    solutions: Annotated[list[Path] | None, typer.Argument(metavar="[PLAN.json]...", help="What solve or frontier saved.")] = None,
+    picture: Annotated[Picture, typer.Option(help="What to draw.")] = Picture.MEMORY,
+    output: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")] = Path("remat.png"),
+) -> None:
+    """Draw memory over time, a schedule, or the trade-off of memory against compute.
+
+    Example:  remat plot graph.json plan.json --output memory.png
+
+    Example:  remat plot graph.json plan.json --picture schedule --output schedule.svg
+    """
+    from .plot import PLOT_SUFFIXES, draw
+
+    check_folder(output)
+    if output.suffix.lower() not in PLOT_SUFFIXES:
+        raise Refused(f"--output {output}: a picture ends in {', '.join(PLOT_SUFFIXES)}")
+    graph = read_instance(instance)
+    loaded = [(path.stem, solution) for path in solutions or [] for solution in load_solutions(path, graph)]
+    if picture is Picture.TRADEOFF and len(loaded) < 2:
+        raise Refused("--picture tradeoff needs at least two solutions; `remat frontier --output` makes them")
+    draw(graph, loaded, str(picture), output)
+    typer.echo(f"saved to {output}")
+
+
+@app.command()
+def bench(
+    instances: Annotated[list[Path] | None, typer.Argument(metavar="[INSTANCE.json]...", help="Without any, a small transformer.")] = None,
+    budget: BudgetOption = "60%",
+    solver: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Repeat it; without it, every solver runs.")] = None,
+    time_limit: TimeLimitOption = 10.0,
+    gap: GapOption = 0.005,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Compare solvers on the same graphs and budget.
+
+    Example:  remat bench graph.json --budget 70% --solver auto --solver chen-sqrt --solver milp
+    """
+    from .terminal import show_solutions, solution_record, write_json
+
+    methods = [(name, solver_named(name, time_limit, gap)) for name in solver or SOLVER_NAMES]
+    records = []
+    for name, graph in bench_graphs(instances or []):
+        answers = list(_answers(graph, budget_bytes(budget, graph), methods, name))
+        records += [{"instance": name, "name": label, **solution_record(s)} for label, s in answers]
+        if format_ is Format.TABLE:
+            show_solutions(graph, answers, title=f"{name}, budget {budget}")
+    if format_ is Format.JSON:
+        write_json(records)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at versions, devices, solvers and the cache, and solve a tiny problem.
+
+    Exit status 0 where all is well, 1 where something needs mending.
+    """
+    from rich.console import Console
+
+    from .doctor import examine
+
+    console, is_well = Console(), True
+    for finding in examine():
+        mark = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}[finding.is_ok]
+        console.print(f"{mark} [bold]{finding.name:<11}[/]", end="")
+        console.print(finding.detail, markup=False, highlight=False, soft_wrap=True)
+        is_well = is_well and finding.is_ok is not False
+    raise typer.Exit(0 if is_well else 1)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="remat")
+
+
+def _solve(graph: Graph, size_bytes: int, solver: Solver, text: str) -> Solution:
+    from .terminal import progress
+
+    with progress(f"solving {text}"):
+        return solver.solve(graph, budget_bytes=size_bytes)
+
+
+def _answers(graph: Graph, size_bytes: int, methods: list[tuple[str, Solver]], name: str) -> Iterator[tuple[str, Solution]]:
+    for label, method in methods:
+        try:
+            yield label, _solve(graph, size_bytes, method, f"{name}, {label}")
+        except SolverError as reason:  # a graph outside the method's class is no answer of the others
+            typer.echo(f"remat: {label}: {reason}", err=True)

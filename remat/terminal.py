@@ -1,0 +1,134 @@
+"""What the command line shows: tables on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .graph import Graph, Phase
+from .schedule import Schedule, simulate
+from .solution import Solution, Status
+from .units import Units
+
+_COLOUR = {Status.OPTIMAL: "green", Status.FEASIBLE: "cyan", Status.INFEASIBLE: "red", Status.NO_SOLUTION: "yellow"}
+_MEANING = {
+    Status.OPTIMAL: "no schedule in this budget costs less, within the asked gap",
+    Status.FEASIBLE: "fits the budget; the gap says how far from the best it can be",
+    Status.INFEASIBLE: "proved: no schedule fits this budget",
+    Status.NO_SOLUTION: "stopped before a schedule was found; one may exist",
+}
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Shows `text` and the time on stderr while the block runs, from the second second on.
+
+    Silent where stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
+    bar.add_task(text, total=None)
+    timer = threading.Timer(1.0, bar.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+
+
+def solution_record(solution: Solution) -> dict[str, Any]:
+    """Returns what `--format json` prints of a solution; numbers it does not have are None."""
+    is_solved = solution.is_solved
+    return {
+        "status": str(solution.status),
+        "cost": solution.cost_s if is_solved else None,
+        "peak": solution.peak_bytes if is_solved else None,
+        "overhead_percent": 100 * solution.overhead if is_solved else None,
+        "lower_bound": solution.lower_bound_s if solution.status is not Status.INFEASIBLE else None,
+        "gap_percent": 100 * solution.gap if is_solved else None,
+        "solver": solution.solver,
+        "wall_s": solution.wall_s,
+        "order": list(solution.schedule.steps) if solution.schedule else [],
+    }
+
+
+def write_json(record: Any) -> None:
+    """Writes one JSON document to stdout."""
+    Console(soft_wrap=True, highlight=False, markup=False, emoji=False).out(json.dumps(record))
+
+
+def show_solution(graph: Graph, solution: Solution) -> None:
+    """Writes one solution as a table of what was asked and what came out."""
+    units, rows = Units.of(graph), []
+    rows.append(("status", f"[{_COLOUR[solution.status]}]{solution.status}[/] ({_MEANING[solution.status]})"))
+    rows.append(("budget", units.size_text(solution.budget_bytes)))
+    if solution.schedule is not None:
+        rows.append(("peak", f"{units.size_text(solution.peak_bytes)} ({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)"))
+        rows.append(("overhead", f"{100 * solution.overhead:.2f} % over keeping everything"))
+        rows.append(("cost", f"{units.cost_text(solution.cost_s)}, at least {units.cost_text(solution.lower_bound_s)} is needed"))
+        rows.append(("gap", f"{100 * solution.gap:.2f} %"))
+        rows.append(("steps", f"{len(solution.schedule.steps):,}, of which {solution.schedule.num_recomputations:,} recompute"))
+    if solution.minimum_bytes:
+        rows.append(("least budget", f"{units.size_text(solution.minimum_bytes)}, the smallest known to work"))
+    rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
+    _show_pairs(rows)
+
+
+def show_solutions(graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = "") -> None:
+    """Writes several solutions as a table, one a row."""
+    units = Units.of(graph)
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "status", "budget", "peak", "overhead", "proved least", "gap", "time"):
+        table.add_column(name, justify="left" if name in ("", "status") else "right")
+    for label, solution in labelled:
+        numbers = ["-"] * 4
+        if solution.is_solved:
+            least = max(0.0, solution.lower_bound_s / solution.keep_all_cost_s - 1) if solution.keep_all_cost_s else 0.0
+            percents = [f"{100 * x:.2f} %" for x in (solution.overhead, least, solution.gap)]
+            numbers = [units.size_text(solution.peak_bytes), *percents]
+        status = f"[{_COLOUR[solution.status]}]{solution.status}[/]"
+        table.add_row(label, status, units.size_text(solution.budget_bytes), *numbers, f"{solution.wall_s:.2f} s")
+    Console().print(table)
+
+
+def show_graph(graph: Graph) -> None:
+    """Writes what a graph holds: operators, memory, what is pinned, and the largest values."""
+    units = Units.of(graph)
+    keep_all = simulate(graph, Schedule.keep_all(graph))
+    forward = sum(op.phase is Phase.FORWARD for op in graph.operators)
+    pinned = Counter(op.pinned for op in graph.operators if op.pinned)
+    rows = [
+        ("operators", f"{graph.num_operators:,} ({forward:,} forward, {graph.num_operators - forward:,} backward)"),
+        ("cost", f"{units.cost_text(graph.cost_s)} ({graph.costs or 'as given'})"),
+        ("resident", f"{units.size_text(graph.resident_bytes)} of parameters, buffers and inputs"),
+        ("peak", f"{units.size_text(keep_all.peak_bytes)} where everything is kept"),
+        ("never recomputed", "; ".join(f"{count} {reason}" for reason, count in pinned.most_common()) or "none"),
+        ("largest values", ", ".join(f"{v.name} ({units.size_text(v.size_bytes)})" for v in _largest(graph, 5)) or "none"),
+    ]
+    _show_pairs(rows)
+
+
+def _largest(graph: Graph, count: int) -> Sequence[Any]:
+    return sorted((v for v in graph.values if not v.is_resident), key=lambda v: -v.size_bytes)[:count]
+
+
+def _show_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in rows:
+        table.add_row(name, text)
+    Console().print(table)
