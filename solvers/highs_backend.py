@@ -1,0 +1,135 @@
+"""HiGHS behind the stage models: arrays in, points and a dual bound out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import SolverError
+from .checkmate_model import ModelArrays
+
+Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
+_MAX_POINTS = 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a backend found.
+
+    Attributes:
+        bound: no point of the model has a smaller objective; infinite where it has none.
+        points: feasible points, best first.
+        is_finished: False where a limit stopped it.
+    """
+
+    bound: float
+    points: tuple[NDArray[np.float64], ...]
+    is_finished: bool
+
+
+class Backend(Protocol):
+    """A MILP solver."""
+
+    def minimise(
+        self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
+    ) -> Answer:
+        """Returns an answer within `gap` (a fraction) or `time_limit_s`; `start` may have NaN where it says nothing."""
+
+
+@dataclass(frozen=True)
+class Highs:
+    """HiGHS through highspy. `threads` 0 leaves the number to HiGHS."""
+
+    threads: int = 1
+
+    def minimise(
+        self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
+    ) -> Answer:
+        """Returns HiGHS's best points and its dual bound, never its objective, as the bound."""
+        highspy, solver = self._solver(time_limit_s)
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_abs_gap", 1e-6)
+        _pass(highspy, solver, model, is_relaxed=False)
+        points: list[tuple[float, NDArray[np.float64]]] = []
+        _listen(solver, points, report)
+        if start is not None:
+            known = np.flatnonzero(~np.isnan(start))
+            solver.setSolution(len(known), known.astype(np.int32), start[known])
+        solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Answer(math.inf, (), True)
+        is_finished = status == highspy.HighsModelStatus.kOptimal
+        if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+            points.append((info.objective_function_value, np.array(solver.getSolution().col_value)))
+        bound = info.mip_dual_bound if model.is_integer.any() else info.objective_function_value if is_finished else -math.inf
+        ranked = sorted(points[-_MAX_POINTS:], key=lambda pair: pair[0])
+        return Answer(float(bound), tuple(point for _, point in ranked), is_finished)
+
+    def relax(self, model: ModelArrays, *, time_limit_s: float) -> Answer:
+        """Returns the optimum of the LP relaxation; without a bound where a limit stopped it."""
+        highspy, solver = self._solver(time_limit_s)
+        _pass(highspy, solver, model, is_relaxed=True)
+        solver.run()
+        status = solver.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Answer(math.inf, (), True)
+        if status != highspy.HighsModelStatus.kOptimal:
+            return Answer(-math.inf, (), False)
+        return Answer(float(solver.getInfo().objective_function_value), (np.array(solver.getSolution().col_value),), True)
+
+    def _solver(self, time_limit_s: float) -> tuple[Any, Any]:
+        try:
+            import highspy
+        except ImportError as error:
+            raise SolverError("HiGHS is not installed; run `pip install highspy`, or use solver='milp-pulp'") from error
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", self.threads)
+        solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+        return highspy, solver
+
+
+def _pass(highspy: Any, solver: Any, model: ModelArrays, *, is_relaxed: bool) -> None:
+    columns, rows = len(model.cost), len(model.row_upper)
+    integrality = np.zeros(columns, np.int32) if is_relaxed else model.is_integer.astype(np.int32)
+    solver.passModel(
+        columns,
+        rows,
+        len(model.index),
+        int(highspy.MatrixFormat.kRowwise),
+        int(highspy.ObjSense.kMinimize),
+        model.offset,
+        model.cost,
+        np.zeros(columns),
+        model.column_upper,
+        np.full(rows, -math.inf),
+        model.row_upper,
+        model.row_start,
+        model.index,
+        model.value,
+        integrality,
+    )
+
+
+def _listen(solver: Any, points: list[tuple[float, NDArray[np.float64]]], report: Report | None) -> None:
+    """Collects every improving point and reports progress. HiGHS calls back in its own thread of control."""
+
+    def improved(event: Any) -> None:
+        out = event.data_out
+        points.append((float(out.objective_function_value), np.array(out.mip_solution)))
+
+    def logged(event: Any) -> None:
+        out = event.data_out
+        cost = float(out.mip_primal_bound)
+        if report is not None:
+            report(cost if math.isfinite(cost) and cost < 1e29 else None, float(out.mip_dual_bound))
+
+    solver.cbMipImprovingSolution += improved
+    if report is not None:
+        solver.cbMipLogging += logged
