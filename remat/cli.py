@@ -104,7 +104,7 @@ def demo(
 def trace(
     factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns (model, args): a module and a tuple of its inputs.")],
     output: Annotated[Path, typer.Option(help="Where the graph is saved.")] = Path("graph.json"),
-    costs: Annotated[str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")] = "flops",
+    costs: Annotated[str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")] = "roofline",
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
 
