@@ -1,0 +1,163 @@
+"""The solver to use: a bound and a schedule for it, then annealing until the gap is closed or nothing improves.
+
+1. Keeping everything, where it fits: optimal.
+2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
+3. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
+   is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
+4. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
+5. Annealing on the sequence (`local_search`) in rounds, until a few rounds in a row improve nothing.
+
+It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. What limits it:
+the bound does not see the memory between two original operators, so at tight budgets the gap stays open though the
+schedule may be optimal. Steps 3 and 5 are cut by iterations before they are cut by time, so that a seed gives one answer
+on every machine that is fast enough for the time limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+
+from ..graph import Graph
+from ..schedule import Schedule, simulate
+from ..solution import Solution, Status
+from .base import Solver
+from .compiled import IS_COMPILED
+from .eviction import Rule, steps_with_eviction
+from .lazy_rows import LazyRows
+from .local_search import LocalSearch, Round
+from .minimum import minimum, peak_bound, working_set_bytes
+from .on_demand import forward_length, steps_on_demand
+from .search import Progress, Search
+from .window import WindowModel
+
+_ROUND_MOVES = 60_000 if IS_COMPILED else 4_000
+_STAGNANT_ROUNDS = 3
+_MAX_ROUNDS = 20
+_HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
+_PROGRESS = 1e-5  # a round that improves by less has brought nothing
+_WINDOW_LIMIT_S = 10.0
+
+
+@final
+@dataclass(frozen=True)
+class Auto(Solver):
+    """The package's own method; always answers, with a bound.
+
+    Attributes:
+        gap: stops as soon as the cost is proved to be within this fraction of the optimum.
+        time_limit_s: a hard cap; most answers come long before it.
+        seed: of the annealing.
+        progress: called with a `Progress` whenever the schedule or the bound gets better.
+    """
+
+    gap: float = 0.005
+    time_limit_s: float = 60.0
+    seed: int = 0
+    progress: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (self.gap >= 0 and self.time_limit_s > 0):
+            raise ValueError(f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap >= 0 and a time limit > 0")
+
+    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
+        """Returns the best schedule found within `budget_bytes` with the best bound proved."""
+        return self.improve(graph, budget_bytes=budget_bytes)
+
+    def improve(
+        self, graph: Graph, *, budget_bytes: int, known_steps: Sequence[Sequence[int]] = (), known_bound_s: float = 0.0
+    ) -> Solution:
+        """Returns what `solve` does, starting from what is known.
+
+        Args:
+            graph: any graph.
+            budget_bytes: resident bytes included.
+            known_steps: schedules of `graph`, within the budget or not.
+            known_bound_s: proved for this budget or a larger one.
+        """
+        search = Search(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
+        search.raise_bound(known_bound_s)
+        for steps in (range(graph.num_operators), *known_steps):
+            search.offer(steps)
+        starts: list[Sequence[int]] = []
+        if not search.is_over:
+            if budget_bytes < working_set_bytes(graph) or self._solve_windows(search, starts):
+                return self._without_schedule(search, Status.INFEASIBLE)
+            self._solve_greedily(search, starts)
+            self._anneal(search, starts)
+        if search.steps is None:
+            return self._without_schedule(search, Status.NO_SOLUTION)
+        return Solution.of_steps(
+            graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
+        )
+
+    def _without_schedule(self, search: Search, status: Status) -> Solution:
+        least = minimum(search.graph, time_limit_s=max(search.left_s, 0.1))
+        return Solution.without_schedule(
+            search.graph,
+            search.budget_bytes,
+            status,
+            solver=repr(self),
+            wall_s=search.elapsed_s,
+            lower_bound_s=search.bound_s,
+            minimum_bytes=least.peak_bytes,
+        )
+
+    def _solve_windows(self, search: Search, starts: list[Sequence[int]]) -> bool:
+        """Raises the bound and adds a start by the window model; True where the budget is proved infeasible."""
+        graph, boundary = search.graph, forward_length(search.graph)
+        if not 0 < boundary < graph.num_operators:
+            return False
+        windows = [(0, boundary), (boundary, graph.num_operators)]
+        model = WindowModel(graph, windows, priced=windows, budget_bytes=search.budget_bytes)
+        outcome = LazyRows(model).solve(deadline=time.perf_counter() + min(_WINDOW_LIMIT_S, search.left_s / 2))
+        if outcome.is_infeasible:
+            keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            return peak_bound(graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
+        search.raise_bound(model.bound_s(outcome))
+        if outcome.point is not None:
+            starts.append(steps_on_demand(graph, model.kept(outcome.point)[boundary].tolist()))
+            search.offer(starts[-1])
+        return False
+
+    @staticmethod
+    def _solve_greedily(search: Search, starts: list[Sequence[int]]) -> None:
+        """Offers the greedy's schedules, and that of the least budget where none of them fits."""
+        for rule in Rule:
+            if search.is_over:
+                return
+            steps = steps_with_eviction(search.graph, search.budget_bytes, rule)
+            if steps is not None:
+                search.offer(steps.tolist())
+        if search.steps is None and not search.is_over:
+            starts.append(minimum(search.graph, time_limit_s=search.left_s / 2).steps)
+            search.offer(starts[-1])
+
+    def _anneal(self, search: Search, starts: Sequence[Sequence[int]]) -> None:
+        """Runs rounds of annealing from the starts and the best, until some in a row bring nothing."""
+        if search.is_over:
+            return
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        if search.steps is not None and search.cost_s is not None:
+            local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
+        stagnant = 0
+        for index in range(_MAX_ROUNDS):
+            before_s = local.best_cost_s
+            is_fresh = index < len(starts) or local.best_steps is None
+            start = starts[index % len(starts)] if is_fresh else local.best_steps
+            round_ = Round(_ROUND_MOVES, _HOT[index % len(_HOT)], 1e-6)
+            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search))
+            is_over = self._take(local, search)
+            stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
+            if is_over or stagnant >= _STAGNANT_ROUNDS:
+                return
+
+    @staticmethod
+    def _take(local: LocalSearch, search: Search) -> bool:
+        if local.best_steps is not None and (search.cost_s is None or local.best_cost_s < search.cost_s):
+            search.offer(local.best_steps.tolist())
+        return search.is_over

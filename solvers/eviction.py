@@ -1,0 +1,189 @@
+"""Greedy recomputation with eviction: run the operators in order, make room by forgetting, recompute on demand.
+
+Other names: dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with full knowledge of the graph instead of
+an online guess. Before each computation, values are evicted until it fits: those that nothing will need first, then by
+the smallest (cost of getting it back) / (bytes * time until it is needed). A value that is missing is recomputed, its
+missing inputs first, everything the chain needs held fixed meanwhile.
+
+It fails where what is held fixed does not fit, so its smallest budget is near the least there is, not the least.
+Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost are capped.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from ..graph import Graph
+from .accounting import Accounting, Ints
+from .compiled import compiled
+
+_FAR = 1 << 40
+
+
+class Rule(IntEnum):
+    """What makes a value the one to evict."""
+
+    CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
+    FAR = 1  # needed last
+    LARGE = 2  # most bytes, per cost of getting it back
+
+
+def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP, *, max_factor: float = 8.0) -> Ints | None:
+    """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
+
+    Args:
+        graph: any graph.
+        budget_bytes: resident bytes included.
+        rule: which value goes first.
+        max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
+
+    In-place operators are counted as if they were not, snapshots in full: the simulated peak can be lower.
+    """
+    arrays = graph.arrays
+    room = budget_bytes - graph.resident_bytes
+    if room < 0:
+        return None
+    accounting = Accounting(graph)
+    size = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
+    user_start, user = users(graph)
+    last_read = accounting.last_read(graph.num_operators)
+    steps = np.zeros(int(max_factor * graph.num_operators) + 1, np.int64)
+    length = _run(
+        arrays.cost_s, size, arrays.workspace_bytes, arrays.producer, arrays.read_start, arrays.read, arrays.write_start, arrays.write,
+        user_start, user, arrays.is_pinned, last_read, room, int(rule), max_factor * graph.cost_s, steps,
+    )  # fmt: skip
+    return steps[:length].copy() if length >= 0 else None
+
+
+def users(graph: Graph) -> tuple[Ints, Ints]:
+    """The operators that read each value, in order, in CSR form."""
+    counts = np.array([len(row) for row in graph.users_of], np.int64)
+    start = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=start[1:])
+    return start, np.array([u for row in graph.users_of for u in row], np.int64)
+
+
+@compiled
+def _run(cost, size, workspace, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, room, rule, max_cost, steps):  # type: ignore[no-untyped-def]  # noqa: E501
+    n, num_values = len(cost), len(size)
+    held, length, spent = 0, 0, 0.0
+    in_memory = producer < 0
+    locks = np.zeros(num_values, np.int64)
+    need = np.zeros(num_values, np.int64)
+    again = np.zeros(num_values)
+    stack = np.zeros(n + 1, np.int64)
+    for target in range(n):
+        _find_needs(target, n, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, in_memory, need)
+        depth = 1
+        stack[0] = target
+        while depth > 0:
+            op = stack[depth - 1]
+            missing = -1
+            for k in range(read_start[op], read_start[op + 1]):
+                if not in_memory[read[k]]:
+                    missing = read[k]
+                    break
+            if missing >= 0:
+                if depth > n or is_pinned[producer[missing]]:
+                    return -1
+                for k in range(read_start[op], read_start[op + 1]):
+                    locks[read[k]] += 1
+                stack[depth] = producer[missing]
+                depth += 1
+                continue
+            for k in range(read_start[op], read_start[op + 1]):
+                locks[read[k]] += 1
+            wanted = workspace[op]
+            for k in range(write_start[op], write_start[op + 1]):
+                if not in_memory[write[k]]:
+                    wanted += size[write[k]]
+                locks[write[k]] += 1
+            held = _make_room(room - wanted, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again)  # noqa: E501
+            if held < 0 or length >= len(steps):
+                return -1
+            spent += cost[op]
+            if spent > max_cost:
+                return -1
+            steps[length] = op
+            length += 1
+            for k in range(write_start[op], write_start[op + 1]):
+                locks[write[k]] -= 1
+                if not in_memory[write[k]]:
+                    in_memory[write[k]] = True
+                    held += size[write[k]]
+            for k in range(read_start[op], read_start[op + 1]):
+                locks[read[k]] -= 1
+            depth -= 1
+            if depth > 0:
+                above = stack[depth - 1]
+                for k in range(read_start[above], read_start[above + 1]):
+                    locks[read[k]] -= 1
+    return length
+
+
+@compiled
+def _find_needs(target, n, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, in_memory, need):  # type: ignore[no-untyped-def]
+    """Fills `need`: the operator from `target` on for which each value is needed next, through missing values too."""
+    for value in range(len(need)):
+        need[value] = _FAR
+        if producer[value] < 0 or last_read[value] < target:
+            continue
+        if last_read[value] >= n:
+            need[value] = n
+        for k in range(user_start[value], user_start[value + 1]):
+            if user[k] >= target:
+                need[value] = user[k]
+                break
+    for op in range(target - 1, -1, -1):
+        first = _FAR
+        for k in range(write_start[op], write_start[op + 1]):
+            if not in_memory[write[k]] and need[write[k]] < first:
+                first = need[write[k]]
+        if first < _FAR and not is_pinned[op]:
+            for k in range(read_start[op], read_start[op + 1]):
+                need[read[k]] = min(need[read[k]], first)
+
+
+@compiled
+def _make_room(room, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again):  # type: ignore[no-untyped-def]
+    """Evicts until at most `room` bytes are held; returns the bytes held, -1 where that can't be."""
+    if held <= room:
+        return held
+    for value in range(len(size)):
+        if in_memory[value] and producer[value] >= 0 and locks[value] == 0 and need[value] >= _FAR:
+            in_memory[value] = False
+            held -= size[value]
+    while held > room:
+        best, best_score = -1, np.inf
+        for value in range(len(size)):
+            p = producer[value]
+            if p < 0 or not in_memory[value] or locks[value] > 0 or size[value] == 0 or is_pinned[p]:
+                continue
+            back = cost[p]
+            for k in range(read_start[p], read_start[p + 1]):
+                if not in_memory[read[k]]:
+                    back += again[read[k]]
+            distance = need[value] - target + 1.0
+            if rule == 0:
+                score = (back + 1e-30) / (size[value] * distance)
+            elif rule == 1:
+                score = -distance - size[value] * 1e-18
+            else:
+                score = (back + 1e-30) / size[value]
+            if score < best_score:
+                best, best_score = value, score
+        if best < 0:
+            return -1
+        p = producer[best]
+        again[best] = cost[p]
+        for k in range(read_start[p], read_start[p + 1]):
+            if not in_memory[read[k]]:
+                again[best] += again[read[k]]
+        in_memory[best] = False
+        held -= size[best]
+        first = need[best]
+        for k in range(read_start[p], read_start[p + 1]):
+            need[read[k]] = min(need[read[k]], first)
+    return held

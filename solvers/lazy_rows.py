@@ -1,0 +1,68 @@
+"""Solving a window model with few of its memory rows: solve, look where memory is over, add rows there, again.
+
+First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds the full model, as it
+has fewer rows; 20 rows a round, apart from each other, suffice for graphs of 10,000 operators.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from .accounting import Floats
+from .linear import Outcome
+from .window import Window, WindowModel
+
+_TOLERANCE = 1e-6
+_ROWS_A_ROUND = 20
+
+
+class LazyRows:
+    """A window model and the memory rows it has so far."""
+
+    def __init__(self, model: WindowModel) -> None:
+        self.model = model
+        self._added: set[tuple[Window, int]] = set()
+
+    def solve(self, *, deadline: float, relative_gap: float = 1e-4, is_relaxed: bool = False, node_limit: int = 2_000) -> Outcome:
+        """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
+
+        The point violates no memory row unless `is_finished` is False.
+        """
+        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf)
+        if is_relaxed or best.is_infeasible or not best.is_finished:
+            return best
+        return self._rounds(False, deadline, relative_gap, node_limit, best.bound)
+
+    def _rounds(self, is_relaxed: bool, deadline: float, relative_gap: float, node_limit: int, bound: float) -> Outcome:
+        while True:
+            left_s = deadline - time.perf_counter()
+            if left_s <= 0:
+                return Outcome(bound, None, False)
+            outcome = self.model.program.minimise(
+                is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit
+            )
+            bound = max(bound, outcome.bound)
+            if outcome.point is None or not self._add_violated(outcome.point) or not outcome.is_finished:
+                return Outcome(bound, outcome.point, outcome.is_finished)
+
+    def _add_violated(self, point: Floats) -> int:
+        """Adds the most violated rows, at least three operators apart, and returns how many."""
+        limit = self.model.limit(point) + _TOLERANCE * self.model.budget
+        found: list[tuple[float, Window, int]] = []
+        for window in self.model.windows:
+            usage = self.model.usage(point, window)
+            found += [(float(usage[i]), window, window[0] + int(i)) for i in np.flatnonzero(usage > limit)]
+        found.sort(key=lambda item: -item[0])
+        chosen: list[tuple[Window, int]] = []
+        for _, window, v in found:
+            is_apart = all(window != other or abs(v - u) > 2 for other, u in chosen)
+            if is_apart and (window, v) not in self._added:
+                chosen.append((window, v))
+                self._added.add((window, v))
+                self.model.add_memory_row(window, v)
+            if len(chosen) == _ROWS_A_ROUND:
+                break
+        return len(chosen)

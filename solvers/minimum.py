@@ -1,0 +1,94 @@
+"""The least budget: a schedule with a small peak, and a proof of how small no peak can be.
+
+The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
+and the LP relaxation of the window model with the peak as objective. The schedule is greedy recomputation with eviction
+under the smallest budget at which it does not get stuck, found by bisection for each of its rules; what a schedule
+costs is capped at `MAX_FACTOR` times the cost of keeping everything.
+
+Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph import Graph
+from ..schedule import Schedule, simulate
+from .accounting import Accounting
+from .eviction import Rule, steps_with_eviction
+from .lazy_rows import LazyRows
+from .on_demand import forward_length
+from .window import WindowModel
+
+MAX_FACTOR = 8.0
+_PRECISION = 1 / 512  # of the keep-all peak, where the bisection ends
+_LIMIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The smallest peak that is known to be possible, and the largest that is known not to be beaten.
+
+    Attributes:
+        peak_bytes: simulated peak of `steps`; a budget of so much can be met.
+        lower_bound_bytes: proved: no schedule of the fixed order has a smaller peak.
+        steps: the schedule's operators.
+    """
+
+    peak_bytes: int
+    lower_bound_bytes: int
+    steps: tuple[int, ...]
+
+
+def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
+    """Returns the smallest budget for which a schedule is found, and a proven lower bound on it.
+
+    Args:
+        graph: any graph.
+        time_limit_s: ends the bisection early; without it the answer depends on the graph alone.
+
+    Complexity: about 30 runs of the greedy, O(n E) each in compiled code.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
+    best_peak, best_steps = keep_all, np.arange(graph.num_operators)
+    step = max(int(keep_all * _PRECISION), 1)
+    for rule in Rule:
+        low, high = floor, best_peak
+        while high - low > step and time.perf_counter() < deadline:
+            middle = (low + high) // 2
+            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR)
+            if steps is None:
+                low = middle
+                continue
+            high = min(middle, simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes)
+            best_peak, best_steps = high, steps
+    peak = simulate(graph, Schedule.from_steps(graph, best_steps.tolist())).peak_bytes
+    return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def working_set_bytes(graph: Graph) -> int:
+    """The largest working set: what one operator reads, writes and works with, and what is resident, in O(E)."""
+    accounting, arrays = Accounting(graph), graph.arrays
+    own = accounting.own.copy()
+    for v in range(graph.num_operators):
+        candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
+        own[v] -= accounting.size[candidates].max(initial=0.0)
+    return graph.resident_bytes + int(own.max(initial=0.0))
+
+
+def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:
+    """A lower bound on the peak of every schedule of the fixed order: working sets, and the window model (its LP)."""
+    floor = min(working_set_bytes(graph), keep_all_bytes)
+    boundary = forward_length(graph)
+    if not 0 < boundary < graph.num_operators:
+        return floor
+    windows = [(0, boundary), (boundary, graph.num_operators)]
+    model = WindowModel(graph, windows, priced=windows, budget_bytes=keep_all_bytes, is_peak=True)
+    outcome = LazyRows(model).solve(deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed)
+    return min(max(floor, model.peak_bytes(outcome)), keep_all_bytes)

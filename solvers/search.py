@@ -1,0 +1,86 @@
+"""The state of a search for one graph and budget: best schedule, best bound, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..schedule import Schedule, simulate
+from ..validate import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a search has so far.
+
+    Attributes:
+        elapsed_s: since the search began.
+        cost_s: of the best schedule within the budget, None where there is none yet.
+        bound_s: proved: no schedule within the budget costs less.
+    """
+
+    elapsed_s: float
+    cost_s: float | None
+    bound_s: float
+
+
+class Search:
+    """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid."""
+
+    def __init__(
+        self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        """Starts the clock."""
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.gap = gap
+        self.started_s = time.perf_counter()
+        self.deadline_s = self.started_s + time_limit_s
+        self.progress = progress
+        self.bound_s = graph.cost_s
+        self.cost_s: float | None = None
+        self.steps: list[int] | None = None
+        self._must_validate = len({(op.region, op.phase) for op in graph.operators}) > 2
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self.started_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the time limit."""
+        return self.deadline_s - time.perf_counter()
+
+    @property
+    def is_proved(self) -> bool:
+        """True where the best schedule is within the gap of the bound."""
+        return self.cost_s is not None and self.cost_s - self.bound_s <= (self.gap + 1e-9) * self.cost_s
+
+    @property
+    def is_over(self) -> bool:
+        """True where the gap is closed or the time is up."""
+        return self.is_proved or self.left_s <= 0
+
+    def offer(self, steps: Sequence[int]) -> bool:
+        """Takes `steps` over where they fit the budget and cost less than the best; returns whether they fit."""
+        schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
+        simulation = simulate(self.graph, schedule)
+        if simulation.peak_bytes > self.budget_bytes or (self._must_validate and validate(self.graph, schedule)):
+            return False
+        if self.cost_s is None or simulation.cost_s < self.cost_s:
+            self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
+            self._report()
+        return True
+
+    def raise_bound(self, bound_s: float) -> None:
+        """Takes `bound_s` over where it is better."""
+        if bound_s > self.bound_s:
+            self.bound_s = bound_s
+            self._report()
+
+    def _report(self) -> None:
+        if self.progress is not None:
+            self.progress(Progress(self.elapsed_s, self.cost_s, self.bound_s))
