@@ -118,8 +118,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     size = _effective_sizes(arrays, steps)
     weight = size[lives.value].astype(np.float64)  # exact below 2**53 bytes
     count = len(steps)
-    change = np.bincount(lives.first, weight, count + 1) - np.bincount(lives.last + 1, weight, count + 1)
-    bytes_at = np.cumsum(change[:-1]).astype(np.int64) + graph.resident_bytes + arrays.workspace_bytes[steps]
+    change = np.bincount(lives.first, weight, count + 2) - np.bincount(lives.last + 1, weight, count + 2)
+    bytes_at = np.cumsum(change[:count]).astype(np.int64) + graph.resident_bytes + arrays.workspace_bytes[steps]
     bytes_at -= _reused_bytes(arrays, steps, lives, size)
     peak_step = int(np.argmax(bytes_at))
     cost_s = float(np.dot(np.bincount(steps, minlength=graph.num_operators), arrays.cost_s))
@@ -129,7 +129,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     """Returns when each computed value is in memory: from its step to its last read before the next.
 
-    Instances are ordered by step, then by place among the operator's writes.
+    Instances are ordered by step, then by place among the operator's writes. The last computation
+    of an output has `len(steps)` as its last step: it outlives the schedule.
 
     Raises:
         ScheduleError: a step reads a value that was never computed, or names no operator.
@@ -150,7 +151,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
         if final.min() < 0:
             missing = graph.values[int(arrays.output[int(np.argmin(final))])].name
             raise ScheduleError(f"the output {missing!r} is never computed")
-        last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps) - 1
+        last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps)  # beyond the last step
     return Lifetimes(value, first, last)
 
 

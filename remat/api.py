@@ -1,0 +1,218 @@
+"""The functions a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import torch_private
+from .budget import Budget
+from .capture import make_backend
+from .errors import ScheduleError, TraceError
+from .graph import Graph
+from .report import Report
+from .runtime import FixedPlan, Options, PlannedCall, Plans, check_gradient, nothing_to_differentiate, run_compiled, solve_graph
+from .solution import Solution
+from .solvers import Solver
+from .tracers.aot import TracedStep
+from .tracers.costs import CostModel, resolve_costs
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def checkpoint(
+    model: Module,
+    budget: Budget,
+    *,
+    reserve_bytes: int = 0,
+    solver: str | Solver = "auto",
+    costs: str | CostModel = "roofline",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    executor: str = "eager",
+    differentiate: str = "scalars",
+) -> Module:
+    """Makes `model` train inside a memory budget, and returns it: the same object.
+
+    The step is captured, planned and rewritten at the first call with gradients enabled, and again
+    for every new input shape. Outputs, gradients, buffers and the random stream stay those of the
+    plain model. Under `torch.no_grad()` the plain module runs.
+
+    Args:
+        model: any module. Its class, parameters and `state_dict` keys stay.
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything). It bounds the peak of
+            everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
+        reserve_bytes: kept free for what the step can't see, such as optimizer state.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        costs: "flops", "roofline", "roofline:H100", "profile", or a cost model.
+        time_limit_s: how long planning may take.
+        gap: planning stops once the cost is proved to be within this fraction of the least.
+        executor: "eager" runs the rewritten step operator by operator.
+        differentiate: "scalars" plans for gradients of scalar outputs where there are any (the loss); "all" for every output.
+
+    Raises:
+        ValueError, TypeError: a malformed budget or option, at once.
+        BudgetError: at the first call, where the budget can't be met; it says what can.
+        TraceError: at the first call, where the step can't be captured.
+    """
+    options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate)
+    return _install(model, PlannedCall(model, Plans(options), costs, differentiate=differentiate))
+
+
+def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "roofline", differentiate: str = "scalars") -> Module:
+    """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
+
+    Raises:
+        ScheduleError: the solution has no schedule, at once; or it was made for another model, shape,
+            precision or torch version, at the first call.
+    """
+    if solution.schedule is None:
+        raise ScheduleError(f"this solution has no schedule to run: its status is {solution.status}")
+    return _install(model, PlannedCall(model, FixedPlan(solution), costs, differentiate=differentiate))
+
+
+def unwrap(model: Module) -> Module:
+    """Undoes `checkpoint` or `wrap`, and returns the plain model: the same object."""
+    torch_private.set_call(model, None)
+    return model
+
+
+def _install(model: Module, call: PlannedCall) -> Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    torch_private.set_call(model, call)
+    return model
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+) -> Graph:
+    """Returns the graph of one training step of `model(*args, **kwargs)`.
+
+    Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the model changes.
+
+    Raises:
+        TraceError: the step can't be captured as one graph, or has nothing to differentiate.
+    """
+    return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
+
+
+def trace_step(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+) -> TracedStep:
+    """Returns the graph together with the `torch.fx` graph it was read from; see `trace`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    if not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
+    check_gradient(model, args, kwargs or {})
+    captured: list[TracedStep] = []
+
+    def plan(step: TracedStep) -> Solution:
+        captured.append(step)
+        raise _CapturedError
+
+    backend = make_backend(plan, resolve_costs(costs), lambda _: None, differentiate=differentiate)
+    with _on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
+        compiled = torch.compile(model._call_impl, backend=backend, fullgraph=True, dynamic=False)
+        try:
+            run_compiled(compiled, fake_args, fake_kwargs)
+        except Exception as error:
+            if not isinstance(torch_private.unwrap_failure(error), _CapturedError):
+                raise
+    if not captured:
+        raise TraceError(nothing_to_differentiate(model))
+    return captured[0]
+
+
+class _CapturedError(Exception):
+    """Ends a trace once the graph is there: nothing has to run."""
+
+
+@contextmanager
+def _on_fakes(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Lends the model fake parameters and buffers, and gives them back whatever happens."""
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            copy = mode.from_tensor(tensor.detach(), static_shapes=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy.requires_grad_(tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        lent.append((own, name, tensor))
+                        own[name] = fake(tensor)
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
+        with mode:
+            yield fake_args, fake_kwargs
+    finally:
+        for own, name, tensor in lent:
+            own[name] = tensor
+
+
+def solve(
+    graph: Graph,
+    budget: Budget,
+    *,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    reserve_bytes: int = 0,
+    progress: Callable[[Any], None] | None = None,
+) -> Solution:
+    """Returns a schedule within the budget, its cost, and a proven lower bound.
+
+    Args:
+        graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
+        budget: bytes, "8GiB", or "60%" of the peak of keeping everything.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        time_limit_s: how long it may take; it stops earlier, once `gap` is proved.
+        gap: a cost proved within this fraction of the least is good enough.
+        reserve_bytes: held back from the budget.
+        progress: called now and then with elapsed seconds, best cost and bound.
+
+    Raises:
+        BudgetError: no schedule is known that fits; `minimum_bytes` says what would.
+        ValueError, TypeError: a malformed budget, an unknown solver.
+    """
+    return solve_graph(
+        graph, budget, solver=solver, time_limit_s=time_limit_s, gap=gap, reserve_bytes=reserve_bytes, progress=progress
+    )
+
+
+def report(model: nn.Module) -> Report:
+    """Returns the report of a model after its first step: print it, or read its fields.
+
+    Raises:
+        TraceError: the model was not planned, or has not run a step yet.
+    """
+    call = torch_private.get_call(model)
+    if not isinstance(call, PlannedCall):
+        raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
+    if not call.pieces:
+        raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
+    piece = call.pieces[-1]
+    return Report(piece.step.graph, piece.solution, piece.meter.peak_bytes)

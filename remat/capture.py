@@ -1,0 +1,138 @@
+"""The one capture path, for tracing and for running: `torch.compile` with AOTAutograd behind it.
+
+Dynamo captures the forward as one graph; AOTAutograd makes the joint forward and backward graph and
+gives it to our partitioner, which reads it as a `Graph`, asks the planner, and returns the two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .errors import TraceError
+from .executor import compile_graph
+from .measure import FirstStepMeter
+from .rewrite import SplitStep, split
+from .solution import Solution
+from .torch_private import aot_autograd
+from .tracers.aot import TracedStep, read_joint
+from .tracers.costs import CostModel
+
+Planner = Callable[[TracedStep], Solution]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One captured step with its plan: what `report` shows."""
+
+    step: TracedStep
+    solution: Solution
+    split: SplitStep
+    meter: FirstStepMeter
+
+
+def make_backend(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], *, differentiate: str = "scalars") -> Any:
+    """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
+
+    Args:
+        plan: step -> solution.
+        costs: the cost model of the graph.
+        on_piece: called with each captured step once it is planned.
+        differentiate: "scalars": where the model returns scalars that need a gradient (losses), gradients
+            of its other outputs are not planned for, and asking for one is an error. "all": every output.
+    """
+    if differentiate not in ("scalars", "all"):
+        raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        refused = _detach_non_scalars(module) if differentiate == "scalars" else []
+        pieces: list[Piece] = []
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            step = read_joint(joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()))
+            solution = plan(step)
+            if solution.schedule is None:
+                raise TraceError(f"the planner found no schedule ({solution.status})")
+            halves = split(step, solution.schedule)
+            pieces.append(Piece(step, solution, halves, FirstStepMeter(step.graph.device, step.graph.resident_bytes)))
+            on_piece(pieces[-1])
+            return halves.forward, halves.backward
+
+        def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
+            run = compile_graph(graph)
+            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient
+
+        def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
+            return pieces[-1].meter.backward(compile_graph(graph))
+
+        compiled = aot_autograd(
+            fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
+        )(module, example_inputs)
+        return _refuse_gradients(compiled, refused) if refused else compiled
+
+    return backend
+
+
+def _detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
+    """Cuts the gradient of every output that is no scalar, where there are scalars that have one.
+
+    Returns pairs (place of the cut output, place of a scalar). AOTAutograd otherwise fills the
+    missing gradient of, say, logits with zeros, and runs the backward for them.
+    """
+    output = module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, list | tuple)
+    values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]
+    has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in values]
+    scalars = [i for i, value in enumerate(values) if has_gradient[i] and value.dim() == 0]
+    others = [i for i, value in enumerate(values) if has_gradient[i] and value.dim() > 0]
+    if not scalars or not others:
+        return []
+    replaced = list(results)
+    with module.graph.inserting_before(output):
+        for place in others:
+            source = results[place]
+            detached = module.graph.call_method("detach", (source,))
+            detached.meta = {**source.meta, "example_value": source.meta["example_value"].detach()}
+            replaced[place] = detached
+    output.args = (tuple(replaced),)
+    module.recompile()
+    return [(place, scalars[0]) for place in others]
+
+
+class _RefuseGradient(torch.autograd.Function):
+    """Passes an output on; a gradient that arrives for it is an error, never silently dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        shape = tuple(gradients[0].shape)
+        raise TraceError(
+            f"a gradient arrived for an output of shape {shape}, and the plan is for gradients of the scalar outputs only; "
+            'pass differentiate="all" to remat.checkpoint, or call backward on the loss that the model returns'
+        )
+
+
+def _refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        results = list(compiled(*args))
+        for place, anchor in refused:
+            if results[anchor].requires_grad:
+                results[place] = _RefuseGradient.apply(results[place], results[anchor])
+        return tuple(results)
+
+    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
+
+
+def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
+    """True where a parameter or an input asks for a gradient."""
+    return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)

@@ -1,0 +1,237 @@
+"""Planned modules: what `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import torch_private
+from .budget import Budget, describe_bytes, parse_budget
+from .capture import Piece, Planner, make_backend, needs_gradient
+from .errors import BudgetError, RematError, ScheduleError, TraceError
+from .graph import Graph
+from .schedule import Schedule, simulate
+from .solution import Solution, Status
+from .solvers import Solver, make_solver
+from .tracers.aot import TracedStep
+from .tracers.costs import CostModel, resolve_costs
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is planned.
+
+    Attributes:
+        budget: bytes, or a text such as "8GiB" or "60%".
+        reserve_bytes: held back from the budget for what the step can't see (optimizer state).
+        solver: name of a solver, or a solver.
+        costs: name of a cost model, or a cost model.
+        time_limit_s: how long the solver may take.
+        gap: the solver stops as soon as it proved this gap.
+        executor: "eager" runs the rewritten step operator by operator.
+        differentiate: "scalars" or "all", see `make_backend`.
+    """
+
+    budget: Budget
+    reserve_bytes: int = 0
+    solver: str | Solver = "auto"
+    costs: str | CostModel = "roofline"
+    time_limit_s: float = 60.0
+    gap: float = 0.005
+    executor: str = "eager"
+    differentiate: str = "scalars"
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget, keep_all_bytes=1 << 60)
+        if self.reserve_bytes < 0:
+            raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
+        if self.executor != "eager":
+            raise ValueError(f'executor={self.executor!r} is not there; "eager" is')
+
+
+def solve_graph(
+    graph: Graph,
+    budget: Budget,
+    *,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    reserve_bytes: int = 0,
+    progress: Callable[[Any], None] | None = None,
+) -> Solution:
+    """Returns the solution for `graph`, or raises `BudgetError` where there is none."""
+    if time_limit_s <= 0:
+        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all) - reserve_bytes
+    method = make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress) if isinstance(solver, str) else solver
+    solution = method.solve(graph, budget_bytes=budget_bytes)
+    if solution.is_solved:
+        return solution
+    raise _budget_error(graph, solution, reserve_bytes)
+
+
+def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> BudgetError:
+    is_proved = solution.status is Status.INFEASIBLE
+    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + reserve_bytes
+    budget_bytes = solution.budget_bytes + reserve_bytes
+    what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
+    reserved = f" (of which {describe_bytes(reserve_bytes)} are reserved)" if reserve_bytes else ""
+    held = f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}" if graph.resident_bytes else ""
+    return BudgetError(
+        f"{what} in the budget {describe_bytes(budget_bytes)}{reserved}: the least known to do is {describe_bytes(minimum_bytes)}{held}. "
+        "Raise the budget to at least that, or take a smaller batch.",
+        budget_bytes=budget_bytes,
+        minimum_bytes=minimum_bytes,
+        is_proved=is_proved,
+    )
+
+
+def _minimum_bytes(graph: Graph) -> int:
+    from .solvers.minimum import minimum
+
+    return minimum(graph).peak_bytes
+
+
+class Plans:
+    """Plans by graph: the same step at another place, or compiled again, is not solved again."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._known: dict[Graph, Solution] = {}
+
+    def __call__(self, step: TracedStep) -> Solution:
+        """Returns the solution for a captured step."""
+        key = step.graph.fingerprint
+        options = self.options
+        found = next((s for g, s in self._known.items() if g.fingerprint == key and g == step.graph), None)
+        if found is None:
+            found = solve_graph(
+                step.graph,
+                options.budget,
+                solver=options.solver,
+                time_limit_s=options.time_limit_s,
+                gap=options.gap,
+                reserve_bytes=options.reserve_bytes,
+            )
+            self._known[step.graph] = found
+        return found
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """One solution for one graph; any other graph is refused."""
+
+    solution: Solution
+
+    def __call__(self, step: TracedStep) -> Solution:
+        """Returns the solution where it was made for this very step."""
+        if self.solution.schedule is None:
+            raise ScheduleError(f"this solution has no schedule to run: its status is {self.solution.status}")
+        if step.graph.fingerprint != self.solution.fingerprint:
+            raise ScheduleError(
+                f"this plan is for another step: it was made for graph {self.solution.fingerprint}, and this model with this input is "
+                f"graph {step.graph.fingerprint} ({step.graph.num_operators} operators); trace and solve again with this model, "
+                "these shapes, this precision and this torch version"
+            )
+        return self.solution
+
+
+class PlannedCall:
+    """What `module(...)` runs after `checkpoint` or `wrap`.
+
+    Without gradients the plain module runs; with them its planned step, captured at the first call
+    and again for every new shape.
+    """
+
+    def __init__(self, module: nn.Module, plan: Planner, costs: str | CostModel, *, differentiate: str) -> None:
+        self.module = module
+        self.pieces: list[Piece] = []
+        self.captured_s = 0.0
+        backend = make_backend(plan, resolve_costs(costs), self.pieces.append, differentiate=differentiate)
+        self._compiled = torch.compile(module._call_impl, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the planned step, or the plain module under `no_grad`."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return torch_private.call_plain(self.module, *args, **kwargs)
+        if not self.pieces:
+            return self._first_call(args, kwargs)
+        return run_compiled(self._compiled, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is a plain module: its plan stays with the original."""
+        return
+
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        check_gradient(self.module, args, kwargs)
+        start = time.perf_counter()
+        result = run_compiled(self._compiled, args, kwargs)
+        self.captured_s = time.perf_counter() - start
+        if not self.pieces:
+            raise TraceError(nothing_to_differentiate(self.module))
+        return result
+
+
+def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises `TraceError` where neither a parameter nor an input asks for a gradient."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    if not needs_gradient(module, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        raise TraceError(nothing_to_differentiate(module))
+
+
+def nothing_to_differentiate(module: nn.Module) -> str:
+    """The message for a step without a backward."""
+    return (
+        f"{type(module).__name__} has nothing to differentiate: no parameter or input that leads to its outputs has requires_grad=True, "
+        "so there is no backward to save memory for; unfreeze a parameter, or call the module under torch.no_grad()"
+    )
+
+
+def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error."""
+    try:
+        with torch_private.many_recompilations():
+            return compiled(*args, **kwargs)
+    except Exception as error:
+        cause = torch_private.unwrap_failure(error)
+        if isinstance(cause, RematError):
+            raise cause from None
+        if torch_private.is_graph_break(error):
+            first = str(error).strip().split("\n\n")[0]
+            raise TraceError(
+                f"torch.compile can't capture this step as one graph: {first}\n"
+                "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place)."
+            ) from error
+        raise
+
+
+@dataclass
+class BackendState:
+    """What the `torch.compile` backend planned, for tests and reports."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+
+BACKEND_STATE = BackendState()
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The `torch.compile` backend `remat`: `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
+
+    Options are those of `remat.checkpoint`. The first one, `budget`, is needed.
+    """
+    given = dict(kwargs.get("options") or {})
+    if "budget" not in given:
+        raise ValueError('the backend "remat" needs a budget: torch.compile(model, backend="remat", options={"budget": "8GiB"})')
+    options = Options(**given)
+    reason = torch_private.compile_reason(module)
+    if reason is not None and reason.graph_break:
+        raise TraceError(f"the step has a graph break ({reason.reason}), and one budget is for one graph; use torch.compile(fullgraph=True)")
+    inner = make_backend(Plans(options), resolve_costs(options.costs), BACKEND_STATE.pieces.append, differentiate=options.differentiate)
+    return inner(module, example_inputs)  # type: ignore[no-any-return]

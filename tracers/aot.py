@@ -1,0 +1,366 @@
+"""The joint forward+backward `torch.fx` graph of AOTAutograd as a `Graph` of operators and storages.
+
+Fake tensors know which of them share memory; that, not the schema, decides what is a view. Each
+node of the joint graph is one of:
+
+- an *input*: a parameter, buffer, argument or constant; its storage is resident;
+- a *view*: it makes no storage of its own. Views are made again where they are needed, and cost nothing;
+- a *part*: one output of an operator that has several, taken at once;
+- an *operator*: everything else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from ..graph import Graph, Operator, Phase, Value, ValueKind
+from .cleaning import clean
+from .costs import CostModel
+from .origin import module_of, source_of
+from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
+from .storages import Storages, tensors_of
+
+CPU_GENERATOR_BYTES = 5056  # torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's memory
+_CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A training step as a `Graph`, and how to get from its operators back to `torch.fx` nodes.
+
+    Attributes:
+        graph: the operators and storages.
+        module: the cleaned joint graph.
+        num_forward_outputs: how many of the joint graph's results belong to the forward.
+        nodes: the node of each operator; for a snapshot the node of the input it copies, or of
+            the random operator whose generator state it takes.
+        value_of: the value that each tensor node lives in.
+        snapshots: mutated input node -> the value of its snapshot.
+        generator_states: random operator -> the value of its generator state.
+        in_place: (operator, value) -> the call that takes over the value's memory.
+    """
+
+    graph: Graph
+    module: fx.GraphModule
+    num_forward_outputs: int
+    nodes: tuple[fx.Node, ...]
+    value_of: dict[fx.Node, int]
+    snapshots: dict[fx.Node, int] = field(default_factory=dict)
+    generator_states: dict[int, int] = field(default_factory=dict)
+    in_place: dict[tuple[int, int], InPlaceForm] = field(default_factory=dict)
+
+    @cached_property
+    def operator_of(self) -> dict[fx.Node, int]:
+        """The operator that each computing node is; snapshots have none of their own."""
+        virtual = ("tangent", "snapshot", "generator_state")
+        return {node: i for i, node in enumerate(self.nodes) if self.graph.operators[i].target not in virtual}
+
+
+def is_part(node: fx.Node) -> bool:
+    """True for an output taken from an operator with several."""
+    return node.target is operator.getitem
+
+
+def read_joint(module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, *, static_inputs: Sequence[int] = ()) -> TracedStep:
+    """Returns the step of a joint graph, which is cleaned in place.
+
+    Args:
+        module: forward and backward in one graph, under fake tensors.
+        num_forward_outputs: how many of its results belong to the forward.
+        costs: the model that gives each operator its seconds and workspace.
+        static_inputs: places of parameters and buffers among the inputs.
+    """
+    storages = Storages()
+    clean(module, storages)
+    return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read()
+
+
+class _Reader:
+    """Walks the joint graph once in execution order, collecting values and operators."""
+
+    def __init__(
+        self, module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, static_inputs: frozenset[int], storages: Storages
+    ) -> None:
+        self.module, self.num_forward_outputs, self.costs = module, num_forward_outputs, costs
+        self.static_inputs, self.storages = static_inputs, storages
+        self.values: list[Value] = []
+        self.operators: list[Operator] = []
+        self.nodes: list[fx.Node] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.value_of_storage: dict[int, int] = {}
+        self.target_of_writer: dict[int, str] = {}
+        self.snapshots: dict[fx.Node, int] = {}
+        self.generator_states: dict[int, int] = {}
+        self.in_place: dict[tuple[int, int], InPlaceForm] = {}
+        results = module.graph.output_node().args[0]
+        assert isinstance(results, list | tuple)
+        self.results = results
+        self.mutated = self._mutated_inputs()
+        self.device_type = self._device_type()
+
+    def read(self) -> TracedStep:
+        order = execution_order(self.module.graph, self.storages)
+        self._add_inputs(order)
+        self.read_in_backward = self._mutated_inputs_read_in_backward(order)
+        self.kept_storages = {self.storages.of(node) for node in self.results[: self.num_forward_outputs] if isinstance(node, fx.Node)}
+        for node in order:
+            if node.op == "call_function" and node not in self.value_of:
+                self._add_node(node)
+        outputs = [self.value_of[node] for node in self.results if isinstance(node, fx.Node)]
+        graph = Graph(
+            values=tuple(self.values),
+            operators=tuple(self.operators),
+            outputs=tuple(sorted({value for value in outputs if not self.values[value].is_resident})),
+            device=self.device_type,
+            costs=self.costs.name,
+        )
+        return TracedStep(
+            graph=graph,
+            module=self.module,
+            num_forward_outputs=self.num_forward_outputs,
+            nodes=tuple(self.nodes),
+            value_of=self.value_of,
+            snapshots=self.snapshots,
+            generator_states=self.generator_states,
+            in_place=self.in_place,
+        )
+
+    def _device_type(self) -> str:
+        types = {n.meta["val"].device.type for n in self.module.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+        return "cuda" if "cuda" in types else "cpu"
+
+    def _mutated_inputs(self) -> dict[int | None, fx.Node]:
+        """Storages of inputs that the step changes, and the input of each."""
+        changed = {
+            self.storages.of(node.args[0])
+            for node in self.module.graph.nodes
+            if node.target is torch.ops.aten.copy_.default and isinstance(node.args[0], fx.Node)
+        }
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        return {key: node for node in inputs if (key := self.storages.of(node)) in changed}
+
+    def _mutated_inputs_read_in_backward(self, order: list[fx.Node]) -> set[int | None]:
+        return {
+            self.storages.of(source)
+            for node in order
+            if node.op == "call_function" and _phase(node) is Phase.BACKWARD
+            for source in node.all_input_nodes
+        } & set(self.mutated)
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        size_bytes = tensor.untyped_storage().nbytes()
+        if tensor.device.type != self.device_type:
+            return 0
+        return -(-size_bytes // _CUDA_GRANULARITY_BYTES) * _CUDA_GRANULARITY_BYTES if self.device_type == "cuda" else size_bytes
+
+    def _add_value(self, name: str, tensor: torch.Tensor, kind: ValueKind) -> int:
+        self.values.append(Value(name, self._size(tensor), kind, tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch.")))
+        index = len(self.values) - 1
+        key = self.storages.key(tensor)
+        assert key is not None
+        self.value_of_storage[key] = index
+        return index
+
+    def _add_inputs(self, order: list[fx.Node]) -> None:
+        primals = -1
+        for node in order:
+            if node.op not in ("placeholder", "get_attr"):
+                continue
+            tensor = node.meta.get("val")
+            if tensor is None and node.op == "get_attr":
+                tensor = getattr(self.module, str(node.target), None)
+                node.meta["val"] = tensor
+            is_tangent = node.op == "placeholder" and is_backward_input(node)
+            primals += node.op == "placeholder" and not is_tangent
+            key = self.storages.key(tensor)
+            if key is None or is_tangent:
+                continue
+            if key not in self.value_of_storage:
+                assert isinstance(tensor, torch.Tensor)
+                self._add_value(node.name, tensor, self._input_kind(node, primals))
+            self.value_of[node] = self.value_of_storage[key]
+
+    def _input_kind(self, node: fx.Node, place: int) -> ValueKind:
+        if node.op == "get_attr":
+            return ValueKind.BUFFER
+        if place not in self.static_inputs:
+            return ValueKind.INPUT
+        is_trained = isinstance(node.meta["val"], torch.nn.Parameter) or node.meta["val"].requires_grad
+        return ValueKind.PARAMETER if is_trained else ValueKind.BUFFER
+
+    def _add_tangents(self) -> None:
+        """The gradients that arrive from outside: written by an operator of no cost, before the backward."""
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            if not is_backward_input(node) or node in self.value_of or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            value = self._add_value(node.name, node.meta["val"], ValueKind.INTERMEDIATE)
+            self.value_of[node] = value
+            self._append(Operator(node.name, 0.0, (), (value,), phase=Phase.BACKWARD, pinned="it arrives from outside", target="tangent"), node)
+
+    def _append(self, op: Operator, node: fx.Node) -> int:
+        self.operators.append(op)
+        self.nodes.append(node)
+        self.target_of_writer |= dict.fromkeys(op.writes, op.target)
+        return len(self.operators) - 1
+
+    def _add_node(self, node: fx.Node) -> None:
+        if _phase(node) is Phase.BACKWARD and not any(op.phase is Phase.BACKWARD for op in self.operators[-1:]):
+            self._add_tangents()
+        tensors = tensors_of(node)
+        fresh = {key: t for t in tensors if (key := self.storages.key(t)) not in self.value_of_storage}
+        if not fresh and not _is_effect(node):
+            self._add_view(node)
+            return
+        reads = self._reads(node)
+        writes = tuple(self._add_value(self._part_name(node, t), t, ValueKind.INTERMEDIATE) for t in fresh.values())
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self.value_of[node] = self.value_of_storage[self.storages.of(node) or 0]
+        for part in node.users:
+            if is_part(part) and isinstance(part.meta.get("val"), torch.Tensor):
+                self.value_of[part] = self.value_of_storage[self.storages.of(part) or 0]
+        pinned = pinned_reason(node, self.device_type)
+        if not pinned and any(key in self.kept_storages for key in fresh):
+            pinned = "its result leaves the forward, and is kept anyway"
+        if not pinned and is_random(node):
+            reads = (*reads, self._add_generator_state(node))
+        cost = self.costs.measure(node)
+        index = self._append(
+            Operator(
+                name=node.name,
+                cost_s=cost.cost_s,
+                reads=reads,
+                writes=writes,
+                workspace_bytes=cost.workspace_bytes,
+                phase=_phase(node),
+                pinned=pinned,
+                target=str(node.target),
+                module=module_of(node),
+                source=source_of(node),
+            ),
+            node,
+        )
+        self._find_in_place_forms(index, node)
+
+    def _part_name(self, node: fx.Node, tensor: torch.Tensor) -> str:
+        if node.meta.get("val") is tensor:
+            return node.name
+        return next((p.name for p in node.users if is_part(p) and p.meta.get("val") is tensor), f"{node.name}.{len(self.values)}")
+
+    def _add_view(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in self.value_of:
+                self.value_of[node] = self.value_of[source]
+        key = self.storages.of(node)
+        if key is not None:
+            self.value_of[node] = self.value_of_storage[key]
+
+    def _reads(self, node: fx.Node) -> tuple[int, ...]:
+        reads: dict[int, None] = {}
+        for source in node.all_input_nodes:
+            if source not in self.value_of:
+                continue
+            value = self.value_of[source]
+            key = self.storages.of(source)
+            if key in self.mutated and not _is_effect(node):
+                value = self._snapshot(self.mutated[key])
+            reads[value] = None
+        return tuple(reads)
+
+    def _snapshot(self, source: fx.Node) -> int:
+        """The value that holds what `source` was before the step changes it."""
+        if source not in self.snapshots:
+            tensor = source.meta["val"]
+            name = f"{source.name}_before"
+            self.values.append(Value(name, self._size(tensor), ValueKind.INTERMEDIATE, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+            self.snapshots[source] = len(self.values) - 1
+            is_idle_until_recomputed = self.storages.key(tensor) not in self.read_in_backward
+            pinned = "it copies a buffer that the step changes"
+            operator_ = Operator(
+                name,
+                0.0,
+                (self.value_of[source],),
+                (self.snapshots[source],),
+                pinned=pinned,
+                is_snapshot=is_idle_until_recomputed,
+                target="snapshot",
+            )
+            self._append(operator_, source)
+        return self.snapshots[source]
+
+    def _add_generator_state(self, node: fx.Node) -> int:
+        """The state of the random generator at `node`: what a recomputation replays."""
+        size_bytes = CPU_GENERATOR_BYTES if self.device_type == "cpu" else 0
+        self.values.append(Value(f"{node.name}_generator", size_bytes, dtype="uint8", shape=(size_bytes,)))
+        value = len(self.values) - 1
+        pinned = "it takes the state of the random generator"
+        op = Operator(
+            f"{node.name}_generator", 0.0, (), (value,), phase=_phase(node), pinned=pinned, is_snapshot=True, target="generator_state"
+        )
+        self._append(op, node)
+        self.generator_states[len(self.operators)] = value  # of the random operator, which comes next
+        return value
+
+    def _find_in_place_forms(self, index: int, node: fx.Node) -> None:
+        op = self.operators[index]
+        if len(op.writes) != 1:
+            return
+        for form in in_place_forms(node, self.device_type):
+            value = self.value_of.get(form.taken)
+            if value is None or not self._may_be_taken(value, form.taken, node) or (index, value) in self.in_place:
+                continue
+            self.in_place[index, value] = form
+        taken = tuple(value for i, value in self.in_place if i == index)
+        self.operators[index] = replace(op, reuses=taken)
+
+    def _may_be_taken(self, value: int, taken: fx.Node, node: fx.Node) -> bool:
+        if self.values[value].is_resident or value not in self.operators[-1].reads:
+            return False
+        if self.target_of_writer[value] in ("tangent", "snapshot"):  # a caller's memory; a later reader's
+            return False
+        others = [source for source in node.all_input_nodes if source is not taken]
+        return all(self.value_of.get(source) != value for source in others)
+
+
+def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
+    """Returns the nodes in the order in which they run: forward, its changes of inputs, backward.
+
+    AOTAutograd puts the copies back into changed inputs at the end of the joint graph; here each
+    follows the last forward operator that reads the input, or its source if that comes later.
+    """
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    forward = [node for node in nodes if not (node.op == "call_function" and _phase(node) is Phase.BACKWARD)]
+    copies = [node for node in forward if node.target is torch.ops.aten.copy_.default]
+    order = [node for node in forward if node not in set(copies)]
+    for copy in copies:
+        target = copy.args[0]
+        assert isinstance(target, fx.Node)
+        shared = {n for n in order if storages.of(n) == storages.of(target)}
+        needed = set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
+        last = max(index for index, node in enumerate(order) if node in needed)
+        order.insert(last + 1, copy)
+    return order + [node for node in nodes if node.op == "call_function" and _phase(node) is Phase.BACKWARD]
+
+
+def is_backward_input(node: fx.Node) -> bool:
+    """True for a gradient that arrives from outside (a tangent)."""
+    return node.op == "placeholder" and node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _phase(node: fx.Node) -> Phase:
+    return Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
+
+
+def _is_effect(node: fx.Node) -> bool:
+    return not is_part(node) and bool(node.op == "call_function") and _mutates(node)
+
+
+def _mutates(node: fx.Node) -> bool:
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
+

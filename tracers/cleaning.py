@@ -1,0 +1,143 @@
+"""Cleaning a traced step: what computes nothing goes, so that keeping everything needs no more than plain PyTorch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+from .recomputable import is_random, pinned_reason
+from .storages import Storages, tensors_of
+
+aten = torch.ops.aten
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default})
+_DETACHES = frozenset({aten.detach.default, aten.alias.default})
+
+
+def clean(module: fx.GraphModule, storages: Storages) -> None:
+    """Cleans a joint graph in place; every result stays the same to the bit.
+
+    1. `detach` and `alias` go. 2. Copies that change nothing go (dropout with p = 0 leaves a
+    `clone`, autocast redundant casts), except where a result would come to share memory with
+    another. 3. Constant parts of operators (lengths that attention kernels return) become
+    constants. 4. Equal computations of one phase merge where that prolongs no lifetime.
+    5. What nobody reads goes, except random operators: they advance the generator.
+    """
+    graph = module.graph
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _DETACHES and output not in node.users:
+            _replace(node, node.args[0], storages)
+        elif node.target in _COPIES and _changes_nothing(node) and not _would_share_a_result(node, storages):
+            _replace(node, node.args[0], storages)
+        elif isinstance(node.meta.get("val"), int | float | bool):
+            _replace_by_constant(node, node.meta["val"])
+    _drop_unread(graph)
+    _merge_equal(graph, storages)
+    _drop_unread(graph)
+    graph.lint()
+    module.recompile()
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = source.meta["val"], node.meta["val"]
+    return (
+        before.dtype == after.dtype
+        and before.device == after.device
+        and before.stride() == after.stride()
+        and before.layout == after.layout
+        and before.untyped_storage().nbytes() == after.untyped_storage().nbytes()
+    )
+
+
+def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
+    """True where the copy is a result (or a view of it is) and its source is one too, or an input."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    key, copied = storages.of(source), storages.of(node)
+    results = {storages.of(n) for n in node.graph.output_node().all_input_nodes}
+    inputs = {storages.of(n) for n in node.graph.find_nodes(op="placeholder")}
+    is_copied_back = any(user.target is aten.copy_.default for user in node.users)
+    return copied in results and (key in results or key in inputs) or (is_copied_back and key in inputs)
+
+
+def _replace(node: fx.Node, by: Any, storages: Storages) -> None:
+    node.replace_all_uses_with(by)
+    storages.merge(node, by)
+
+
+def _replace_by_constant(node: fx.Node, constant: float) -> None:
+    def swap(argument: fx.Node) -> Any:
+        return constant if argument is node else argument
+
+    for user in list(node.users):
+        if user.op != "output":
+            user.args = map_arg(user.args, swap)
+            user.kwargs = map_arg(user.kwargs, swap)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
+            graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return is_random(node) or bool(pinned_reason(node, ""))
+
+
+def _merge_equal(graph: fx.Graph, storages: Storages) -> None:
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    results = {storages.of(n) for n in graph.output_node().all_input_nodes}
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not (node.target is operator.getitem or isinstance(node.target, OpOverload)):
+            continue
+        if node.target is not operator.getitem and _has_effect(node):
+            continue
+        key = _computation_key(node)
+        first = seen.setdefault(key, node) if key is not None else node
+        if first is node or storages.of(node) in results or storages.of(first) in results:
+            continue
+        if _last_use(first, position, storages) >= position[node] or _is_view(node, storages):
+            _replace(node, first, storages)
+
+
+def _computation_key(node: fx.Node) -> Any:
+    key = (node.target, node.meta.get("partitioner_tag"), _frozen(node.args), _frozen(dict(node.kwargs)))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(argument: Any) -> Any:
+    if isinstance(argument, list | tuple):
+        return tuple(map(_frozen, argument))
+    if isinstance(argument, dict):
+        return tuple(sorted((name, _frozen(item)) for name, item in argument.items()))
+    return (type(argument), argument) if isinstance(argument, int | float | bool) else argument
+
+
+def _is_view(node: fx.Node, storages: Storages) -> bool:
+    keys = {storages.key(value) for value in tensors_of(node)}
+    return bool(keys) and keys <= {storages.key(value) for source in node.all_input_nodes for value in tensors_of(source)}
+
+
+def _last_use(node: fx.Node, position: dict[fx.Node, int], storages: Storages) -> int:
+    latest = -1
+    for user in node.users:
+        shares = _is_view(user, storages) or user.target is operator.getitem
+        latest = max(latest, position[user], _last_use(user, position, storages) if shares else -1)
+    return latest

@@ -1,0 +1,165 @@
+"""What may be computed again, what must not and why, and what may work in place.
+
+Everything here is decided from operator schemas and tags, never from a node's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+# Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
+# Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
+_NONDETERMINISTIC_ON_CUDA = frozenset(
+    f"aten::{name}"
+    for name in (
+        "scatter_add index_add index_put _unsafe_index_put _index_put_impl_ put_ histc bincount cumsum median kthvalue "
+        "scatter_reduce index_reduce embedding_dense_backward _embedding_bag_backward max_pool3d_with_indices_backward "
+        "adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward avg_pool3d_backward "
+        "fractional_max_pool2d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_unpool2d max_unpool3d "
+        "reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward "
+        "nll_loss2d_forward upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
+        "upsample_trilinear3d_backward _ctc_loss_backward _scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward"
+    ).split()
+)
+_COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
+
+
+def pinned_reason(node: fx.Node, device_type: str) -> str:
+    """Returns why the operator at `node` must never be computed twice; empty where it may be."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return f"{target.name()} is a higher-order operator, whose body can have effects"
+    if not isinstance(target, OpOverload):
+        return f"{target} is no operator of the dispatcher, and may have effects"
+    if target.namespace in _COLLECTIVES:
+        return "it is a collective: every rank would have to repeat it"
+    if target._schema.is_mutable:
+        return "it changes a tensor in place"
+    if target.namespace not in _KNOWN_NAMESPACES:
+        return f"{target} is a custom operator, not known to give the same result twice"
+    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+        return "its result decides shapes or Python values"
+    if device_type == "cuda" and target.name().split(".")[0] in _NONDETERMINISTIC_ON_CUDA:
+        return "its CUDA kernel gives another result at every run"
+    return ""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Returns True where the operator draws from the default random generator."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = named_arguments(node)
+    if arguments.get("generator") is not None:
+        return True
+    if "dropout_p" in arguments:  # the scaled_dot_product_attention family
+        return arguments["dropout_p"] != 0.0
+    return True
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns all arguments of an operator node by their schema names, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    values: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            values[argument.name] = node.args[index]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            values[argument.name] = argument.default_value
+    return values
+
+
+@dataclass(frozen=True)
+class InPlaceForm:
+    """Another way to call an operator: the result takes the memory of one of its inputs.
+
+    Attributes:
+        taken: the input whose memory the result takes.
+        target: the overload to call.
+        args: its positional arguments, as nodes and constants.
+        kwargs: its keyword arguments.
+    """
+
+    taken: fx.Node
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
+    """Yields the ways in which an elementwise operator may write over one of its inputs.
+
+    Only kernels written for the device count: generated `out=` overloads of composite operators
+    compute aside and copy, which saves nothing. Whether an input's memory is as large as the
+    result's is for the caller to check.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
+        return
+    output = node.meta["val"]
+    candidates = [arg for arg in node.all_input_nodes if _has_same_layout(arg.meta.get("val"), output)]
+    if not candidates:
+        return
+    method = _in_place_overload(target, device_type)
+    if method is not None and node.args and node.args[0] in candidates:
+        assert isinstance(node.args[0], fx.Node)
+        yield InPlaceForm(node.args[0], method, node.args, dict(node.kwargs))
+        candidates = [arg for arg in candidates if arg is not node.args[0]]
+    if method is not None and target.name() in _COMMUTATIVE and len(node.args) == 2 and not node.kwargs and node.args[1] in candidates:
+        assert isinstance(node.args[1], fx.Node)
+        yield InPlaceForm(node.args[1], method, (node.args[1], node.args[0]), {})
+        candidates = [arg for arg in candidates if arg is not node.args[1]]
+    found = _out_overload(target, device_type)
+    if found is not None:
+        overload, out_name = found
+        for arg in candidates:
+            yield InPlaceForm(arg, overload, node.args, {**node.kwargs, out_name: arg})
+
+
+def _has_same_layout(value: Any, output: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(output, torch.Tensor)
+        and value.dtype == output.dtype
+        and value.shape == output.shape
+        and value.stride() == output.stride()
+        and value.device == output.device
+        and value.untyped_storage().nbytes() == output.untyped_storage().nbytes()
+    )
+
+
+def _has_kernel(overload: OpOverload, device_type: str) -> bool:
+    key = "CUDA" if device_type == "cuda" else "CPU"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key))
+
+
+def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | None:
+    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
+    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if not isinstance(overload, OpOverload) or not _has_kernel(overload, device_type):
+        return None
+    same = [a.name for a in overload._schema.arguments] == [a.name for a in target._schema.arguments]
+    return overload if same else None
+
+
+def _out_overload(target: OpOverload, device_type: str) -> tuple[OpOverload, str] | None:
+    names = [argument.name for argument in target._schema.arguments]
+    for overload_name in target.overloadpacket.overloads():
+        overload = getattr(target.overloadpacket, overload_name)
+        outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+        rest = [argument.name for argument in overload._schema.arguments if not argument.is_out]
+        types = [str(a.type) for a in overload._schema.arguments if not a.is_out] == [str(a.type) for a in target._schema.arguments]
+        if len(outs) == 1 and rest == names and types and _has_kernel(overload, device_type):
+            return overload, outs[0]
+    return None
