@@ -23,10 +23,10 @@ class Refused(RematError):
     """What was typed can't be used; the message is the one line that is shown."""
 
 
-def solver_named(name: str, time_limit_s: float, gap: float) -> Solver:
+def solver_named(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`, or refuses it with the list of those that exist."""
     with _refused("--solver"):
-        return make_solver(name, time_limit_s=time_limit_s, gap=gap)
+        return make_solver(name, **options)
 
 
 def budget_bytes(budget: str, graph: Graph) -> int:

@@ -20,7 +20,7 @@ from .errors import BudgetError, GraphError, SolverError, TraceError
 from .graph import Graph
 from .instance import read_instance
 from .solution import Solution, Status
-from .solvers import SOLVER_NAMES, Solver
+from .solvers import SOLVER_NAMES
 
 EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
 
@@ -151,9 +151,8 @@ def solve(
         raise Refused("--free-order: no solver here leaves the order of the file yet; solve without it")
     if output is not None:
         check_folder(output)
-    method = solver_named(solver, time_limit, gap)
     graph = read_instance(instance)
-    solution = _solve(graph, budget_bytes(budget, graph), method, f"{instance.name}, budget {budget}, {solver}")
+    solution = _solve(graph, budget_bytes(budget, graph), solver, f"{instance.name} in {budget}", time_limit_s=time_limit, gap=gap)
     if output is not None:
         solution.save(output)
     if format_ is Format.JSON:
@@ -184,8 +183,8 @@ def frontier(
 
     if output is not None:
         check_folder(output)
-    solver_named(solver, time_limit, gap)
     graph = read_instance(instance)
+    solver_named(solver)
     with progress(f"solving {instance.name} for {points} budgets"):
         from .api import frontier as solve_frontier
 
@@ -228,7 +227,7 @@ def plot(
 @app.command()
 def bench(
     instances: Annotated[list[Path] | None, typer.Argument(metavar="[INSTANCE.json]...", help="Without any, a small transformer.")] = None,
-    budget: BudgetOption = "60%",
+    budget: BudgetOption = "75%",
     solver: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Repeat it; without it, every solver runs.")] = None,
     time_limit: TimeLimitOption = 10.0,
     gap: GapOption = 0.005,
@@ -240,10 +239,12 @@ def bench(
     """
     from .terminal import show_solutions, solution_record, write_json
 
-    methods = [(name, solver_named(name, time_limit, gap)) for name in solver or SOLVER_NAMES]
+    graphs, names = bench_graphs(instances or []), list(solver or SOLVER_NAMES)
+    for method in names:
+        solver_named(method)
     records = []
-    for name, graph in bench_graphs(instances or []):
-        answers = list(_answers(graph, budget_bytes(budget, graph), methods, name))
+    for name, graph in graphs:
+        answers = list(_answers(graph, budget_bytes(budget, graph), names, name, time_limit_s=time_limit, gap=gap))
         records += [{"instance": name, "name": label, **solution_record(s)} for label, s in answers]
         if format_ is Format.TABLE:
             show_solutions(graph, answers, title=f"{name}, budget {budget}")
@@ -275,16 +276,16 @@ def main() -> None:
     app(prog_name="remat")
 
 
-def _solve(graph: Graph, size_bytes: int, solver: Solver, text: str) -> Solution:
+def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: float) -> Solution:
     from .terminal import progress
 
-    with progress(f"solving {text}"):
-        return solver.solve(graph, budget_bytes=size_bytes)
+    with progress(f"{solver}, {text}", graph.cost_s) as show:
+        return solver_named(solver, progress=show, **options).solve(graph, budget_bytes=size_bytes)
 
 
-def _answers(graph: Graph, size_bytes: int, methods: list[tuple[str, Solver]], name: str) -> Iterator[tuple[str, Solution]]:
-    for label, method in methods:
+def _answers(graph: Graph, size_bytes: int, solvers: list[str], text: str, **options: float) -> Iterator[tuple[str, Solution]]:
+    for solver in solvers:
         try:
-            yield label, _solve(graph, size_bytes, method, f"{name}, {label}")
-        except SolverError as reason:  # a graph outside the method's class is no answer of the others
-            typer.echo(f"remat: {label}: {reason}", err=True)
+            yield solver, _solve(graph, size_bytes, solver, text, **options)
+        except SolverError as reason:  # a graph outside one method's class is no answer of the others
+            typer.echo(f"remat: {solver}: {reason}", err=True)

@@ -69,9 +69,9 @@ class Timeline:
 
     @classmethod
     def of_schedule(cls, label: str, graph: Graph, schedule: Schedule) -> Timeline:
-        """Returns the simulated memory of a schedule over its computing time."""
+        """Returns the simulated memory of a schedule over its computing time, or over steps where computing is free."""
         edges = np.zeros(len(schedule.steps) + 1)
-        np.cumsum(graph.arrays.cost_s[schedule.array], out=edges[1:])
+        np.cumsum(graph.arrays.cost_s[schedule.array] if graph.cost_s else np.ones(len(schedule.steps)), out=edges[1:])
         bytes_at = simulate(graph, schedule).bytes_at
         return cls(label, edges, bytes_at, float(edges[schedule.num_forward_steps]), graph.resident_bytes)
 
@@ -96,13 +96,16 @@ def plot_memory(
     units = units or Units()
     figure = new_figure(title)
     axes = figure.subplots()
-    top = max([t.peak_bytes for t in timelines] + [budget_bytes or 0], default=1)
-    end = max((float(t.edges[-1]) for t in timelines), default=1.0)
+    top = max([1, budget_bytes or 0, *(t.peak_bytes for t in timelines)])
+    end = max((float(t.edges[-1]) for t in timelines), default=0.0) or 1.0
     y_scale, x_scale = Scale.for_largest(top, units.size), Scale.for_largest(end, units.cost)
     quiet(axes, x_label=axis_label(x_label, x_scale, units.cost), y_label=axis_label("memory", y_scale, units.size))
     colours = _timeline_colours(len(timelines))
     for index, (timeline, colour) in enumerate(zip(timelines, colours, strict=True)):
         _draw_timeline(axes, timeline, colour, units, is_last=index == len(timelines) - 1)
+    ends = [(t.forward_end, colour) for t, colour in zip(timelines, colours, strict=True) if t.forward_end is not None]
+    if ends:
+        mark_forward_end(axes, *ends[-1])
     _draw_resident(axes, max((t.resident_bytes for t in timelines), default=0), top)
     if budget_bytes is not None:
         label_line(axes, budget_bytes, f"budget {units.size_text(budget_bytes)}", RED)
@@ -116,7 +119,8 @@ def plot_memory(
 
 def _timeline_colours(count: int) -> Sequence[str]:
     """Grey for the first of several, which the others are compared with."""
-    return [GREY, *(LINES[i % len(LINES)] for i in range(count - 1))] if count > 1 else [BLUE]
+    others = [LINES[i % len(LINES)] for i in range(count)]
+    return [GREY, *others[:-1]] if count > 1 else others
 
 
 def _draw_timeline(axes: Axes, timeline: Timeline, colour: str, units: Units, *, is_last: bool) -> None:
@@ -127,8 +131,6 @@ def _draw_timeline(axes: Axes, timeline: Timeline, colour: str, units: Units, *,
     if len(timeline.size_bytes):
         peak = int(np.argmax(timeline.size_bytes))
         axes.plot((timeline.edges[peak] + timeline.edges[peak + 1]) / 2, timeline.size_bytes[peak], "o", color=colour, markersize=5)
-    if timeline.forward_end is not None and is_last:
-        mark_forward_end(axes, timeline.forward_end, colour)
 
 
 def _draw_resident(axes: Axes, resident_bytes: int, top: int) -> None:
@@ -167,7 +169,7 @@ def plot_tradeoff(
     figure = new_figure(title)
     axes = figure.subplots()
     known = [s.peak_bytes for s in solved] + [s.peak_bytes for group in (others or {}).values() for s in group if s.is_solved]
-    right = max([*known, *(s.budget_bytes for s in solved), keep_all_bytes or 0], default=1)
+    right = max([1, *known, *(s.budget_bytes for s in solved), keep_all_bytes or 0])
     scale = Scale.for_largest(right, units.size)
     quiet(
         axes,
@@ -186,7 +188,7 @@ def plot_tradeoff(
     axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])
     if impossible:
         axes.axvspan(0, impossible, facecolor=RED, alpha=0.1, linewidth=0, label="proved: no schedule fits")
-    if keep_all_bytes is not None:
+    if keep_all_bytes:
         _mark_keep_all(axes, keep_all_bytes, units)
     scale_axis(axes, "x", scale)
     legend(figure, axes)

@@ -43,7 +43,7 @@ def plot_schedule(graph: Graph, schedule: Schedule, *, budget_bytes: int | None 
 
 def _draw_memory(axes: Axes, graph: Graph, schedule: Schedule, budget_bytes: int | None) -> None:
     units, simulation = Units.of(graph), simulate(graph, schedule)
-    top = max(simulation.peak_bytes, budget_bytes or 0)
+    top = max(1, simulation.peak_bytes, budget_bytes or 0)
     scale = Scale.for_largest(top, units.size)
     edges = np.arange(len(schedule.steps) + 1)
     axes.stairs(simulation.bytes_at, edges, fill=True, color=BLUE, alpha=0.25)

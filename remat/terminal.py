@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .graph import Graph, Phase
 from .schedule import Schedule, simulate
 from .solution import Solution, Status
+from .solvers.progress import Progress, ProgressCallback
 from .units import Units
 
 _COLOUR = {Status.OPTIMAL: "green", Status.FEASIBLE: "cyan", Status.INFEASIBLE: "red", Status.NO_SOLUTION: "yellow"}
@@ -28,25 +30,36 @@ _MEANING = {
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Shows `text` and the time on stderr while the block runs, from the second second on.
+def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallback | None]:
+    """Shows `text`, the time and how far a solver has come on stderr, from the second second on.
 
-    Silent where stderr is no terminal.
+    Yields what a solver calls with its progress; None, and silence, where stderr is no terminal.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield None
         return
-    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
-    bar.add_task(text, total=None)
+    bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task(text, total=None)
+
+    def show(moment: Progress) -> None:
+        bar.update(task, description=f"{text}: {_moment_text(moment, keep_all_cost_s)}")
+
     timer = threading.Timer(1.0, bar.start)
     timer.start()
     try:
-        yield
+        yield show
     finally:
         timer.cancel()
         timer.join()
         bar.stop()
+
+
+def _moment_text(moment: Progress, keep_all_cost_s: float) -> str:
+    if not keep_all_cost_s:
+        return ""
+    found = "nothing found yet" if moment.cost_s is None else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
+    return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} % is needed"
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
@@ -77,9 +90,9 @@ def show_solution(graph: Graph, solution: Solution) -> None:
     rows.append(("budget", units.size_text(solution.budget_bytes)))
     if solution.schedule is not None:
         rows.append(("peak", f"{units.size_text(solution.peak_bytes)} ({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)"))
-        rows.append(("overhead", f"{100 * solution.overhead:.2f} % over keeping everything"))
+        rows.append(("overhead", f"{_percent(solution.overhead)} over keeping everything"))
         rows.append(("cost", f"{units.cost_text(solution.cost_s)}, at least {units.cost_text(solution.lower_bound_s)} is needed"))
-        rows.append(("gap", f"{100 * solution.gap:.2f} %"))
+        rows.append(("gap", _percent(solution.gap)))
         rows.append(("steps", f"{len(solution.schedule.steps):,}, of which {solution.schedule.num_recomputations:,} recompute"))
     if solution.minimum_bytes:
         rows.append(("least budget", f"{units.size_text(solution.minimum_bytes)}, the smallest known to work"))
@@ -92,12 +105,12 @@ def show_solutions(graph: Graph, labelled: Iterable[tuple[str, Solution]], *, ti
     units = Units.of(graph)
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name in ("", "status", "budget", "peak", "overhead", "proved least", "gap", "time"):
-        table.add_column(name, justify="left" if name in ("", "status") else "right")
+        table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=name != "proved least")
     for label, solution in labelled:
         numbers = ["-"] * 4
         if solution.is_solved:
             least = max(0.0, solution.lower_bound_s / solution.keep_all_cost_s - 1) if solution.keep_all_cost_s else 0.0
-            percents = [f"{100 * x:.2f} %" for x in (solution.overhead, least, solution.gap)]
+            percents = [_percent(x) for x in (solution.overhead, least, solution.gap)]
             numbers = [units.size_text(solution.peak_bytes), *percents]
         status = f"[{_COLOUR[solution.status]}]{solution.status}[/]"
         table.add_row(label, status, units.size_text(solution.budget_bytes), *numbers, f"{solution.wall_s:.2f} s")
@@ -132,3 +145,7 @@ def _show_pairs(rows: Iterable[tuple[str, str]]) -> None:
     for name, text in rows:
         table.add_row(name, text)
     Console().print(table)
+
+
+def _percent(fraction: float) -> str:
+    return f"{round(100 * fraction, 2) + 0.0:.2f} %"  # + 0.0: no "-0.00"

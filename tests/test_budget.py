@@ -1,0 +1,107 @@
+"""Budgets: what a person writes, and what a person reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from remat.budget import describe_bytes, format_bytes, parse_budget
+from remat.graph import Graph, Operator, Value
+from remat.units import Scale, Units
+
+
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"),
+    [
+        (7, 7),
+        ("7", 7),
+        (" 7 B ", 7),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("7.5GB", 7_500_000_000),
+        (".5kB", 500),
+        ("3.KiB", 3072),
+        ("1TiB", 2**40),
+        ("60%", 600),
+        ("12.5 %", 125),
+        ("120%", 1200),
+    ],
+)
+def test_every_way_of_writing_a_budget(budget: int | str, size_bytes: int) -> None:
+    assert parse_budget(budget, keep_all_bytes=1000) == size_bytes
+
+
+def test_large_numbers_are_exact() -> None:
+    assert parse_budget(str(2**60 + 1)) == 2**60 + 1
+    assert parse_budget("9007199254740993B") == 9007199254740993  # 2**53 + 1, which no float is
+
+
+@pytest.mark.parametrize("budget", ["", "GiB", "8 GiBs", "1e9", "-5", "8,5GB", "0", "0%", 0, -1, "nan", "inf", "८GB", "5 5"])
+def test_what_is_no_budget_is_refused(budget: int | str) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        parse_budget(budget, keep_all_bytes=1000)
+
+
+@pytest.mark.parametrize("budget", [1.5, None, True, b"8GiB", ["8GiB"]])
+def test_what_has_the_wrong_type_is_refused(budget: object) -> None:
+    with pytest.raises(TypeError, match="8GiB"):
+        parse_budget(budget)  # type: ignore[arg-type]
+
+
+def test_an_unknown_unit_is_named() -> None:
+    with pytest.raises(ValueError, match="'XB'"):
+        parse_budget("8XB")
+
+
+def test_a_percentage_needs_something_to_be_a_part_of() -> None:
+    with pytest.raises(ValueError, match="percentage"):
+        parse_budget("60%")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1000 * 2**20, "1000 MiB"),
+        (2**30, "1 GiB"),
+        (3 * 2**40, "3.00 TiB"),
+        (-2048, "-2 KiB"),
+    ],
+)
+def test_bytes_for_the_eye(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+def test_bytes_both_ways() -> None:
+    assert describe_bytes(2**30) == "1 GiB (1,073,741,824 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("largest", "unit", "name"),
+    [
+        (0, "B", "B"),
+        (2**20, "B", "MiB"),
+        (2**20 - 1, "B", "KiB"),
+        (2e-6, "s", "µs"),
+        (12, "s", "s"),
+        (3e8, "FLOP", "MFLOP"),
+        (5e6, "", "million"),
+    ],
+)
+def test_a_scale_is_the_largest_that_fits(largest: float, unit: str, name: str) -> None:
+    assert Scale.for_largest(largest, unit).name == name
+
+
+@pytest.mark.parametrize(
+    ("device", "costs", "units"),
+    [
+        ("", "", Units("", "")),
+        ("cpu", "", Units("B", "")),
+        ("cuda", "roofline:H100", Units("B", "s")),
+        ("", "profile", Units("B", "s")),
+        ("cpu", "flops", Units("B", "FLOP")),
+    ],
+)
+def test_a_graph_says_what_its_numbers_count(device: str, costs: str, units: Units) -> None:
+    assert Units.of(Graph((Value("a", 1),), (Operator("a", 1.0, (), (0,)),), device=device, costs=costs)) == units
