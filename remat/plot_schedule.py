@@ -71,8 +71,8 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     is_first = _is_first(steps)
     area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))  # points squared, near one cell
     step = np.arange(len(steps)) + 0.5
-    for is_drawn, colour in ((is_first, BLUE), (~is_first, ORANGE)):
-        axes.scatter(step[is_drawn], steps[is_drawn], s=area, marker="s", color=colour, linewidths=0, zorder=3)
+    for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):  # the rarer ones a little larger
+        axes.scatter(step[is_drawn], steps[is_drawn], s=factor * area, marker="s", color=colour, linewidths=0, zorder=3)
     num_again = int(np.sum(~is_first))
     extra = 100 * float(graph.arrays.cost_s[steps[~is_first]].sum()) / graph.cost_s if graph.cost_s else 0.0
     again = f"computed again ({num_again:,}: {extra:.1f} % more compute)"
@@ -109,11 +109,15 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
 
 
 def _module_groups(graph: Graph) -> list[tuple[str, int, int]]:
-    """Returns (module, first operator, end) of each stretch of forward operators of one module, two names deep."""
+    """Returns (module, first operator, end) of each stretch of forward operators of one block.
+
+    A block is a module up to its first number, `model.layers.3`, or the outermost module where there is none.
+    """
     groups: list[tuple[str, int, int]] = []
     for index, op in enumerate(graph.operators[: graph.num_forward]):
-        name = ".".join(op.module.split(".")[:2])
-        name = name if name.rpartition(".")[2].isdigit() else name.partition(".")[0]
+        parts = op.module.split(".")
+        depth = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+        name = ".".join(parts[: depth + 1])
         if groups and (groups[-1][0] == name or not name):
             groups[-1] = (groups[-1][0], groups[-1][1], index + 1)
         elif name:

@@ -178,10 +178,16 @@ def test_bench_names_the_solver_that_has_no_answer_and_goes_on(run: Run) -> None
 FACTORY = """
 import torch
 
-def make():
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)), (torch.randn(4, 8),)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 
-value = 3
+    def forward(self, x):
+        return self.layers(x).sum()
+
+def make():
+    return Model(), (torch.randn(4, 8),)
 """
 
 
