@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .budget import format_bytes, parse_budget
@@ -79,6 +81,17 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Keeps `remat.measure` and `remat.report` the functions, though submodules have the same names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

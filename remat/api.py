@@ -215,4 +215,4 @@ def report(model: nn.Module) -> Report:
     if not call.pieces:
         raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
     piece = call.pieces[-1]
-    return Report(piece.step.graph, piece.solution, piece.meter.peak_bytes)
+    return Report(piece.step.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from .torch_private import allocation_events, is_profiling
+from .torch_private import is_profiling, run_counting_allocations
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        fn()
-    return _from_events(allocation_events(profiler), "cpu")
+    return _from_events(run_counting_allocations(fn)[1], "cpu")
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
@@ -68,18 +65,18 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
-    events = [(e["time_us"] * 1000, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
+    events = [(e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
     measured = _from_events(events, "cuda")
     peak_bytes = torch.cuda.max_memory_allocated() - before  # the allocator's own word
     return Measurement(peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda")
 
 
-def _from_events(events: list[tuple[int, int]], device: str) -> Measurement:
+def _from_events(events: list[tuple[float, int]], device: str) -> Measurement:
     held, history, times = 0, [], []
-    for time_ns, change in events:
+    for time_s, change in events:
         held += change
         history.append(held)
-        times.append((time_ns - events[0][0]) / 1e9)
+        times.append(time_s - events[0][0])
     return Measurement(max([0, *history]), held, tuple(times), tuple(history), device)
 
 
@@ -138,7 +135,6 @@ def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, int, int]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = run(args)
-    measured = _from_events(allocation_events(profiler), "cpu")
+    result, events = run_counting_allocations(lambda: run(args))
+    measured = _from_events(events, "cpu")
     return result, measured.peak_bytes, measured.end_bytes

@@ -13,18 +13,10 @@ import torch
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # 2.13
 from torch._dynamo.backends.common import aot_autograd  # 2.13; "common" since 2.0
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
-
-__all__ = [
-    "FakeTensorMode",
-    "aot_autograd",
-    "call_plain",
-    "many_recompilations",
-    "set_call",
-    "unwrap_failure",
-]
-
+from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 
 @contextmanager
 def many_recompilations() -> Iterator[None]:
@@ -70,15 +62,23 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def allocation_events(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
-    """Returns (time in ns, bytes allocated or, negative, released) of each event, in order (2.13's event tree)."""
-    kind = torch._C._profiler._EventType.Allocation
-    found: list[tuple[int, int]] = []
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        if event.tag == kind and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        pending.extend(event.children)
-    return sorted(found, key=lambda item: item[0])
+def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
+    """Runs `fn` and returns its result and (seconds since the start, bytes allocated or, negative, released) in order.
+
+    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present one
+    it says nothing on stderr, and starts in microseconds. It sees every allocation on the CPU.
+    """
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(config)
+    try:
+        result = fn()
+    finally:
+        threads = _disable_profiler_legacy()
+    start = next(record for records in threads for record in records if record.name() == "__start_profile")
+    found = [
+        (start.cpu_elapsed_us(record) / 1e6, int(record.cpu_memory_usage()))
+        for records in threads
+        for record in records
+        if record.kind() == "memory_alloc" and record.cpu_memory_usage()
+    ]
+    return result, found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
