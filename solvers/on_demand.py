@@ -28,21 +28,18 @@ def forward_length(graph: Graph) -> int:
 
 
 def values_always_kept(graph: Graph) -> set[int]:
-    """Returns the values that no schedule drops: resident ones, and those it could not compute again.
+    """Returns the values that no schedule built here drops: resident ones, and those it could not have back.
 
-    The latter are what pinned operators and snapshots write, what the graph returns (a caller holds
-    it), and what one region writes and another reads (a region is computed again only in its own
-    backward, so a reader in another one could not have it back).
+    The latter are all that is written by a pinned operator, by a snapshot, by an operator that writes
+    a result of the graph (a caller holds it) or a value that another region reads (a region is
+    computed again only in its own backward, so that reader would wait in vain).
     """
-    kept = set(graph.outputs)
-    for value, (producer, users) in enumerate(zip(graph.producer, graph.users_of, strict=True)):
-        if producer < 0:
-            kept.add(value)
-            continue
-        writer = graph.operators[producer]
-        is_shared = any(graph.operators[user].region != writer.region for user in users)
-        if is_shared or writer.is_snapshot or not writer.is_recomputable:
-            kept.add(value)
+    kept = {index for index, value in enumerate(graph.values) if value.is_resident}
+    outputs = set(graph.outputs)
+    for op in graph.operators:
+        is_held = any(v in outputs or any(graph.operators[u].region != op.region for u in graph.users_of[v]) for v in op.writes)
+        if is_held or op.is_snapshot or not op.is_recomputable:
+            kept.update(op.writes)
     return kept
 
 

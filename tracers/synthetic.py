@@ -153,11 +153,28 @@ def zero_cost(length: int) -> Graph:
 
 
 def two_regions(length: int) -> Graph:
-    """Returns a chain of two compiled pieces: forward, forward, backward, backward."""
-    graph = chain(2 * length)
-    last = graph.num_operators - 1
-    regions = [int(length <= i <= last - length) for i in range(graph.num_operators)]
-    return replace(graph, operators=tuple(replace(op, region=r) for op, r in zip(graph.operators, regions, strict=True)))
+    """Returns a chain of two compiled pieces: forward, forward, backward, backward.
+
+    As in a traced step, each backward begins with the gradient that arrives from outside.
+    """
+    order = [("forward", i) for i in range(2 * length)] + [("loss", 1)]
+    for region in (1, 0):
+        order += [("tangent", region), *(("backward", i) for i in reversed(range(region * length, (region + 1) * length)))]
+    place = {node: position for position, node in enumerate(order)}
+    edges = [(position - 1, position) for position in range(1, len(order))]
+    for i in range(2 * length):
+        edges += [(place["forward", j], place["backward", i]) for j in (i - 1, i) if j >= 0]
+    plain = Graph.from_arrays([float(kind != "tangent") for kind, _ in order], [1] * len(order), edges, first_backward=place["tangent", 1])
+    operators = [
+        replace(
+            op,
+            region=i if kind in ("loss", "tangent") else int(i >= length),
+            pinned="it arrives from outside" if kind == "tangent" else "",
+            target="tangent" if kind == "tangent" else "",
+        )
+        for op, (kind, i) in zip(plain.operators, order, strict=True)
+    ]
+    return replace(plain, operators=tuple(operators), outputs=(place["loss", 1],))
 
 
 @dataclass
