@@ -4,7 +4,7 @@ Other names: full activation recomputation (Megatron-LM), `gradient_checkpointin
 Face), uniform checkpointing.
 Papers: T. Chen et al., 2016, arXiv:1604.06174, with layers as stages.
 Optimal: never proved.
-Complexity: O(E) a schedule; one for each depth of nested containers.
+Complexity: O(E) a schedule; one for each depth of nested containers that most operators share.
 Imperfections: needs module paths with numbered containers (`blocks.3.attn`); every block is treated
 alike, whatever the budget leaves. It is slightly kinder than `torch.utils.checkpoint`, which
 computes a whole block again when the backward enters it: here only what is read is computed, when
@@ -62,9 +62,13 @@ def block_of(module: str, depth: int) -> str:
 
 
 def _members(graph: Graph) -> Iterator[list[int]]:
-    modules = {op.module for op in graph.operators[: forward_length(graph)]}
-    deepest = max((sum(part.isdigit() for part in module.split(".")) for module in modules), default=0)
-    for depth in range(1, deepest + 1):
+    """Yields one schedule a depth that at least half of the operators inside blocks reach.
+
+    A block's own small `Sequential` (`blocks.3.mlp.0`) does not make a depth; stages of blocks do.
+    """
+    modules = [op.module for op in graph.operators[: forward_length(graph)]]
+    depths = sorted(depth for module in modules if (depth := sum(part.isdigit() for part in module.split("."))))
+    for depth in range(1, depths[len(depths) // 2] + 1 if depths else 1):
         if len({block_of(module, depth) for module in modules} - {""}) > 1:
             yield steps_on_demand(graph, _kept_values(graph, _segments(graph, depth)))
 

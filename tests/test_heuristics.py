@@ -391,6 +391,17 @@ def test_a_block_that_runs_twice_is_two_segments() -> None:
     assert recomputed(graph, solution) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
 
+def test_stages_of_blocks_make_a_depth_and_a_blocks_own_sequential_does_not() -> None:
+    graph = transformer(2)
+    one_depth = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
+    assert {"blocks.0.attn.qkv", "blocks.0.mlp.0", "blocks.0.mlp.1"} <= recomputed(graph, one_depth)
+    graph = chain(12)
+    nested = [f"stages.{i // 6}.blocks.{i // 3 % 2}" for i in range(12)]
+    graph = replace(graph, operators=tuple(replace(op, module=nested[i] if i < 12 else "") for i, op in enumerate(graph.operators)))
+    inner = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
+    assert recomputed(graph, inner) == {"0", "1", "3", "4", "6", "7", "9", "10"}
+
+
 def test_per_block_needs_blocks() -> None:
     assert block_of("model.layers.3.mlp.0", 1) == "model.layers.3"
     assert block_of("model.layers.3.mlp.0", 2) == "model.layers.3.mlp.0"
