@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
+OpOverload: Any = type(aten.mm.default)
 
 # Operators that return a view and whose schema does not say so.
 _UNDECLARED_VIEWS = {aten._unsafe_view.default}
@@ -71,6 +72,14 @@ class TensorSpec:
             expected *= n
         return True
 
+    @property
+    def is_channels_last(self) -> bool:
+        """True where it is a batch of images with the channels of a pixel side by side."""
+        if len(self.shape) != 4:
+            return False
+        n, c, h, w = self.shape
+        return TensorSpec((n, h, w, c), tuple(self.stride[i] for i in (0, 2, 3, 1)), self.dtype).is_contiguous
+
     def __str__(self) -> str:
         layout = "" if self.layout == torch.strided else f":{self.layout}"
         return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{layout}".removeprefix("torch.")
@@ -110,7 +119,12 @@ class Call:
         """True where the call runs a kernel; views, `getitem` and arithmetic on sizes do not."""
         if isinstance(self.target, OpOverload):
             return not self.target.is_view and self.target not in _UNDECLARED_VIEWS
-        return isinstance(self.target, HigherOrderOperator)
+        return not isinstance(self.target, (FunctionType, BuiltinFunctionType))
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True where each element of the output depends on one element of each input."""
+        return isinstance(self.target, OpOverload) and torch.Tag.pointwise in self.target.tags
 
     @property
     def packet(self) -> Any:

@@ -158,6 +158,12 @@ def device_at_hand(device_type: str = "") -> Device:
     return _cpu()
 
 
+def machine() -> str:
+    """Returns what a measurement on the CPU depends on: the machine, torch's threads and its version."""
+    where = f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
@@ -165,7 +171,7 @@ def _plain(name: str) -> str:
 @cache
 def _cpu() -> Device:
     store = DiskCache(cache_path("cpu"))
-    key = f"{platform.node()} {platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    key = machine()
     figures = store.get(key)
     if figures is None or len(figures) != 5:
         figures = _measure_cpu()

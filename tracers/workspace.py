@@ -1,10 +1,99 @@
-"""Workspace: memory an operator holds while it runs, beyond its inputs and outputs."""
+"""Workspace: the memory an operator holds while it runs, beyond its inputs and outputs.
+
+On the CPU most of torch's operators have a workspace that follows from their source
+(`cpu_workspace`). Where oneDNN does the work - convolutions, and products in bfloat16 and float16 -
+its choice of memory layout and scratch depends on the processor: there the one call is run, once a
+machine, and what the allocator saw is cached on disk. So are operators without a formula.
+
+On CUDA this says 0: what operators take of the caching allocator depends on the library that is
+chosen at run time; `profile()` measures it. Known and outside of every operator: cuBLAS keeps a
+workspace for each handle and stream from its first product on (8.1 MiB, 32 MiB on Hopper and later;
+`CUBLAS_WORKSPACE_CONFIG`), which `reserve_bytes` has to cover.
+"""
 
 from __future__ import annotations
 
-from .calls import Call
+import dataclasses
+import logging
+from functools import cache
+
+import torch
+
+from .cache import DiskCache, cache_path
+from .calls import Call, aten
+from .counts import CONVOLUTIONS, bytes_moved, flop_of
+from .cpu_workspace import formula_bytes
+from .devices import machine
+from .replay import workspace_of
+
+_LOG = logging.getLogger(__name__)
+
+# Calls above either are not run for their workspace: about a quarter of a second on two cores.
+_MOST_BYTES = 1 << 28
+_MOST_FLOP = 2e10
 
 
-def workspace_bytes(call: Call, device_type: str) -> int:
-    """Returns the workspace of a call in bytes."""
+def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
+    """Returns the bytes that an operator holds while it runs, beyond its inputs and outputs.
+
+    Args:
+        node: an fx node with fake tensors in its and its inputs' `meta["val"]`, or its call.
+        device_type: where it will run, `cpu` or `cuda`.
+    """
+    if isinstance(node, torch.fx.Node) and node.op != "call_function":
+        return 0
+    call = node if isinstance(node, Call) else Call.of(node)
+    if device_type != "cpu" or not call.computes:
+        return 0
+    known = formula_bytes(call)
+    return measured_bytes(call) if known is None else known
+
+
+def measured_bytes(call: Call) -> int:
+    """Returns the workspace of a call that was run on this machine's CPU, now or before."""
+    key = f"{machine()}: {call}"
+    known = _store().get(key)
+    if known is None:
+        known = (float(_measure(call)),)
+        _store().put(key, known)
+    return int(known[0])
+
+
+@cache
+def _store() -> DiskCache:
+    return DiskCache(cache_path("workspace"))
+
+
+def _measure(call: Call) -> int:
+    if bytes_moved(call) <= _MOST_BYTES and flop_of(call) <= _MOST_FLOP:
+        measured = workspace_of(call)
+        if measured is None:
+            _LOG.warning("the workspace of %s can't be measured and counts as 0", call.target)
+        return measured or 0
+    if call.packet in CONVOLUTIONS:
+        return _measure_smaller_batches(call)
+    _LOG.warning("the workspace of %s counts as 0: too large to be run for it", call.target)
     return 0
+
+
+def _measure_smaller_batches(call: Call) -> int:
+    """Continues the workspace of a convolution linearly from two smaller batches.
+
+    It is the largest of a few sums of tensors and buffers, each linear in the batch.
+    """
+    batch: int = call.args[0].shape[0]
+    share = max(bytes_moved(call) / _MOST_BYTES, flop_of(call) / _MOST_FLOP)
+    large = max(1, int(batch / share))
+    small = max(1, large // 2)
+    if batch == 1:
+        return 0
+    at_large, at_small = (measured_bytes(_with_batch(call, size)) for size in (large, small))
+    slope = (at_large - at_small) / (large - small) if large > small else at_large
+    return round(at_large + slope * (batch - large))
+
+
+def _with_batch(call: Call, batch: int) -> Call:
+    num_images = 2 if call.packet is aten.convolution_backward else 1
+    images = tuple(dataclasses.replace(t, shape=(batch, *t.shape[1:])) for t in call.args[:num_images])
+    outputs = call.outputs if num_images == 2 else (dataclasses.replace(call.outputs[0], shape=(batch, *call.outputs[0].shape[1:])),)
+    return dataclasses.replace(call, args=images + call.args[num_images:], outputs=outputs)

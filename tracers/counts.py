@@ -1,0 +1,103 @@
+"""The work of an operator call: floating-point operations and bytes moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .calls import Call, TensorSpec, aten
+
+
+def bytes_moved(call: Call) -> int:
+    """Returns the bytes a call reads and writes: its inputs' distinct elements and its outputs."""
+    if call.packet in _UNINITIALISED:
+        return 0
+    written = sum(t.nbytes for t in call.outputs)
+    if call.packet in _LOOKUPS:
+        return 2 * written + sum(t.unique_bytes for t in call.inputs[1:])
+    return written + sum(t.unique_bytes for t in call.inputs)
+
+
+def flop_of(call: Call) -> int:
+    """Returns the floating-point operations of a call.
+
+    Products and convolutions are counted by torch's own formulas where they are right and by
+    those below where it has none; everything else counts one an element of its largest tensor.
+    """
+    packet = call.packet
+    if packet in _FORMULAS:
+        return _FORMULAS[packet](call)
+    if packet in flop_registry:
+        return _registered_flop(call)
+    if packet in _UNINITIALISED:
+        return 0
+    if packet in _LOOKUPS:
+        return sum(t.numel for t in call.outputs)
+    return max((t.numel for t in (*call.inputs, *call.outputs)), default=0)
+
+
+def is_contraction(call: Call) -> bool:
+    """Returns whether matrix units can do the work: products, convolutions, attention."""
+    return call.packet in _FORMULAS or call.packet in flop_registry
+
+
+def _registered_flop(call: Call) -> int:
+    args, kwargs = _as_meta(call.args), {name: _as_meta(value) for name, value in call.kwargs}
+    out: Any = tuple(map(_as_meta, call.outputs))
+    return int(flop_registry[call.packet](*args, **kwargs, out_val=out[0] if len(out) == 1 else out))
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return tuple(map(_as_meta, value))
+    return value
+
+
+def _convolution_backward_flop(call: Call) -> int:
+    """One convolution's worth for each of the input's and the weight's gradient.
+
+    torch's formula for the weight's gradient ignores groups (torch 2.13: 960 times too much for a
+    depthwise convolution of 960 channels).
+    """
+    grad_output, _, weight = call.args[:3]
+    pixels = grad_output if not call.argument("transposed") else call.args[1]
+    once = 2 * pixels.shape[0] * math.prod(pixels.shape[2:]) * weight.numel
+    return int(once * sum(call.argument("output_mask")[:2]))
+
+
+def _attention_forward_flop(call: Call) -> int:
+    query, key, value = call.args[:3]
+    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
+def _attention_backward_flop(call: Call) -> int:
+    """Scores again, then the gradients of scores, values, queries and keys; the mask is not counted."""
+    _, query, key, value = call.args[:4]
+    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
+
+
+def _product_flop(call: Call) -> int:
+    """2 k an element of the output, where k is the last dimension of the first matrix."""
+    left = call.args[1 if call.packet is aten.addmv else 0]
+    return int(2 * left.shape[-1] * sum(t.numel for t in call.outputs))
+
+
+_FORMULAS: dict[Any, Callable[[Call], int]] = {
+    aten.convolution_backward: _convolution_backward_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention_forward_flop,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward_flop,
+    **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten._int_mm, aten._grouped_mm, aten._scaled_grouped_mm), _product_flop),
+}
+CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+# They allocate and write nothing.
+_UNINITIALISED = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty_permuted}
+# They read as much of the first input as they write.
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten._unsafe_index}

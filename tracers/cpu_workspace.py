@@ -1,0 +1,245 @@
+"""Formulas for the workspace of torch's operators on the CPU, each with the source it follows.
+
+Checked against the allocator with torch 2.13. The files named are below `aten/src/ATen/native`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+
+from .calls import Call, TensorSpec, aten
+
+
+def formula_bytes(call: Call) -> int | None:
+    """Returns the workspace on the CPU that follows from torch's source; None where it does not."""
+    packet = call.packet
+    if packet in _FORMULAS:
+        return _FORMULAS[packet](call)
+    if packet in _WITHOUT:
+        return 0
+    return _pointwise(call) if call.is_pointwise else None
+
+
+def _copy_bytes(*tensors: TensorSpec) -> int:
+    """Bytes of contiguous copies of those tensors that are not contiguous."""
+    return sum(t.nbytes for t in tensors if not t.is_contiguous)
+
+
+def _pointwise(call: Call) -> int:
+    """TensorIterator.cpp, `compute_types`: inputs of another type than the common one are cast to it first."""
+    packet = call.packet
+    operands = call.args[1:] if packet is aten.where else call.args[:1] if packet is aten.masked_fill else call.args
+    tensors = [t for t in operands if isinstance(t, TensorSpec)]
+    numbers = [n for n in operands[: 1 if packet is aten.pow else 2] if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    common = _common_dtype(call, tensors, numbers)
+    casts = sum(t.numel for t in tensors if t.dtype != common) * common.itemsize
+    if packet is aten.where:
+        return casts + common.itemsize * len(numbers)
+    if packet in _WRAPS_NUMBERS:
+        casts += sum(8 + (common.itemsize if common is not _dtype_of(n) else 0) for n in numbers)
+    return casts
+
+
+def _common_dtype(call: Call, tensors: list[TensorSpec], numbers: list[Any]) -> torch.dtype:
+    out = call.outputs[0].dtype
+    if out is not torch.bool or not tensors:
+        return out
+    common = reduce(torch.promote_types, [t.dtype for t in tensors if t.shape] or [t.dtype for t in tensors])
+    has_fraction = any(isinstance(n, float) for n in numbers)
+    return torch.get_default_dtype() if has_fraction and not common.is_floating_point else common
+
+
+def _dtype_of(number: float) -> torch.dtype:
+    return torch.int64 if isinstance(number, int) else torch.float64
+
+
+def _product(call: Call) -> int | None:
+    """LinearAlgebra.cpp: BLAS wants one stride of 1; other matrices are copied, in a batch one by one.
+
+    Reduced precision goes to oneDNN (`use_mkldnn_bf16_matmul`).
+    """
+    left, right = (t for t in call.args if isinstance(t, TensorSpec) and len(t.shape) >= 2 and t is not _bias(call))
+    if left.dtype.itemsize < 4:
+        return None
+    if len(left.shape) == 3 and left.shape[1] * left.shape[2] * right.shape[2] < 400:
+        return 0
+    batch = left.shape[0] if len(left.shape) == 3 else 1
+    return sum(t.nbytes // max(1, batch) for t in (left, right) if not _suits_blas(t))
+
+
+def _bias(call: Call) -> Any:
+    return call.args[0] if call.packet in (aten.addmm, aten.baddbmm) else None
+
+
+def _suits_blas(t: TensorSpec) -> bool:
+    (rows, columns), (down, across) = t.shape[-2:], t.stride[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _mean(call: Call) -> int:
+    """ReduceOps.cpp, `mean_kernel_impl`: a sum in float32, then a division by a wrapped number."""
+    spec: TensorSpec = call.args[0]
+    if spec.dtype.itemsize >= 4:
+        return 12
+    return 4 * (spec.numel + call.outputs[0].numel)
+
+
+def _sum(call: Call) -> int | None:
+    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full sum takes one number a thread."""
+    out = call.outputs[0]
+    if out.dtype is not call.args[0].dtype:
+        return None
+    return torch.get_num_threads() * out.dtype.itemsize if out.numel == 1 else 0
+
+
+def _logsumexp(call: Call) -> int:
+    """ReduceOps.cpp, `logsumexp_out_impl`: maxima, then exponentials."""
+    return int(call.args[0].nbytes + call.outputs[0].nbytes)
+
+
+def _softmax(call: Call) -> int:
+    """SoftMax.cpp: works on contiguous inputs."""
+    return _copy_bytes(*call.inputs)
+
+
+def _safe_softmax(call: Call) -> int:
+    """transformers/attention.cpp, `_safe_softmax`: a mask, its rows, and a zero."""
+    spec: TensorSpec = call.args[0]
+    return spec.numel + spec.numel // max(1, spec.shape[call.args[1]]) + spec.dtype.itemsize
+
+
+def _dropout(call: Call) -> int | None:
+    """Dropout.cpp, `native_dropout_cpu`: the mask is cast to multiply by it."""
+    probability, is_training = call.args[1], call.args[2]
+    if not is_training or not 0 < probability < 1:
+        return None
+    return int(call.args[0].nbytes)
+
+
+def _dropout_backward(call: Call) -> int:
+    """Dropout.cpp: gradient times mask, then times the scale, each a tensor; 12 bytes wrap the scale."""
+    spec: TensorSpec = call.args[0]
+    return spec.nbytes + (12 if spec.dtype is torch.float32 else 8 + spec.dtype.itemsize)
+
+
+def _embedding(call: Call) -> int:
+    """Embedding.cpp: indices are flattened."""
+    return _copy_bytes(call.args[1])
+
+
+def _embedding_backward(call: Call) -> int:
+    """Embedding.cpp, `embedding_dense_backward_cpu`: gradient and indices are made contiguous."""
+    return _copy_bytes(*call.args[:2])
+
+
+def _layer_norm(call: Call) -> int:
+    """layer_norm.cpp: works on a contiguous input."""
+    return _copy_bytes(call.args[0])
+
+
+def _layer_norm_backward(call: Call) -> int:
+    """cpu/layer_norm_kernel.cpp: two rows a thread for the gradients of weight and bias."""
+    spec, mask = call.args[1], call.argument("output_mask")
+    width = spec.numel // max(1, call.args[3].numel)
+    rows = 2 * torch.get_num_threads() * width * spec.dtype.itemsize if mask[1] or mask[2] else 0
+    return _copy_bytes(*call.args[:2]) + rows
+
+
+def _group_norm_backward(call: Call) -> int:
+    """cpu/group_norm_kernel.cpp: two float32 sums a channel and sample."""
+    return int(2 * 4 * call.argument("N") * call.argument("C"))
+
+
+def _batch_norm(call: Call) -> int | None:
+    """Normalization.cpp: mean and variance of each channel; cpu/batch_norm_kernel.cpp: one a thread if channels come last."""
+    spec: TensorSpec = call.args[0]
+    channels = spec.shape[1]
+    if spec.is_contiguous:
+        return 2 * 4 * channels
+    if not spec.is_channels_last:
+        return None
+    return max(2 * 4 * channels, 2 * spec.dtype.itemsize * channels + 4 * channels * torch.get_num_threads())
+
+
+def _batch_norm_backward(call: Call) -> int | None:
+    """Normalization.cpp, `batch_norm_backward_cpu`: the input's gradient a second time."""
+    gradient, spec = call.args[:2]
+    if gradient.stride != spec.stride or not (spec.is_contiguous or spec.is_channels_last) or not call.argument("output_mask")[0]:
+        return None
+    return max(int(spec.nbytes), 8 * spec.shape[1] * (torch.get_num_threads() + 2) if spec.is_channels_last else 0)
+
+
+def _attention(call: Call) -> int | None:
+    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention`: a tile of scores and of output for each thread."""
+    query, key = call.args[:2]
+    rows, columns = _tile(query.shape[2], key.shape[2])
+    if query.dtype.itemsize < 4:
+        return None
+    return int(torch.get_num_threads() * rows * (columns + 2 + query.shape[3]) * query.dtype.itemsize)
+
+
+def _attention_backward(call: Call) -> int | None:
+    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`: two tiles of scores a thread, and a sum a row."""
+    query, key = call.args[1:3]
+    rows, columns = _tile(query.shape[2], key.shape[2])
+    if query.dtype.itemsize < 4:
+        return None
+    return int((torch.get_num_threads() * 2 * rows * columns + rows) * query.dtype.itemsize)
+
+
+def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
+    rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
+    return min(rows, num_queries), min(512, num_keys)
+
+
+def _gelu_backward(call: Call) -> int:
+    """Activation.cpp: oneDNN's kernel wants both inputs in one layout."""
+    gradient, spec = call.args[:2]
+    return 0 if gradient.stride == spec.stride else 2 * int(spec.nbytes)
+
+
+_FORMULAS: dict[Any, Callable[[Call], int | None]] = {
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
+    aten.mean: _mean,
+    aten.sum: _sum,
+    aten.logsumexp: _logsumexp,
+    **dict.fromkeys((aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data), _softmax),
+    aten._safe_softmax: _safe_softmax,
+    aten.native_dropout: _dropout,
+    aten.native_dropout_backward: _dropout_backward,
+    aten.embedding: _embedding,
+    aten.embedding_dense_backward: _embedding_backward,
+    aten.native_layer_norm: _layer_norm,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.native_group_norm_backward: _group_norm_backward,
+    **dict.fromkeys((aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit, aten.native_batch_norm), _batch_norm),
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.gelu_backward: _gelu_backward,
+    aten.isinf: lambda call: None,
+}
+# A Python number becomes a tensor of 8 bytes, and that one is cast to the common type.
+_WRAPS_NUMBERS = {
+    *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow, aten.fmod, aten.remainder, aten.floor_divide),
+    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.add_, aten.sub_, aten.mul_, aten.div_),
+}
+_WITHOUT = {
+    *(aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.scalar_tensor, aten.fill),
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_full),
+    *(aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.cat, aten.constant_pad_nd, aten.tril, aten.triu),
+    *(aten.slice_scatter, aten.select_scatter, aten.as_strided_scatter, aten.slice_backward, aten.select_backward),
+    *(aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.bernoulli, aten.gather, aten.index_select),
+    *(
+        aten.nll_loss_forward,
+        aten.nll_loss_backward,
+        aten.hardtanh_backward,
+        aten.max_pool2d_with_indices,
+        aten.max_pool2d_with_indices_backward,
+    ),
+    *(aten.amax, aten.argmax, aten.cumsum, aten.native_group_norm),
+}

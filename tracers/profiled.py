@@ -1,0 +1,89 @@
+"""Costs measured on the device at hand: every distinct operator call is run on fresh tensors.
+
+The measured time is that of the operator alone, its inputs warm in the cache where they fit. Results
+are cached on disk by device, torch version and signature (operator, shapes, strides, types, numbers).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from . import devices
+from .cache import DiskCache, cache_path
+from .calls import Call
+from .costs import CostModel, OperatorCost, Roofline
+from .counts import bytes_moved, flop_of
+from .replay import seconds_of, workspace_of
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(eq=False)
+class Profile(CostModel):
+    """Median seconds and workspace of each call on this machine's CPU or GPU.
+
+    What can't be run alone (collectives, custom operators, higher-order operators) costs what the
+    roofline of the device says; a warning names it.
+
+    Attributes:
+        device_type: `cpu` or `cuda`; calls on another device are estimated as well.
+        operator_budget_s: about how long one call may be run for.
+        store: the measurements; by default those in the user's cache folder.
+    """
+
+    device_type: str
+    operator_budget_s: float = 0.02
+    store: DiskCache = field(default_factory=lambda: DiskCache(cache_path("profile")), repr=False)
+
+    @property
+    def name(self) -> str:
+        """`profile:` and the device."""
+        return f"profile:{self.device_type if self.device_type == 'cpu' else torch.cuda.get_device_name()}"
+
+    def cost_of(self, call: Call) -> OperatorCost:
+        """Returns seconds and workspace of a call, from the cache or from running it."""
+        key = f"{self._where}: {call}"
+        known = self.store.get(key)
+        if known is None or len(known) != 2:
+            known = self._measure(call)
+            if known is None:
+                return self._estimate(call)
+            self.store.put(key, known)
+        return OperatorCost(known[0], int(known[1]))
+
+    @property
+    def _where(self) -> str:
+        if self.device_type == "cpu":
+            return devices.machine()
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+
+    def _measure(self, call: Call) -> tuple[float, float] | None:
+        if call.device_type != self.device_type:
+            return None
+        seconds = seconds_of(call, self.operator_budget_s)
+        workspace = None if seconds is None else workspace_of(call)
+        return None if seconds is None or workspace is None else (seconds, float(workspace))
+
+    def _estimate(self, call: Call) -> OperatorCost:
+        _LOG.warning("%s can't be run alone; its cost is an estimate (%d FLOP, %d bytes)", call.target, flop_of(call), bytes_moved(call))
+        try:
+            return Roofline(devices.device_at_hand(self.device_type)).cost_of(call)
+        except ValueError:  # a GPU that is not in the table
+            return Roofline(devices.device("A100")).cost_of(call)
+
+
+def profile(device_type: str = "") -> Profile:
+    """Returns the model that measures on `cpu` or `cuda`; on the GPU, where there is one, if empty.
+
+    Raises:
+        ValueError: "cuda" is asked for where there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device_type not in ("", "cpu", "cuda") or (device_type == "cuda" and not has_cuda):
+        raise ValueError(f"costs can't be measured on {device_type!r} here, only on {'cpu or cuda' if has_cuda else 'cpu'}")
+    return Profile(device_type or ("cuda" if has_cuda else "cpu"))

@@ -1,0 +1,130 @@
+"""Runs an operator call for real, on fresh tensors, for its time and its workspace.
+
+Tensors have the shapes, strides and types of the call; floats are uniform in [0, 1), which
+suits logarithms, roots and probabilities, and integers are 0, which is in range for any index.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..torch_private import is_profiling, run_counting_allocations
+from .calls import Call, OpOverload, TensorSpec
+
+Run = Callable[[], Any]
+
+# Custom operators may wait for other processes, have effects, or trust their inputs: only torch's own are run.
+_NAMESPACES = ("aten", "prims")
+# What an operator raises for values it does not accept, such as a divisor of 0.
+_REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
+
+
+def workspace_of(call: Call) -> int | None:
+    """Returns the most bytes a call holds at once beyond what its outputs hold at its end.
+
+    None where it can't be run alone, and on the CPU while another profiler runs.
+    """
+    if not _can_run(call):
+        return None
+    with _without_traces(call.device_type):
+        try:
+            run = _run_of(call)
+            return _workspace_cuda(run) if call.device_type == "cuda" else _workspace_cpu(run)
+        except _REFUSALS:
+            return None
+
+
+def seconds_of(call: Call, budget_s: float) -> float | None:
+    """Returns the median time of a call: 3 to 25 runs after the first, within about `budget_s` seconds.
+
+    None where it can't be run alone.
+    """
+    if not _can_run(call):
+        return None
+    clock = _seconds_cuda if call.device_type == "cuda" else _seconds_cpu
+    times: list[float] = []
+    with _without_traces(call.device_type):
+        try:
+            run = _run_of(call)
+            run()
+        except _REFUSALS:
+            return None
+        end = time.perf_counter() + budget_s
+        while len(times) < 3 or (len(times) < 25 and time.perf_counter() < end):
+            times.append(clock(run))
+    return statistics.median(times)
+
+
+def _can_run(call: Call) -> bool:
+    if not isinstance(call.target, OpOverload) or call.target.namespace not in _NAMESPACES:
+        return False
+    if call.device_type == "cpu" and is_profiling():
+        return False
+    specs = (*call.inputs, *call.outputs)
+    return all(spec.layout == torch.strided and spec.device_type in ("cpu", "cuda") for spec in specs)
+
+
+@contextmanager
+def _without_traces(device_type: str) -> Iterator[None]:
+    """Leaves random generators and autograd as they were."""
+    devices = [torch.cuda.current_device()] if device_type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        yield
+
+
+def _run_of(call: Call) -> Run:
+    args = [_fresh(arg) for arg in call.args]
+    kwargs = {name: _fresh(value) for name, value in call.kwargs}
+    return lambda: call.target(*args, **kwargs)
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_fresh(item) for item in value]
+    if not isinstance(value, TensorSpec):
+        return value
+    num_elements = value.extent_bytes // value.dtype.itemsize
+    if value.dtype.is_floating_point and value.dtype.itemsize > 1:
+        flat = torch.rand(num_elements, dtype=value.dtype, device=value.device_type)
+    else:
+        flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device_type)
+    return flat.as_strided(value.shape, value.stride)
+
+
+def _workspace_cpu(run: Run) -> int:
+    _outputs, events = run_counting_allocations(run)
+    held = peak = 0
+    for _, change in events:
+        held += change
+        peak = max(peak, held)
+    return peak - held
+
+
+def _workspace_cuda(run: Run) -> int:
+    run()  # what a library keeps from its first call on belongs to no operator
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    _outputs = run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
+
+def _seconds_cpu(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _seconds_cuda(run: Run) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
