@@ -16,16 +16,21 @@ number, a gap of 0 means 1e-7.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import final
 
 from ..graph import Graph
 from ..solution import Solution, Status
 from .base import Solver
+from .eviction import Rule, steps_with_eviction
 from .highs_backend import Backend, Highs
 from .on_demand import forward_length, steps_on_demand
 from .progress import ProgressCallback
+from .rounding import relax, round_to_steps
 from .stage_form import stage_form
 from .stage_search import TOLERANCE, Limits, StageSearch
 
@@ -60,9 +65,9 @@ class MILP(Solver):
             SolverError: the model would be absurdly big, or HiGHS is not installed.
         """
         limits = Limits(self.gap, self.time_limit_s)
-        return solve_exactly(
-            graph, budget_bytes, Highs(self.threads), limits, solver=repr(self), incumbent=self.incumbent, progress=self.progress
-        )
+        rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / 10)
+        starts = chain([self.incumbent], quick_schedules(graph, budget_bytes), rounded)
+        return solve_exactly(graph, budget_bytes, Highs(self.threads), limits, starts, solver=repr(self), progress=self.progress)
 
 
 def solve_exactly(
@@ -70,21 +75,22 @@ def solve_exactly(
     budget_bytes: int,
     backend: Backend,
     limits: Limits,
+    starts: Iterable[Sequence[int]],
     *,
     solver: str,
-    incumbent: tuple[int, ...] = (),
     progress: ProgressCallback | None = None,
 ) -> Solution:
-    """Returns the answer of the stage model with any backend."""
+    """Returns the answer of the stage model with any backend; `starts` are schedules to begin with, asked for while needed."""
     began = time.monotonic()
+    iterator = iter(starts)
     form = stage_form(graph, budget_bytes)
-    if any(form.working_bytes(i) > form.capacity_bytes for i in range(form.num_operators)) or form.capacity_bytes < 0:
+    if not form.fits_every_operator:
         wall_s = time.monotonic() - began
         return Solution.without_schedule(graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s)
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
-    for steps in [tuple(range(graph.num_operators)), incumbent, *_on_demand(graph)]:
-        if steps and not search.is_closed:
-            search.offer(steps)
+    search.offer(range(graph.num_operators))
+    while not search.is_closed and (steps := next(iterator, None)) is not None:
+        search.offer(steps)
     search.run()
     wall_s = time.monotonic() - began
     if search.steps is None:
@@ -101,9 +107,23 @@ def solve_exactly(
     )
 
 
-def _on_demand(graph: Graph) -> list[tuple[int, ...]]:
-    """Returns a few schedules that forget the largest values of the forward, more and more of them."""
+def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
+    """Yields schedules to start from: greedy eviction, then forgetting the largest values of the forward, ever more of them."""
+    for rule in Rule:
+        steps = steps_with_eviction(graph, budget_bytes, rule)
+        if steps is not None:
+            yield steps.tolist()
     boundary = forward_length(graph)
     written = [v for i in range(boundary) for v in graph.operators[i].writes]
     by_size = sorted(written, key=lambda v: graph.values[v].size_bytes)
-    return [tuple(steps_on_demand(graph, by_size[: len(by_size) * part // 8])) for part in range(7, -1, -1)]
+    for part in range(7, -1, -1):
+        yield steps_on_demand(graph, by_size[: len(by_size) * part // 8])
+
+
+def _rounded_schedules(graph: Graph, budget_bytes: int, time_limit_s: float) -> Iterator[list[int]]:
+    """Yields deterministic roundings of the LP relaxation, within all and most of the budget."""
+    for allowance in (0.0, 0.1):
+        form = stage_form(graph, budget_bytes)
+        relaxed = relax(form, allowance=allowance, time_limit_s=time_limit_s)
+        if relaxed is not None and math.isfinite(relaxed.bound_s):
+            yield round_to_steps(form, relaxed.keep > 0.5)

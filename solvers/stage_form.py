@@ -70,6 +70,11 @@ class StageForm:
         held = sum(self.size_bytes[v] for v in (*self.reads[operator], *self.writes[operator]) if not self.is_snapshot[v])
         return held + self.workspace_bytes[operator] - self.reusable_bytes(operator)
 
+    @property
+    def fits_every_operator(self) -> bool:
+        """False proves that no schedule fits: an operator's own working memory does not."""
+        return self.capacity_bytes >= max((self.working_bytes(i) for i in range(self.num_operators)), default=0)
+
     def reusable_bytes(self, operator: int, candidates: Sequence[int] | None = None) -> int:
         """Returns the size of the largest value among `candidates` (all of its reuses) that the operator can take over."""
         return max((self.size_bytes[v] for v in (self.reuses[operator] if candidates is None else candidates)), default=0)

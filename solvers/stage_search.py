@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
+from ..validate import validate
 from .checkmate_model import CheckmateModel, add_moment, add_stage_cut, moment_bytes, stage_model
 from .highs_backend import Answer, Backend
 from .ordered_stage import add_ordered_stage
@@ -35,8 +36,10 @@ from .stage_order import UNKNOWN, StageResult, StageTask, cheapest_stage, goal_o
 from .stage_plan import StagePlan, order_stage, plans_of_point, point_of_steps, useful_in
 
 TOLERANCE = 1e-7  # relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
+_FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75  # of the time left, for a solve that may teach cuts; for one more without
 _MAX_STATES = 20_000
 _STATES_TO_WIDEN = 2_000
+_FARTHER = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class StageSearch:
         self.unordered: set[int] = set()  # stages whose points were neither ordered nor cut
         self.moments: set[tuple[int, int]] = set()
         self.cuts: set[StageTask] = set()
+        self.max_states = _MAX_STATES
 
     @property
     def remaining_s(self) -> float:
@@ -81,22 +85,38 @@ class StageSearch:
         return self.is_infeasible or self.cost_s - self.bound_s <= max(self.limits.gap, TOLERANCE) * self.cost_s < math.inf
 
     def offer(self, steps: Sequence[int]) -> None:
-        """Takes `steps` as the best schedule where they fit and cost less."""
-        simulation = simulate(self.graph, Schedule.from_steps(self.graph, list(steps)))
-        if simulation.peak_bytes <= self.budget_bytes and simulation.cost_s < self.cost_s:
-            self.steps, self.cost_s = tuple(steps), simulation.cost_s
+        """Takes `steps` as the best schedule where they are valid, fit and cost less."""
+        schedule = Schedule.from_steps(self.graph, list(steps))
+        if len(set(schedule.steps)) < self.form.num_steps or validate(self.graph, schedule, budget_bytes=self.budget_bytes):
+            return
+        cost_s = simulate(self.graph, schedule).cost_s
+        if cost_s < self.cost_s:
+            self.steps, self.cost_s = tuple(steps), cost_s
             self._tell()
 
     def run(self) -> None:
-        """Runs until closed, out of time, or out of cuts."""
+        """Runs until closed, out of time, or out of cuts, the exact search of stages reaching farther every time."""
         while not self.is_closed and self.remaining_s > 0:
-            answer = self._minimise(self.model, 0.7 * self.remaining_s)
+            self.unordered.clear()
+            self._run_relaxation()
+            self._run_ordered()
+            if not self.unordered:
+                break
+            self.max_states *= _FARTHER
+
+    def _run_relaxation(self) -> None:
+        share = _FIRST_SHARE
+        while not self.is_closed and self.remaining_s > 0:
+            answer = self._minimise(self.model, share * self.remaining_s)
             self._raise_bound(answer.bound)
             is_cut = self._learn(answer)
-            if not is_cut:
+            if not is_cut and (answer.is_finished or share == _SECOND_SHARE):
                 break
-        if not self.is_closed and self.remaining_s > 0:
-            self._run_ordered()
+            share = _FIRST_SHARE if is_cut else _SECOND_SHARE
+
+    @property
+    def _states(self) -> int:
+        return self.max_states if self.remaining_s > 0 else 0
 
     @cached_property
     def model(self) -> CheckmateModel:
@@ -143,7 +163,7 @@ class StageSearch:
         is_cut, is_whole = False, True
         steps: list[int] = []
         for plan in plans:
-            found = order_stage(self.form, plan, max_states=_MAX_STATES)
+            found = order_stage(self.form, plan, max_states=self._states)
             if is_cutting and not found.cost_s <= _slightly_above(plan.cost_s):
                 is_new, found = self._cut(plan)
                 is_cut |= is_new
@@ -160,9 +180,12 @@ class StageSearch:
             for moment in fresh:
                 add_moment(self.model, *moment)
             self.moments.update(fresh)
-            return True, UNKNOWN
+            if self.steps is not None:
+                return True, UNKNOWN
         task = self._with_all_candidates(plan.task)
-        found = cheapest_stage(self.form, task, max_states=_MAX_STATES)
+        found = cheapest_stage(self.form, task, max_states=self._states)
+        if fresh:
+            return True, found
         if math.isnan(found.cost_s) or task in self.cuts:
             self.unordered.add(task.stage)
             return False, found
@@ -189,6 +212,8 @@ class StageSearch:
 
     def _run_ordered(self) -> None:
         """Looks for a better schedule with the paper's accounting in every stage that needs one."""
+        if self.is_closed or self.remaining_s <= 0:
+            return
         model = stage_model(self.form)
         ordered: set[int] = set()
         pending = set(self.unordered)
