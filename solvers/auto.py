@@ -15,6 +15,7 @@ on every machine that is fast enough for the time limit.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,21 +27,22 @@ from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
-from .compiled import IS_COMPILED
-from .eviction import Rule, steps_with_eviction
+from .compiled import COMPILER_S, IS_COMPILED
+from .eviction import Rule, is_eviction_ready, steps_with_eviction
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
-from .minimum import minimum, peak_bound, working_set_bytes
+from .minimum import Minimum, minimum, peak_bound, working_set_bytes
 from .on_demand import forward_length, steps_on_demand
 from .search import Progress, Search
 from .window import WindowModel
 
-_ROUND_MOVES = 60_000 if IS_COMPILED else 4_000
+_ROUND_MOVES = 200_000 if IS_COMPILED else 2_500
 _STAGNANT_ROUNDS = 3
 _MAX_ROUNDS = 20
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _PROGRESS = 1e-5  # a round that improves by less has brought nothing
 _WINDOW_LIMIT_S = 10.0
+_LOGGER = logging.getLogger(__name__)
 
 
 @final
@@ -69,7 +71,13 @@ class Auto(Solver):
         return self.improve(graph, budget_bytes=budget_bytes)
 
     def improve(
-        self, graph: Graph, *, budget_bytes: int, known_steps: Sequence[Sequence[int]] = (), known_bound_s: float = 0.0
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        known_steps: Sequence[Sequence[int]] = (),
+        known_bound_s: float = 0.0,
+        least: Minimum | None = None,
     ) -> Solution:
         """Returns what `solve` does, starting from what is known.
 
@@ -78,6 +86,7 @@ class Auto(Solver):
             budget_bytes: resident bytes included.
             known_steps: schedules of `graph`, within the budget or not.
             known_bound_s: proved for this budget or a larger one.
+            least: what `minimum` says of `graph`, where it was asked before.
         """
         search = Search(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
         search.raise_bound(known_bound_s)
@@ -86,17 +95,17 @@ class Auto(Solver):
         starts: list[Sequence[int]] = []
         if not search.is_over:
             if budget_bytes < working_set_bytes(graph) or self._solve_windows(search, starts):
-                return self._without_schedule(search, Status.INFEASIBLE)
-            self._solve_greedily(search, starts)
+                return self._without_schedule(search, Status.INFEASIBLE, least)
+            self._solve_greedily(search, starts, least)
             self._anneal(search, starts)
         if search.steps is None:
-            return self._without_schedule(search, Status.NO_SOLUTION)
+            return self._without_schedule(search, Status.NO_SOLUTION, least)
         return Solution.of_steps(
             graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
         )
 
-    def _without_schedule(self, search: Search, status: Status) -> Solution:
-        least = minimum(search.graph, time_limit_s=max(search.left_s, 0.1))
+    def _without_schedule(self, search: Search, status: Status, least: Minimum | None) -> Solution:
+        least = least or minimum(search.graph, time_limit_s=max(search.left_s, 0.1))
         return Solution.without_schedule(
             search.graph,
             search.budget_bytes,
@@ -125,16 +134,17 @@ class Auto(Solver):
         return False
 
     @staticmethod
-    def _solve_greedily(search: Search, starts: list[Sequence[int]]) -> None:
+    def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
         """Offers the greedy's schedules, and that of the least budget where none of them fits."""
-        for rule in Rule:
+        can_run = is_eviction_ready() or search.left_s > COMPILER_S
+        for rule in Rule if can_run else ():
             if search.is_over:
                 return
             steps = steps_with_eviction(search.graph, search.budget_bytes, rule)
             if steps is not None:
                 search.offer(steps.tolist())
         if search.steps is None and not search.is_over:
-            starts.append(minimum(search.graph, time_limit_s=search.left_s / 2).steps)
+            starts.append((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
             search.offer(starts[-1])
 
     def _anneal(self, search: Search, starts: Sequence[Sequence[int]]) -> None:
@@ -142,6 +152,9 @@ class Auto(Solver):
         if search.is_over:
             return
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        if not local.is_ready and search.left_s < COMPILER_S:
+            _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
+            return
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
         stagnant = 0

@@ -16,8 +16,9 @@ from enum import IntEnum
 import numpy as np
 
 from ..graph import Graph
-from .accounting import Accounting, Ints
-from .compiled import compiled
+from .accounting import Accounting, Bools, Floats, Ints
+from .compiled import compiled, inner, is_ready
+from .sequence import users
 
 _FAR = 1 << 40
 
@@ -28,6 +29,11 @@ class Rule(IntEnum):
     CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
     FAR = 1  # needed last
     LARGE = 2  # most bytes, per cost of getting it back
+
+
+def is_eviction_ready() -> bool:
+    """True where the greedy does not wait for the compiler first, some seconds, once a machine."""
+    return is_ready(_run)
 
 
 def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP, *, max_factor: float = 8.0) -> Ints | None:
@@ -57,16 +63,25 @@ def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP
     return steps[:length].copy() if length >= 0 else None
 
 
-def users(graph: Graph) -> tuple[Ints, Ints]:
-    """The operators that read each value, in order, in CSR form."""
-    counts = np.array([len(row) for row in graph.users_of], np.int64)
-    start = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=start[1:])
-    return start, np.array([u for row in graph.users_of for u in row], np.int64)
-
-
 @compiled
-def _run(cost, size, workspace, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, room, rule, max_cost, steps):  # type: ignore[no-untyped-def]  # noqa: E501
+def _run(
+    cost: Floats,
+    size: Ints,
+    workspace: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    write_start: Ints,
+    write: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    last_read: Ints,
+    room: int,
+    rule: int,
+    max_cost: float,
+    steps: Ints,
+) -> int:
     n, num_values = len(cost), len(size)
     held, length, spent = 0, 0, 0.0
     in_memory = producer < 0
@@ -100,7 +115,9 @@ def _run(cost, size, workspace, producer, read_start, read, write_start, write, 
                 if not in_memory[write[k]]:
                     wanted += size[write[k]]
                 locks[write[k]] += 1
-            held = _make_room(room - wanted, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again)  # noqa: E501
+            held = _make_room(
+                room - wanted, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again
+            )
             if held < 0 or length >= len(steps):
                 return -1
             spent += cost[op]
@@ -123,8 +140,22 @@ def _run(cost, size, workspace, producer, read_start, read, write_start, write, 
     return length
 
 
-@compiled
-def _find_needs(target, n, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, in_memory, need):  # type: ignore[no-untyped-def]
+@inner
+def _find_needs(
+    target: int,
+    n: int,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    write_start: Ints,
+    write: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    last_read: Ints,
+    in_memory: Bools,
+    need: Ints,
+) -> None:
     """Fills `need`: the operator from `target` on for which each value is needed next, through missing values too."""
     for value in range(len(need)):
         need[value] = _FAR
@@ -146,8 +177,24 @@ def _find_needs(target, n, producer, read_start, read, write_start, write, user_
                 need[read[k]] = min(need[read[k]], first)
 
 
-@compiled
-def _make_room(room, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again):  # type: ignore[no-untyped-def]
+@inner
+def _make_room(
+    room: int,
+    held: int,
+    rule: int,
+    op: int,
+    target: int,
+    cost: Floats,
+    size: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    is_pinned: Bools,
+    in_memory: Bools,
+    locks: Ints,
+    need: Ints,
+    again: Floats,
+) -> int:
     """Evicts until at most `room` bytes are held; returns the bytes held, -1 where that can't be."""
     if held <= room:
         return held

@@ -16,17 +16,37 @@ machine, compiled or not. Complexity: O(degree * times + changed slots) a move.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..graph import Graph
-from .accounting import Ints
-from .compiled import compiled
-from .occurrences import SPACING, Tables, _after, _before, _insert, _last_read, _may_be_at, _remove, lay_out, steps_of, tables
+from .accounting import Floats, Ints
+from .compiled import IS_COMPILED, compiled, inner, is_ready
+from .occurrences import computed_after, computed_before, insert, last_read, lay_out, may_be_at, remove
+from .sequence import (
+    HELD,
+    OVER,
+    PINNED,
+    PRODUCER,
+    READ_FROM,
+    READ_TO,
+    ROOM,
+    SIZE,
+    SLOT,
+    SPACING,
+    WHERE,
+    WRITE_FROM,
+    WRITE_TO,
+    pack,
+    steps_of,
+)  # fmt: skip
 
+CHUNK = 20_000 if IS_COMPILED else 500
 _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
+# `journal`: row 0 is (changes made in this move, place in the random stream); then (operator, slot), or -slot - 1 where removed
 _REACH = 24  # slots looked through for an empty one
 
 
@@ -51,15 +71,19 @@ class LocalSearch:
     def __init__(self, graph: Graph, *, budget_bytes: int, seed: int) -> None:
         """Prepares the search; nothing runs yet."""
         self.graph = graph
-        self.table: Tables = tables(graph)
-        self.room = budget_bytes - graph.resident_bytes
+        self.state = pack(graph, room=budget_bytes - graph.resident_bytes)
         self.random = np.random.default_rng(seed)
         self.weight = np.array([1.0])
         self.best_cost_s = np.inf
         self.best_steps: Ints | None = None
         self.least_over = np.inf
 
-    def run(self, steps: Ints, round_: Round, *, chunk: int = 20_000, should_stop: object = None) -> Ints:
+    @property
+    def is_ready(self) -> bool:
+        """True where a round does not wait for the compiler first, some 10 to 30 seconds, once a machine."""
+        return is_ready(anneal)
+
+    def run(self, steps: Ints, round_: Round, *, chunk: int = CHUNK, should_stop: Callable[[], bool] | None = None) -> Ints:
         """Anneals from `steps` and returns the last state; improves `best_steps` where it can.
 
         Args:
@@ -71,229 +95,265 @@ class LocalSearch:
         num_chunks = max(1, -(-round_.iterations // chunk))
         current = np.asarray(steps, np.int64)
         for index in range(num_chunks):
-            slots = lay_out(self.table, current, self.room)
-            best_slot, best = slots.slot.copy(), np.array([self.best_cost_s, self.least_over])
+            state = lay_out(self.state, current)
+            best_slot, best = state.slots[SLOT].copy(), np.array([self.best_cost_s, self.least_over])
             hot = round_.hot * (round_.cold / round_.hot) ** (index / num_chunks)
             cold = round_.hot * (round_.cold / round_.hot) ** ((index + 1) / num_chunks)
             draws = self.random.random(_NUM_DRAWS)
             count = min(chunk, round_.iterations - index * chunk)
-            _anneal(self.table, slots, draws, count, hot, cold, self.graph.cost_s, self.weight, best_slot, best)
+            anneal(*state, draws, count, hot, cold, self.graph.cost_s, self.weight, best_slot, best)
             if best[0] < self.best_cost_s:
                 self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot)
-            current = steps_of(slots.slot)
-            if callable(should_stop) and should_stop():
+            current = steps_of(state.slots[SLOT])
+            if should_stop is not None and should_stop():
                 break
         return current
 
 
-@compiled
-def _draw(draws, cursor):  # type: ignore[no-untyped-def]
-    cursor[0] = (cursor[0] + 1) % len(draws)
-    return draws[cursor[0]]
+@inner
+def draw(draws: Floats, journal: Ints) -> float:
+    """The next number of the random stream, in [0, 1)."""
+    journal[0, 1] = (journal[0, 1] + 1) % len(draws)
+    number: float = draws[journal[0, 1]]
+    return number
 
 
-@compiled
-def _pick(draws, cursor, count):  # type: ignore[no-untyped-def]
-    return min(int(_draw(draws, cursor) * count), count - 1)
+@inner
+def pick(draws: Floats, journal: Ints, count: int) -> int:
+    """A random one of 0 .. count - 1."""
+    return min(int(draw(draws, journal) * count), count - 1)
 
 
-@compiled
-def _empty_before(slots, q, least):  # type: ignore[no-untyped-def]
+@inner
+def empty_before(slots: Ints, q: int, least: int) -> int:
     """The last empty slot before `q` and after `least`, -1 if none is near."""
     for k in range(q - 1, max(least, q - _REACH), -1):
-        if slots.slot[k] < 0:
+        if slots[SLOT, k] < 0:
             return k
     return -1
 
 
-@compiled
-def _do_insert(table, slots, op, q, journal, size):  # type: ignore[no-untyped-def]
-    _insert(table, slots, op, q)
-    journal[size[0], 0], journal[size[0], 1] = op, q
-    size[0] += 1
+@inner
+def do_insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
+    """Inserts, and writes it down to be undone."""
+    insert(values, operators, links, slots, sums, costs, op, q)
+    journal[0, 0] += 1
+    journal[journal[0, 0], 0], journal[journal[0, 0], 1] = op, q
 
 
-@compiled
-def _do_remove(table, slots, op, q, journal, size):  # type: ignore[no-untyped-def]
-    _remove(table, slots, op, q)
-    journal[size[0], 0], journal[size[0], 1] = op, -q - 1
-    size[0] += 1
+@inner
+def do_remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
+    """Removes, and writes it down to be undone."""
+    remove(values, operators, links, slots, sums, costs, op, q)
+    journal[0, 0] += 1
+    journal[journal[0, 0], 0], journal[journal[0, 0], 1] = op, -q - 1
 
 
-@compiled
-def _undo(table, slots, journal, size):  # type: ignore[no-untyped-def]
-    while size[0] > 0:
-        size[0] -= 1
-        op, q = journal[size[0], 0], journal[size[0], 1]
+@inner
+def undo(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, journal: Ints) -> None:
+    """Takes back what the journal holds, last first."""
+    while journal[0, 0] > 0:
+        op, q = journal[journal[0, 0], 0], journal[journal[0, 0], 1]
+        journal[0, 0] -= 1
         if q >= 0:
-            _remove(table, slots, op, q)
+            remove(values, operators, links, slots, sums, costs, op, q)
         else:
-            _insert(table, slots, op, -q - 1)
+            insert(values, operators, links, slots, sums, costs, op, -q - 1)
 
 
-@compiled
-def _add(table, slots, q, op, depth_chance, draws, cursor, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def add(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    q: int,
+    op: int,
+    depth_chance: float,
+    draws: Floats,
+    journal: Ints,
+) -> None:
     """Computes `op` again right before slot `q`, and with `depth_chance` each of its inputs that is gone."""
-    start = size[0]
-    place = _empty_before(slots, q, slots.where[op, 0])
-    if place < 0 or not _may_be_at(table, slots, op, place):
+    start = journal[0, 0]
+    place = empty_before(slots, q, operators[op, WHERE])
+    if place < 0 or not may_be_at(operators, op, place):
         return
-    _do_insert(table, slots, op, place, journal, size)
+    do_insert(values, operators, links, slots, sums, costs, op, place, journal)
     done = start
-    while done < size[0] and size[0] < start + 64:
-        child, q = journal[done, 0], journal[done, 1]
+    while done < journal[0, 0] < start + 64:
         done += 1
-        for k in range(table.read_start[child], table.read_start[child + 1]):
-            value = table.read[k]
-            p = table.producer[value]
-            begin = _before(slots, p, q)
-            last = _last_read(table, slots, value, begin, q)
-            if q - last <= 3 or _last_read(table, slots, value, begin, _after(slots, p, q)) > q or table.size[value] == 0:
+        child, q = journal[done, 0], journal[done, 1]
+        for k in range(operators[child, READ_FROM], operators[child, READ_TO]):
+            value = links[k]
+            p = values[value, PRODUCER]
+            begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
+            last = last_read(values, operators, links, value, begin, q)
+            if q - last <= 3 or values[value, SIZE] == 0 or last_read(values, operators, links, value, begin, end) > q:
                 continue
-            if size[0] >= start + 64 or _draw(draws, cursor) >= depth_chance:
+            if journal[0, 0] >= start + 64 or draw(draws, journal) >= depth_chance:
                 continue
-            place = _empty_before(slots, q, last)
-            if place >= 0 and _may_be_at(table, slots, p, place):
-                _do_insert(table, slots, p, place, journal, size)
+            place = empty_before(slots, q, last)
+            if place >= 0 and may_be_at(operators, p, place):
+                do_insert(values, operators, links, slots, sums, costs, p, place, journal)
 
 
-@compiled
-def _add_somewhere(table, slots, draws, cursor, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def add_somewhere(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Adds before a random use, or before one behind a slot that is over the budget."""
-    capacity, over = len(slots.slot), -1
-    if slots.total[1] > 0 and _draw(draws, cursor) < 0.7:
+    capacity, over = slots.shape[1], -1
+    if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         for _ in range(40):
-            q = _pick(draws, cursor, capacity)
-            if slots.held[q] > slots.room:
+            q = pick(draws, journal, capacity)
+            if slots[HELD, q] > sums[ROOM]:
                 over = q
                 break
     for _ in range(40):
-        q = over + 1 + _pick(draws, cursor, capacity - over - 1) if over < capacity - 1 else over
-        op = slots.slot[q]
+        q = over + 1 + pick(draws, journal, capacity - over - 1) if over < capacity - 1 else over
+        op = slots[SLOT, q]
         if op < 0:
             continue
-        reads = table.read_start[op + 1] - table.read_start[op]
+        reads = operators[op, READ_TO] - operators[op, READ_FROM]
         if reads == 0:
             continue
-        value = table.read[table.read_start[op] + _pick(draws, cursor, reads)]
-        p = table.producer[value]
-        last = _last_read(table, slots, value, _before(slots, p, q), q)
-        if q - last > 3 and (over < 0 or last < over) and not table.is_pinned[p]:
-            r = _draw(draws, cursor)
-            _add(table, slots, q, p, 0.0 if r < 0.25 else 1.0 if r > 0.6 else (r - 0.25) / 0.35, draws, cursor, journal, size)
+        value = links[operators[op, READ_FROM] + pick(draws, journal, reads)]
+        p = values[value, PRODUCER]
+        last = last_read(values, operators, links, value, computed_before(operators, p, q), q)
+        if q - last > 3 and (over < 0 or last < over) and operators[p, PINNED] == 0:
+            r = draw(draws, journal)
+            chance = min(max((r - 0.25) / 0.35, 0.0), 1.0)
+            add(values, operators, links, slots, sums, costs, q, p, chance, draws, journal)
             return
 
 
-@compiled
-def _random_recomputation(slots, draws, cursor):  # type: ignore[no-untyped-def]
+@inner
+def random_recomputation(operators: Ints, slots: Ints, draws: Floats, journal: Ints) -> int:
     """A slot that holds a recomputation, -1 if none is met."""
     for _ in range(60):
-        q = _pick(draws, cursor, len(slots.slot))
-        op = slots.slot[q]
-        if op >= 0 and slots.where[op, 0] != q:
+        q = pick(draws, journal, slots.shape[1])
+        op = slots[SLOT, q]
+        if op >= 0 and operators[op, WHERE] != q:
             return q
     return -1
 
 
-@compiled
-def _remove_with_useless(table, slots, q, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def remove_with_useless(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, q: int, journal: Ints) -> None:
     """Removes the recomputation at `q`, and each that was there for it alone."""
-    done = size[0]
-    _do_remove(table, slots, slots.slot[q], q, journal, size)
-    while done < size[0] and size[0] < _MAX_CHANGES - 80:
-        child, at = journal[done, 0], -journal[done, 1] - 1
+    done = journal[0, 0]
+    do_remove(values, operators, links, slots, sums, costs, slots[SLOT, q], q, journal)
+    while done < journal[0, 0] < _MAX_CHANGES - 80:
         done += 1
-        for k in range(table.read_start[child], table.read_start[child + 1]):
-            p = table.producer[table.read[k]]
-            begin = _before(slots, p, at)
-            if begin == slots.where[p, 0]:
+        child, at = journal[done, 0], -journal[done, 1] - 1
+        for k in range(operators[child, READ_FROM], operators[child, READ_TO]):
+            p = values[links[k], PRODUCER]
+            begin = computed_before(operators, p, at)
+            if begin == operators[p, WHERE]:
                 continue
-            end, is_useless = _after(slots, p, at), True
-            for m in range(table.write_start[p], table.write_start[p + 1]):
-                if _last_read(table, slots, table.write[m], begin, end) > begin:
+            end, is_useless = computed_after(operators, p, at), True
+            for m in range(operators[p, WRITE_FROM], operators[p, WRITE_TO]):
+                if last_read(values, operators, links, links[m], begin, end) > begin:
                     is_useless = False
             if is_useless:
-                _do_remove(table, slots, p, begin, journal, size)
+                do_remove(values, operators, links, slots, sums, costs, p, begin, journal)
 
 
-@compiled
-def _remove_several(table, slots, draws, cursor, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def remove_several(
+    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints
+) -> None:
     """Removes recomputations next to each other, each with an even chance or all of them."""
-    middle = _random_recomputation(slots, draws, cursor)
+    middle = random_recomputation(operators, slots, draws, journal)
     if middle < 0:
         return
-    width = int(2.0 ** (2.0 + 6.0 * _draw(draws, cursor)))
-    chance = 0.4 if _draw(draws, cursor) < 0.5 else 1.0
-    for q in range(max(middle - width, 0), min(middle + width, len(slots.slot))):
-        op = slots.slot[q]
-        if op >= 0 and slots.where[op, 0] != q and size[0] < 64 and _draw(draws, cursor) < chance:
-            _remove_with_useless(table, slots, q, journal, size)
+    width = int(2.0 ** (2.0 + 6.0 * draw(draws, journal)))
+    chance = 0.4 if draw(draws, journal) < 0.5 else 1.0
+    for q in range(max(middle - width, 0), min(middle + width, slots.shape[1])):
+        op = slots[SLOT, q]
+        if op >= 0 and operators[op, WHERE] != q and journal[0, 0] < 64 and draw(draws, journal) < chance:
+            remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
 
 
-@compiled
-def _move(table, slots, draws, cursor, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def move(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Takes a recomputation to another slot."""
-    q = _random_recomputation(slots, draws, cursor)
+    q = random_recomputation(operators, slots, draws, journal)
     if q < 0:
         return
-    op, capacity = slots.slot[q], len(slots.slot)
-    reach = 2.0 ** (1.0 + 8.0 * _draw(draws, cursor))
-    target = q + int(reach * (2 * _draw(draws, cursor) - 1))
-    target = min(max(target, slots.where[op, 0] + 1), capacity - 1)
-    _do_remove(table, slots, op, q, journal, size)
-    place = _empty_before(slots, target + 1, slots.where[op, 0])
-    if place >= 0 and place != q and _may_be_at(table, slots, op, place):
-        _do_insert(table, slots, op, place, journal, size)
+    op, capacity = slots[SLOT, q], slots.shape[1]
+    reach = 2.0 ** (1.0 + 8.0 * draw(draws, journal))
+    target = q + int(reach * (2 * draw(draws, journal) - 1))
+    target = min(max(target, operators[op, WHERE] + 1), capacity - 1)
+    do_remove(values, operators, links, slots, sums, costs, op, q, journal)
+    place = empty_before(slots, target + 1, operators[op, WHERE])
+    if place >= 0 and place != q and may_be_at(operators, op, place):
+        do_insert(values, operators, links, slots, sums, costs, op, place, journal)
     else:
-        _undo(table, slots, journal, size)
+        undo(values, operators, links, slots, sums, costs, journal)
 
 
-@compiled
-def _change(table, slots, draws, cursor, journal, size):  # type: ignore[no-untyped-def]
+@inner
+def change(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Makes one random move."""
-    r = _draw(draws, cursor)
+    r = draw(draws, journal)
     if r < 0.4:
-        _add_somewhere(table, slots, draws, cursor, journal, size)
+        add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
     elif r < 0.6:
-        q = _random_recomputation(slots, draws, cursor)
+        q = random_recomputation(operators, slots, draws, journal)
         if q >= 0:
-            _remove_with_useless(table, slots, q, journal, size)
+            remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
     elif r < 0.8:
-        _move(table, slots, draws, cursor, journal, size)
+        move(values, operators, links, slots, sums, costs, draws, journal)
     elif r < 0.95:
-        q = _random_recomputation(slots, draws, cursor)
+        q = random_recomputation(operators, slots, draws, journal)
         if q >= 0:
-            _remove_with_useless(table, slots, q, journal, size)
-        _add_somewhere(table, slots, draws, cursor, journal, size)
+            remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
+        add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
     else:
-        _remove_several(table, slots, draws, cursor, journal, size)
-        if _draw(draws, cursor) < 0.5:
-            _add_somewhere(table, slots, draws, cursor, journal, size)
+        remove_several(values, operators, links, slots, sums, costs, draws, journal)
+        if draw(draws, journal) < 0.5:
+            add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
 
 
 @compiled
-def _anneal(table, slots, draws, iterations, hot, cold, scale, weight, best_slot, best):  # type: ignore[no-untyped-def]
+def anneal(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    draws: Floats,
+    iterations: int,
+    hot: float,
+    cold: float,
+    scale: float,
+    weight: Floats,
+    best_slot: Ints,
+    best: Floats,
+) -> None:
     """Runs `iterations` moves; leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`."""
-    journal, size, cursor = np.zeros((_MAX_CHANGES, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    per_byte = 1.0 / (SPACING * max(slots.room, 1))
+    journal = np.zeros((_MAX_CHANGES, 2), np.int64)
+    per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))
     num_fit, period = 0, 500
-    old_cost, old_over = slots.total[0], slots.total[1]
+    old_cost, old_over = costs[-1], sums[OVER]
     for step in range(iterations):
         temperature = hot * (cold / hot) ** (step / iterations)
-        size[0] = 0
-        _change(table, slots, draws, cursor, journal, size)
-        if size[0] > 0:
-            rise = (slots.total[0] - old_cost) / scale + weight[0] * per_byte * (slots.total[1] - old_over)
-            if rise <= 0 or _draw(draws, cursor) < np.exp(-rise / temperature):
-                old_cost, old_over = slots.total[0], slots.total[1]
+        journal[0, 0] = 0
+        change(values, operators, links, slots, sums, costs, draws, journal)
+        if journal[0, 0] > 0:
+            rise = (costs[-1] - old_cost) / scale + weight[0] * per_byte * (sums[OVER] - old_over)
+            if rise <= 0 or draw(draws, journal) < np.exp(-rise / temperature):
+                old_cost, old_over = costs[-1], sums[OVER]
                 if old_over < best[1]:
                     best[1] = old_over
                 if old_over == 0 and old_cost < best[0] - 1e-9 * scale:
                     best[0] = old_cost
-                    best_slot[:] = slots.slot
+                    best_slot[:] = slots[SLOT]
             else:
-                _undo(table, slots, journal, size)
-                slots.total[0], slots.total[1] = old_cost, old_over
+                undo(values, operators, links, slots, sums, costs, journal)
+                costs[-1], sums[OVER] = old_cost, old_over
         num_fit += old_over == 0
         if (step + 1) % period == 0:
             if num_fit < 0.15 * period:

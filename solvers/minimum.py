@@ -19,7 +19,8 @@ import numpy as np
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .accounting import Accounting
-from .eviction import Rule, steps_with_eviction
+from .compiled import COMPILER_S
+from .eviction import Rule, is_eviction_ready, steps_with_eviction
 from .lazy_rows import LazyRows
 from .on_demand import forward_length
 from .window import WindowModel
@@ -58,7 +59,7 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
     best_peak, best_steps = keep_all, np.arange(graph.num_operators)
     step = max(int(keep_all * _PRECISION), 1)
-    for rule in Rule:
+    for rule in Rule if is_eviction_ready() or time_limit_s > COMPILER_S else ():
         low, high = floor, best_peak
         while high - low > step and time.perf_counter() < deadline:
             middle = (low + high) // 2

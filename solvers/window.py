@@ -134,9 +134,7 @@ class WindowModel:
         reader, read = self.accounting.reader, self.graph.arrays.read
         chosen = (reader < window[0]) & (self.again[window][reader] >= 0)
         value = read[chosen]
-        columns = np.stack(
-            [self.again[window][reader[chosen]], self._kept(window[0])[value], self._again_of_value(window)[value]], axis=1
-        )
+        columns = np.stack([self.again[window][reader[chosen]], self._kept(window[0])[value], self._again_of_value(window)[value]], axis=1)
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_read_rows(self, window: Window) -> None:
@@ -170,9 +168,7 @@ class WindowModel:
         if window not in self.through:
             return
         values = np.flatnonzero(self.through[window] >= 0)
-        columns = np.stack(
-            [self._kept(window[1])[values], self._again_of_value(window)[values], self.through[window][values]], axis=1
-        )
+        columns = np.stack([self._kept(window[1])[values], self._again_of_value(window)[values], self.through[window][values]], axis=1)
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def limit(self, point: Floats) -> float:
