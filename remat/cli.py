@@ -152,7 +152,7 @@ def solve(
     if output is not None:
         check_folder(output)
     graph = read_instance(instance)
-    solution = _solve(graph, budget_bytes(budget, graph), solver, f"{instance.name} in {budget}", time_limit_s=time_limit, gap=gap)
+    solution = _solve(graph, budget_bytes(budget, graph), solver, f"{instance.stem} in {budget}", time_limit_s=time_limit, gap=gap)
     if output is not None:
         solution.save(output)
     if format_ is Format.JSON:

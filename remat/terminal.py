@@ -59,7 +59,7 @@ def _moment_text(moment: Progress, keep_all_cost_s: float) -> str:
     if not keep_all_cost_s:
         return ""
     found = "nothing found yet" if moment.cost_s is None else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
-    return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} % is needed"
+    return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} %"
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
