@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -75,10 +75,11 @@ class TensorSpec:
     @property
     def is_channels_last(self) -> bool:
         """True where it is a batch of images with the channels of a pixel side by side."""
-        if len(self.shape) != 4:
-            return False
-        n, c, h, w = self.shape
-        return TensorSpec((n, h, w, c), tuple(self.stride[i] for i in (0, 2, 3, 1)), self.dtype).is_contiguous
+        return len(self.shape) == 4 and self.permuted(0, 2, 3, 1).is_contiguous
+
+    def permuted(self, *order: int) -> TensorSpec:
+        """Returns the view with the dimensions in another order."""
+        return replace(self, shape=tuple(self.shape[i] for i in order), stride=tuple(self.stride[i] for i in order))
 
     def __str__(self) -> str:
         layout = "" if self.layout == torch.strided else f":{self.layout}"

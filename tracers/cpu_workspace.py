@@ -34,13 +34,13 @@ def _pointwise(call: Call) -> int:
     packet = call.packet
     operands = call.args[1:] if packet is aten.where else call.args[:1] if packet is aten.masked_fill else call.args
     tensors = [t for t in operands if isinstance(t, TensorSpec)]
-    numbers = [n for n in operands[: 1 if packet is aten.pow else 2] if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    numbers = [n for n in operands[: 1 if packet is aten.pow else 2] if isinstance(n, (int, float))]
     common = _common_dtype(call, tensors, numbers)
     casts = sum(t.numel for t in tensors if t.dtype != common) * common.itemsize
     if packet is aten.where:
         return casts + common.itemsize * len(numbers)
     if packet in _WRAPS_NUMBERS:
-        casts += sum(8 + (common.itemsize if common is not _dtype_of(n) else 0) for n in numbers)
+        casts += sum(_dtype_of(n).itemsize + (common.itemsize if common is not _dtype_of(n) else 0) for n in numbers)
     return casts
 
 
@@ -54,6 +54,8 @@ def _common_dtype(call: Call, tensors: list[TensorSpec], numbers: list[Any]) -> 
 
 
 def _dtype_of(number: float) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
     return torch.int64 if isinstance(number, int) else torch.float64
 
 
@@ -80,16 +82,18 @@ def _suits_blas(t: TensorSpec) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-def _mean(call: Call) -> int:
+def _mean(call: Call) -> int | None:
     """ReduceOps.cpp, `mean_kernel_impl`: a sum in float32, then a division by a wrapped number."""
-    spec: TensorSpec = call.args[0]
+    spec, out = call.args[0], call.outputs[0]
+    if out.dtype is not spec.dtype:
+        return None
     if spec.dtype.itemsize >= 4:
-        return 12
-    return 4 * (spec.numel + call.outputs[0].numel)
+        return int(8 + spec.dtype.itemsize)
+    return int(4 * (spec.numel + out.numel) + (4 * torch.get_num_threads() if out.numel == 1 else 0))
 
 
-def _sum(call: Call) -> int | None:
-    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full sum takes one number a thread."""
+def _reduction(call: Call) -> int | None:
+    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full reduction takes one number a thread."""
     out = call.outputs[0]
     if out.dtype is not call.args[0].dtype:
         return None
@@ -101,15 +105,20 @@ def _logsumexp(call: Call) -> int:
     return int(call.args[0].nbytes + call.outputs[0].nbytes)
 
 
-def _softmax(call: Call) -> int:
-    """SoftMax.cpp: works on contiguous inputs."""
+def _contiguous(call: Call) -> int:
+    """SoftMax.cpp, TriangularOps.cpp: work on contiguous inputs."""
     return _copy_bytes(*call.inputs)
+
+
+def _one_type(call: Call) -> int | None:
+    """TensorShape.cpp, ReduceOps.cpp: inputs of another type than the output's are cast."""
+    return 0 if all(t.dtype is call.outputs[0].dtype for t in call.inputs) else None
 
 
 def _safe_softmax(call: Call) -> int:
     """transformers/attention.cpp, `_safe_softmax`: a mask, its rows, and a zero."""
     spec: TensorSpec = call.args[0]
-    return spec.numel + spec.numel // max(1, spec.shape[call.args[1]]) + spec.dtype.itemsize
+    return int(spec.numel + spec.numel // max(1, spec.shape[call.args[1]]) + spec.dtype.itemsize)
 
 
 def _dropout(call: Call) -> int | None:
@@ -150,19 +159,19 @@ def _layer_norm_backward(call: Call) -> int:
 
 
 def _group_norm_backward(call: Call) -> int:
-    """cpu/group_norm_kernel.cpp: two float32 sums a channel and sample."""
-    return int(2 * 4 * call.argument("N") * call.argument("C"))
+    """cpu/group_norm_kernel.cpp: two sums a channel and sample, in float32 at least."""
+    return int(2 * max(4, call.args[0].dtype.itemsize) * call.argument("N") * call.argument("C"))
 
 
 def _batch_norm(call: Call) -> int | None:
     """Normalization.cpp: mean and variance of each channel; cpu/batch_norm_kernel.cpp: one a thread if channels come last."""
     spec: TensorSpec = call.args[0]
-    channels = spec.shape[1]
+    channels, wide = spec.shape[1], max(4, spec.dtype.itemsize)
     if spec.is_contiguous:
-        return 2 * 4 * channels
-    if not spec.is_channels_last:
+        return 2 * wide * channels
+    if not spec.is_channels_last or spec.dtype is torch.float16:
         return None
-    return max(2 * 4 * channels, 2 * spec.dtype.itemsize * channels + 4 * channels * torch.get_num_threads())
+    return max(2 * wide * channels, 2 * spec.dtype.itemsize * channels + wide * channels * torch.get_num_threads())
 
 
 def _batch_norm_backward(call: Call) -> int | None:
@@ -183,12 +192,12 @@ def _attention(call: Call) -> int | None:
 
 
 def _attention_backward(call: Call) -> int | None:
-    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`: two tiles of scores a thread, and a sum a row."""
-    query, key = call.args[1:3]
+    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`: two tiles of scores a thread, a sum a row, the gradient by rows."""
+    gradient, query, key = call.args[:3]
     rows, columns = _tile(query.shape[2], key.shape[2])
     if query.dtype.itemsize < 4:
         return None
-    return int((torch.get_num_threads() * 2 * rows * columns + rows) * query.dtype.itemsize)
+    return _copy_bytes(gradient.permuted(0, 2, 1, 3)) + int((torch.get_num_threads() * 2 * rows * columns + rows) * query.dtype.itemsize)
 
 
 def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
@@ -199,15 +208,17 @@ def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
 def _gelu_backward(call: Call) -> int:
     """Activation.cpp: oneDNN's kernel wants both inputs in one layout."""
     gradient, spec = call.args[:2]
-    return 0 if gradient.stride == spec.stride else 2 * int(spec.nbytes)
+    return 0 if gradient.stride == spec.stride or spec.dtype is torch.float64 else 2 * int(spec.nbytes)
 
 
 _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     aten.mean: _mean,
-    aten.sum: _sum,
+    **dict.fromkeys((aten.sum, aten.amax), _reduction),
     aten.logsumexp: _logsumexp,
-    **dict.fromkeys((aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data), _softmax),
+    **dict.fromkeys((aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data), _contiguous),
+    **dict.fromkeys((aten.tril, aten.triu), _contiguous),
+    **dict.fromkeys((aten.cat, aten.cumsum), _one_type),
     aten._safe_softmax: _safe_softmax,
     aten.native_dropout: _dropout,
     aten.native_dropout_backward: _dropout_backward,
@@ -226,12 +237,13 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
 # A Python number becomes a tensor of 8 bytes, and that one is cast to the common type.
 _WRAPS_NUMBERS = {
     *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow, aten.fmod, aten.remainder, aten.floor_divide),
+    *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor),
     *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.add_, aten.sub_, aten.mul_, aten.div_),
 }
 _WITHOUT = {
     *(aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.scalar_tensor, aten.fill),
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_full),
-    *(aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.cat, aten.constant_pad_nd, aten.tril, aten.triu),
+    *(aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.constant_pad_nd),
     *(aten.slice_scatter, aten.select_scatter, aten.as_strided_scatter, aten.slice_backward, aten.select_backward),
     *(aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.bernoulli, aten.gather, aten.index_select),
     *(
@@ -241,5 +253,5 @@ _WITHOUT = {
         aten.max_pool2d_with_indices,
         aten.max_pool2d_with_indices_backward,
     ),
-    *(aten.amax, aten.argmax, aten.cumsum, aten.native_group_norm),
+    *(aten.argmax, aten.native_group_norm),
 }
