@@ -15,7 +15,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .arguments import Refused, bench_graphs, budget_bytes, check_folder, import_callable, keep_all_bytes, load_solutions, solver_named
+from .arguments import (
+    Refused,
+    bench_graphs,
+    budget_bytes,
+    check_folder,
+    import_callable,
+    keep_all_bytes,
+    load_solutions,
+    solver_named,
+    spread_budgets,
+)
 from .errors import BudgetError, GraphError, SolverError, TraceError
 from .graph import Graph
 from .instance import read_instance
@@ -167,7 +177,7 @@ def frontier(
     instance: InstanceArgument,
     points: Annotated[int, typer.Option(min=2, help="How many budgets to solve for.")] = 10,
     solver: SolverOption = "auto",
-    time_limit: TimeLimitOption = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds for each budget.")] = 10.0,
     gap: GapOption = 0.005,
     output: Annotated[Path | None, typer.Option(help="Save the solutions here; `remat plot` reads them.")] = None,
     format_: FormatOption = Format.TABLE,
@@ -184,11 +194,11 @@ def frontier(
     if output is not None:
         check_folder(output)
     graph = read_instance(instance)
-    solver_named(solver)
-    with progress(f"solving {instance.name} for {points} budgets"):
-        from .api import frontier as solve_frontier
+    method = solver_named(solver, time_limit_s=time_limit, gap=gap)
+    with progress(f"{solver}, {instance.stem} in {points} budgets"):
+        from .solvers.frontier import frontier_solutions
 
-        solutions = list(solve_frontier(graph, num_points=points, solver=solver, time_limit_s=time_limit, gap=gap))
+        solutions = frontier_solutions(graph, spread_budgets(graph, points), method)
     if output is not None:
         serialize.save(solutions, output)
     if format_ is Format.JSON:
