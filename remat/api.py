@@ -11,14 +11,27 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import torch_private
-from .budget import Budget
+from .budget import Budget, parse_budget
 from .capture import make_backend
 from .errors import ScheduleError, TraceError
 from .graph import Graph
 from .report import Report
-from .runtime import FixedPlan, Options, PlannedCall, Plans, check_gradient, nothing_to_differentiate, run_compiled, solve_graph
+from .runtime import (
+    FixedPlan,
+    Options,
+    PlannedCall,
+    Plans,
+    check_gradient,
+    compile_call,
+    nothing_to_differentiate,
+    run_compiled,
+    solve_graph,
+)
+from .schedule import Schedule, simulate
 from .solution import Solution
-from .solvers import Solver
+from .solvers import Solver, make_solver
+from .solvers.frontier import frontier_solutions
+from .solvers.minimum import minimum
 from .tracers.aot import TracedStep
 from .tracers.costs import CostModel, resolve_costs
 
@@ -129,7 +142,7 @@ def trace_step(
 
     backend = make_backend(plan, resolve_costs(costs), lambda _: None, differentiate=differentiate)
     with _on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
-        compiled = torch.compile(model._call_impl, backend=backend, fullgraph=True, dynamic=False)
+        compiled = compile_call(model, backend)
         try:
             run_compiled(compiled, fake_args, fake_kwargs)
         except Exception as error:
@@ -157,10 +170,11 @@ def _on_fakes(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
             fakes[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy.requires_grad_(tensor.requires_grad)
         return fakes[id(tensor)]
 
-    lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    lent: list[tuple[Any, str, torch.Tensor]] = []
     try:
         for module in model.modules():
-            for own in (module._parameters, module._buffers):
+            tables: tuple[Any, Any] = (module._parameters, module._buffers)
+            for own in tables:
                 for name, tensor in own.items():
                     if tensor is not None:
                         lent.append((own, name, tensor))
@@ -198,9 +212,28 @@ def solve(
         BudgetError: no schedule is known that fits; `minimum_bytes` says what would.
         ValueError, TypeError: a malformed budget, an unknown solver.
     """
-    return solve_graph(
-        graph, budget, solver=solver, time_limit_s=time_limit_s, gap=gap, reserve_bytes=reserve_bytes, progress=progress
-    )
+    return solve_graph(graph, budget, solver=solver, time_limit_s=time_limit_s, gap=gap, reserve_bytes=reserve_bytes, progress=progress)
+
+
+def frontier(
+    graph: Graph, budgets: Sequence[Budget] | int = 12, *, solver: str | Solver = "auto", time_limit_s: float = 6.0
+) -> list[Solution]:
+    """Returns the memory/compute trade-off: a solution a budget, costs and bounds monotone in the budget.
+
+    Args:
+        graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
+        budgets: budgets, or how many to take between the least known to be met and keeping everything.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        time_limit_s: for each budget.
+    """
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    if isinstance(budgets, int):
+        least = minimum(graph).peak_bytes
+        asked = [least + (keep_all - least) * i // max(1, budgets - 1) for i in range(budgets)]
+    else:
+        asked = [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets]
+    method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
+    return frontier_solutions(graph, asked, method)
 
 
 def report(model: nn.Module) -> Report:

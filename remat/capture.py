@@ -90,14 +90,15 @@ def _detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     assert isinstance(results, list | tuple)
     values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]
     has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in values]
-    scalars = [i for i, value in enumerate(values) if has_gradient[i] and value.dim() == 0]
-    others = [i for i, value in enumerate(values) if has_gradient[i] and value.dim() > 0]
+    scalars = [i for i, value in enumerate(values) if has_gradient[i] and value is not None and value.dim() == 0]
+    others = [i for i in range(len(values)) if has_gradient[i] and i not in scalars]
     if not scalars or not others:
         return []
     replaced = list(results)
     with module.graph.inserting_before(output):
         for place in others:
             source = results[place]
+            assert isinstance(source, fx.Node)
             detached = module.graph.call_method("detach", (source,))
             detached.meta = {**source.meta, "example_value": source.meta["example_value"].detach()}
             replaced[place] = detached
@@ -110,11 +111,11 @@ class _RefuseGradient(torch.autograd.Function):
     """Passes an output on; a gradient that arrives for it is an error, never silently dropped."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         return result.view_as(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Any) -> Any:
         shape = tuple(gradients[0].shape)
         raise TraceError(
             f"a gradient arrived for an output of shape {shape}, and the plan is for gradients of the scalar outputs only; "
@@ -122,12 +123,15 @@ class _RefuseGradient(torch.autograd.Function):
         )
 
 
+_refuse: Any = _RefuseGradient.apply
+
+
 def _refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
         for place, anchor in refused:
             if results[anchor].requires_grad:
-                results[place] = _RefuseGradient.apply(results[place], results[anchor])
+                results[place] = _refuse(results[place], results[anchor])
         return tuple(results)
 
     return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]

@@ -70,7 +70,7 @@ class _Source:
 
     def _unpack(self, node: fx.Node, parts: list[fx.Node], call: str) -> None:
         """Names the parts that are used; the others go at once, together with the tuple."""
-        first = {}
+        first: dict[Any, fx.Node] = {}
         for part in parts:
             first.setdefault(part.args[1], part)
         count = len(node.meta["val"])
@@ -126,4 +126,3 @@ def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         for source in node.all_input_nodes:
             last[source] = node
     return last
-

@@ -92,7 +92,9 @@ class Report:
     @cached_property
     def pinned(self) -> dict[str, int]:
         """Why operators may not be computed again, and how many have each reason."""
-        return dict(Counter(op.pinned for op in self.graph.operators if op.pinned and op.target not in ("tangent", "snapshot", "generator_state")))
+        return dict(
+            Counter(op.pinned for op in self.graph.operators if op.pinned and op.target not in ("tangent", "snapshot", "generator_state"))
+        )
 
     def saved_groups(self) -> list[Group]:
         """Returns what is saved, like modules together, largest first."""
@@ -138,9 +140,15 @@ class Report:
             ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
             ("held throughout", f"{describe_bytes(self.graph.resident_bytes)}: parameters, buffers, inputs"),
             ("overhead", f"{100 * solution.overhead:.2f} % more compute, at {self.graph.costs or 'given'} costs"),
-            ("lower bound", f"{100 * (solution.lower_bound_s / solution.keep_all_cost_s - 1 if solution.keep_all_cost_s else 0):.2f} % (proved)"),
+            (
+                "lower bound",
+                f"{100 * (solution.lower_bound_s / solution.keep_all_cost_s - 1 if solution.keep_all_cost_s else 0):.2f} % (proved)",
+            ),
             ("gap", f"{100 * solution.gap:.2f} % ({solution.status})"),
-            ("operators", f"{self.graph.num_operators - backward} forward, {backward} backward; {sum(self.recomputed.values())} recomputations"),
+            (
+                "operators",
+                f"{self.graph.num_operators - backward} forward, {backward} backward; {sum(self.recomputed.values())} recomputations",
+            ),
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
         ]
         for row in rows:

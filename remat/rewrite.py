@@ -31,12 +31,12 @@ class SplitStep:
     Attributes:
         forward: takes the joint graph's inputs, returns its forward results, then what is saved.
         backward: takes what is saved, then the incoming gradients; returns the gradients.
-        saved: the joint graph's nodes that are handed over, in order.
+        saved: what is handed over, in order: nodes of the joint graph, and values of snapshots.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    saved: tuple[fx.Node, ...]
+    saved: tuple[fx.Node | int, ...]
 
 
 def split(step: TracedStep, schedule: Schedule) -> SplitStep:
@@ -63,9 +63,7 @@ def split(step: TracedStep, schedule: Schedule) -> SplitStep:
     forward.run(0, schedule.num_forward_steps)
     outputs = [forward.read(node) if isinstance(node, fx.Node) else node for node in results[: step.num_forward_outputs]]
     outputs += [forward.hand_over(node) for node in saved]
-    return SplitStep(
-        fx.GraphModule(step.module, forward.close(outputs)), fx.GraphModule(step.module, backward.close(gradients)), saved
-    )
+    return SplitStep(fx.GraphModule(step.module, forward.close(outputs)), fx.GraphModule(step.module, backward.close(gradients)), saved)
 
 
 class _Plan:
@@ -97,7 +95,7 @@ class _Writer:
         self.where: dict[fx.Node, fx.Node] = {}
         self.views_of: dict[int, list[fx.Node]] = {}  # value -> view nodes made from its present computation
         self.snapshot_at: dict[int, fx.Node] = {}  # value of a snapshot or generator state -> its node
-        self.saved: dict[fx.Node | tuple[str, int], fx.Node] = {}
+        self.saved: dict[fx.Node | int, fx.Node] = {}
         self.head: fx.Node | None = None  # the first gradient that arrives: what is saved comes before it
 
     def open(self, inputs: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> None:

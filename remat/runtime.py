@@ -154,7 +154,7 @@ class PlannedCall:
         self.pieces: list[Piece] = []
         self.captured_s = 0.0
         backend = make_backend(plan, resolve_costs(costs), self.pieces.append, differentiate=differentiate)
-        self._compiled = torch.compile(module._call_impl, backend=backend, fullgraph=True, dynamic=False)
+        self._compiled = compile_call(module, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`."""
@@ -176,6 +176,17 @@ class PlannedCall:
         if not self.pieces:
             raise TraceError(nothing_to_differentiate(self.module))
         return result
+
+
+def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
+    """Returns `module(...)` compiled as one graph, through a frame of its own.
+
+    Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
+    captured; and it keeps what it compiled by code object, which here belongs to this module only.
+    """
+    namespace: dict[str, Any] = {"self": module, "call_plain": torch_private.call_plain}
+    exec("def step(*args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
+    return torch.compile(namespace["step"], backend=backend, fullgraph=True, dynamic=False)
 
 
 def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -232,6 +243,8 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     options = Options(**given)
     reason = torch_private.compile_reason(module)
     if reason is not None and reason.graph_break:
-        raise TraceError(f"the step has a graph break ({reason.reason}), and one budget is for one graph; use torch.compile(fullgraph=True)")
+        raise TraceError(
+            f"the step has a graph break ({reason.reason}), and one budget is for one graph; use torch.compile(fullgraph=True)"
+        )
     inner = make_backend(Plans(options), resolve_costs(options.costs), BACKEND_STATE.pieces.append, differentiate=options.differentiate)
     return inner(module, example_inputs)  # type: ignore[no-any-return]

@@ -74,6 +74,11 @@ class Solution:
         return self.cost_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s and self.is_solved else 0.0
 
     @property
+    def overhead_bound(self) -> float:
+        """The least overhead that any schedule can have, as a fraction; proved."""
+        return self.lower_bound_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s else 0.0
+
+    @property
     def gap(self) -> float:
         """How far the cost can be above the optimum, as a fraction of the cost."""
         return max(0.0, 1 - self.lower_bound_s / self.cost_s) if self.cost_s else 0.0
@@ -124,7 +129,15 @@ class Solution:
 
     @classmethod
     def without_schedule(
-        cls, graph: Graph, budget_bytes: int, status: Status, *, solver: str, wall_s: float, lower_bound_s: float = 0.0, minimum_bytes: int = 0
+        cls,
+        graph: Graph,
+        budget_bytes: int,
+        status: Status,
+        *,
+        solver: str,
+        wall_s: float,
+        lower_bound_s: float = 0.0,
+        minimum_bytes: int = 0,
     ) -> Solution:
         """Returns the answer of a solver that has no schedule: proved infeasible, or stopped."""
         return cls(

@@ -11,12 +11,28 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # 2.13
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # 2.13
-from torch._dynamo.backends.common import aot_autograd  # 2.13; "common" since 2.0
+from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
+
+
+__all__ = [
+    "FakeTensorMode",
+    "aot_autograd",
+    "call_plain",
+    "compile_reason",
+    "get_call",
+    "is_graph_break",
+    "is_profiling",
+    "many_recompilations",
+    "run_counting_allocations",
+    "set_call",
+    "unwrap_failure",
+]
+
 
 @contextmanager
 def many_recompilations() -> Iterator[None]:
@@ -32,7 +48,7 @@ def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Makes `module(...)` run `call`, as `nn.Module.compile` does (`_compiled_call_impl`, 2.13; not pickled)."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
 
 
 def get_call(module: nn.Module) -> Any:
@@ -59,7 +75,7 @@ def compile_reason(module: fx.GraphModule) -> Any:
 
 def is_profiling() -> bool:
     """True where a profiler runs already; a second one can't (`torch.autograd._profiler_enabled`, 2.13)."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
@@ -79,6 +95,6 @@ def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[flo
         (start.cpu_elapsed_us(record) / 1e6, int(record.cpu_memory_usage()))
         for records in threads
         for record in records
-        if record.kind() == "memory_alloc" and record.cpu_memory_usage()
+        if str(record.kind()) == "memory_alloc" and record.cpu_memory_usage()
     ]
     return result, found if len(threads) == 1 else sorted(found, key=lambda item: item[0])

@@ -101,6 +101,7 @@ class _Reader:
         results = module.graph.output_node().args[0]
         assert isinstance(results, list | tuple)
         self.results = results
+        self.held_tangents: list[int] = []
         self.mutated = self._mutated_inputs()
         self.device_type = self._device_type()
 
@@ -116,7 +117,7 @@ class _Reader:
         graph = Graph(
             values=tuple(self.values),
             operators=tuple(self.operators),
-            outputs=tuple(sorted({value for value in outputs if not self.values[value].is_resident})),
+            outputs=tuple(sorted({value for value in (*outputs, *self.held_tangents) if not self.values[value].is_resident})),
             device=self.device_type,
             costs=self.costs.name,
         )
@@ -201,7 +202,11 @@ class _Reader:
                 continue
             value = self._add_value(node.name, node.meta["val"], ValueKind.INTERMEDIATE)
             self.value_of[node] = value
-            self._append(Operator(node.name, 0.0, (), (value,), phase=Phase.BACKWARD, pinned="it arrives from outside", target="tangent"), node)
+            if node.meta["val"].dim() == 0:
+                self.held_tangents.append(value)  # `loss.backward()` itself holds the 1.0 it starts from
+            self._append(
+                Operator(node.name, 0.0, (), (value,), phase=Phase.BACKWARD, pinned="it arrives from outside", target="tangent"), node
+            )
 
     def _append(self, op: Operator, node: fx.Node) -> int:
         self.operators.append(op)
@@ -276,8 +281,8 @@ class _Reader:
         """The value that holds what `source` was before the step changes it."""
         if source not in self.snapshots:
             tensor = source.meta["val"]
-            name = f"{source.name}_before"
-            self.values.append(Value(name, self._size(tensor), ValueKind.INTERMEDIATE, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+            name, dtype = f"{source.name}_before", str(tensor.dtype).removeprefix("torch.")
+            self.values.append(Value(name, self._size(tensor), ValueKind.INTERMEDIATE, tuple(tensor.shape), dtype))
             self.snapshots[source] = len(self.values) - 1
             is_idle_until_recomputed = self.storages.key(tensor) not in self.read_in_backward
             pinned = "it copies a buffer that the step changes"
@@ -363,4 +368,3 @@ def _is_effect(node: fx.Node) -> bool:
 def _mutates(node: fx.Node) -> bool:
     target = node.target
     return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
-

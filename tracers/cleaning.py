@@ -32,9 +32,9 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _DETACHES and output not in node.users:
-            _replace(node, node.args[0], storages)
-        elif node.target in _COPIES and _changes_nothing(node) and not _would_share_a_result(node, storages):
+        if (node.target in _DETACHES and output not in node.users) or (
+            node.target in _COPIES and _changes_nothing(node) and not _would_share_a_result(node, storages)
+        ):
             _replace(node, node.args[0], storages)
         elif isinstance(node.meta.get("val"), int | float | bool):
             _replace_by_constant(node, node.meta["val"])
@@ -49,13 +49,8 @@ def _changes_nothing(node: fx.Node) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = source.meta["val"], node.meta["val"]
-    return (
-        before.dtype == after.dtype
-        and before.device == after.device
-        and before.stride() == after.stride()
-        and before.layout == after.layout
-        and before.untyped_storage().nbytes() == after.untyped_storage().nbytes()
-    )
+    layouts = [(t.dtype, t.device, t.stride(), t.layout, t.untyped_storage().nbytes()) for t in (before, after)]
+    return layouts[0] == layouts[1]
 
 
 def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
@@ -66,7 +61,7 @@ def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
     results = {storages.of(n) for n in node.graph.output_node().all_input_nodes}
     inputs = {storages.of(n) for n in node.graph.find_nodes(op="placeholder")}
     is_copied_back = any(user.target is aten.copy_.default for user in node.users)
-    return copied in results and (key in results or key in inputs) or (is_copied_back and key in inputs)
+    return (copied in results and (key in results or key in inputs)) or (is_copied_back and key in inputs)
 
 
 def _replace(node: fx.Node, by: Any, storages: Storages) -> None:

@@ -17,19 +17,19 @@ _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 # Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
-_NONDETERMINISTIC_ON_CUDA = frozenset(
-    f"aten::{name}"
-    for name in (
-        "scatter_add index_add index_put _unsafe_index_put _index_put_impl_ put_ histc bincount cumsum median kthvalue "
-        "scatter_reduce index_reduce embedding_dense_backward _embedding_bag_backward max_pool3d_with_indices_backward "
-        "adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward avg_pool3d_backward "
-        "fractional_max_pool2d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_unpool2d max_unpool3d "
-        "reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward "
-        "nll_loss2d_forward upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
-        "upsample_trilinear3d_backward _ctc_loss_backward _scaled_dot_product_efficient_attention_backward "
-        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward"
-    ).split()
-)
+_NONDETERMINISTIC_ON_CUDA = frozenset({
+    "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_", "aten::put_",
+    "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::kthvalue", "aten::scatter_reduce", "aten::index_reduce",
+    "aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::max_pool3d_with_indices_backward",
+    "aten::adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d_backward",
+    "aten::avg_pool3d_backward", "aten::fractional_max_pool2d_backward", "aten::grid_sampler_2d_backward",
+    "aten::grid_sampler_3d_backward", "aten::max_unpool2d", "aten::max_unpool3d", "aten::reflection_pad1d_backward",
+    "aten::reflection_pad2d_backward", "aten::replication_pad1d_backward", "aten::replication_pad2d_backward",
+    "aten::nll_loss2d_forward", "aten::upsample_linear1d_backward", "aten::upsample_bilinear2d_backward",
+    "aten::upsample_bicubic2d_backward", "aten::upsample_trilinear3d_backward", "aten::_ctc_loss_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+})  # fmt: skip
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 
 
@@ -62,7 +62,7 @@ def is_random(node: fx.Node) -> bool:
     if arguments.get("generator") is not None:
         return True
     if "dropout_p" in arguments:  # the scaled_dot_product_attention family
-        return arguments["dropout_p"] != 0.0
+        return bool(arguments["dropout_p"] != 0.0)
     return True
 
 

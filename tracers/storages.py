@@ -18,7 +18,7 @@ class Storages:
         """Returns what tells the storage of a fake tensor from others; None for what is no tensor."""
         if not isinstance(value, torch.Tensor):
             return None
-        key = value.untyped_storage()._cdata
+        key: int = value.untyped_storage()._cdata
         while key in self._merged:
             key = self._merged[key]
         return key
