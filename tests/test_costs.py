@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.tracers import devices
-from remat.tracers.costs import Flops, flops, resolve_costs, roofline
+from remat.tracers import devices, profiled, workspace
+from remat.tracers.cache import DiskCache
+from remat.tracers.costs import CostModel, Flops, flops, resolve_costs, roofline
+from remat.tracers.profiled import profile
 
 aten = torch.ops.aten
 
@@ -31,6 +33,7 @@ def node_of(target: Any, function: Callable[..., Any], *shapes: tuple[int, ...],
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
     devices._cpu.cache_clear()
+    workspace._store.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -159,3 +162,94 @@ def test_specs_resolve() -> None:
     assert resolve_costs(model) is model
     with pytest.raises(ValueError, match="roofline"):
         resolve_costs("guess")
+    assert resolve_costs("profile", "cpu").name == "profile:cpu"
+    with pytest.raises(ValueError, match="measured"):
+        resolve_costs("profile", "tpu")
+
+
+def costs_of(model: CostModel, function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[str, tuple[float, int]]:
+    """What each operator of `function` costs, by its name."""
+    with FakeTensorMode():
+        graph = make_fx(function)(*(torch.empty(shape) for shape in shapes)).graph
+    return {str(node.target): model.measure(node) for node in graph.nodes if node.op == "call_function"}
+
+
+def test_profile_measures_seconds_and_workspace() -> None:
+    costs = costs_of(profile("cpu"), lambda x, w: torch.native_dropout(x @ w, 0.5, True)[0].view(-1), (256, 512), (512, 512))
+    assert 0 < costs["aten.mm.default"][0] < 1
+    assert costs["aten.mm.default"][1] == 0
+    assert 0 < costs["aten.native_dropout.default"][0] < 1
+    assert costs["aten.native_dropout.default"][1] == 256 * 512 * 4
+    assert costs["aten.view.default"] == (0, 0)
+
+
+def test_profile_gives_indices_that_are_in_range() -> None:
+    def lookups(weight: torch.Tensor) -> torch.Tensor:
+        index = torch.zeros(7, 5, dtype=torch.long)
+        x = F.embedding(index, weight) + weight[index] + torch.gather(weight, 0, index)[:, :1, None]
+        x = x.index_put((index[0],), weight[:1].sum()).scatter(0, index[:, :, None], x)
+        return F.cross_entropy(x.flatten(0, 1), torch.zeros(35, dtype=torch.long))
+
+    costs = costs_of(profile("cpu"), lookups, (11, 13))
+    for name in ("embedding.default", "index.Tensor", "gather.default", "index_put.default", "scatter.src", "nll_loss_forward.default"):
+        assert costs[f"aten.{name}"][0] > 0
+
+
+def test_profile_leaves_the_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    costs_of(profile("cpu"), lambda x: torch.native_dropout(x, 0.5, True)[0], (16, 16))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_profile_runs_a_signature_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profile("cpu")
+    measured = costs_of(first, torch.mm, (16, 16), (16, 16))
+    first.store.flush()
+    monkeypatch.setattr(profiled, "seconds_of", lambda *_: pytest.fail("it was measured before"))
+    assert costs_of(profile("cpu"), torch.mm, (16, 16), (16, 16)) == measured
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_profile_estimates_what_cannot_be_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.library._scoped_library("remat_tests", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: pytest.fail("a custom operator was run"), "CPU")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        costs = costs_of(profile("cpu"), lambda x: torch.ops.remat_tests.twice(x), (16, 16))
+    assert costs["remat_tests.twice.default"][0] > 0
+    assert "can't be run alone" in caplog.text
+
+
+def test_a_broken_cache_is_ignored_and_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text('{"half": [1.0')
+    cache = DiskCache(path)
+    assert "can't be read" in caplog.text
+    cache.put("key", (1.0, 2.0))
+    assert DiskCache(path).get("key") == (1.0, 2.0)
+
+
+def test_an_unwritable_cache_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "cache.json")
+    cache.put("key", (1.0,))
+    assert cache.get("key") == (1.0,)
+    assert "can't be written" in caplog.text
+
+
+def test_two_writers_keep_each_others_entries(tmp_path: Path) -> None:
+    one, other = DiskCache(tmp_path / "cache.json"), DiskCache(tmp_path / "cache.json")
+    one.put("a", (1.0,))
+    other.put("b", (2.0,))
+    assert [DiskCache(tmp_path / "cache.json").get(key) for key in "ab"] == [(1.0,), (2.0,)]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_profile_on_cuda() -> None:
+    model = profile("cuda")
+    with FakeTensorMode():
+        graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph
+    cost_s, workspace_held = next(model.measure(node) for node in graph.nodes if node.op == "call_function")
+    assert 0 < cost_s < 1
+    assert workspace_held >= 0

@@ -88,16 +88,20 @@ def _mean(call: Call) -> int | None:
     if out.dtype is not spec.dtype:
         return None
     if spec.dtype.itemsize >= 4:
-        return int(8 + spec.dtype.itemsize)
-    return int(4 * (spec.numel + out.numel) + (4 * torch.get_num_threads() if out.numel == 1 else 0))
+        return max(8 + int(spec.dtype.itemsize), _partial_bytes(spec, out, out.dtype.itemsize))
+    return 4 * int(spec.numel + out.numel) + _partial_bytes(spec, out, 4)
 
 
 def _reduction(call: Call) -> int | None:
-    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full reduction takes one number a thread."""
-    out = call.outputs[0]
-    if out.dtype is not call.args[0].dtype:
-        return None
-    return torch.get_num_threads() * out.dtype.itemsize if out.numel == 1 else 0
+    """Sums and maxima in the input's type."""
+    spec, out = call.args[0], call.outputs[0]
+    return _partial_bytes(spec, out, out.dtype.itemsize) if out.dtype is spec.dtype else None
+
+
+def _partial_bytes(spec: TensorSpec, out: TensorSpec, itemsize: int) -> int:
+    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full reduction of 32,768 numbers or more takes one a thread."""
+    num_threads = torch.get_num_threads()
+    return num_threads * itemsize if num_threads > 1 and out.numel == 1 and spec.numel >= 32768 else 0
 
 
 def _logsumexp(call: Call) -> int:

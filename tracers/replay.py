@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import is_profiling, run_counting_allocations
+from ..torch_private import is_profiling, run_counting_allocations, without_modes
 from .calls import Call, OpOverload, TensorSpec
 
 Run = Callable[[], Any]
@@ -72,9 +72,9 @@ def _can_run(call: Call) -> bool:
 
 @contextmanager
 def _without_traces(device_type: str) -> Iterator[None]:
-    """Leaves random generators and autograd as they were."""
+    """Leaves random generators and autograd as they were, and runs for real though a trace on fake tensors asks."""
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with without_modes(), torch.random.fork_rng(devices), torch.no_grad():
         yield
 
 
@@ -122,7 +122,7 @@ def _seconds_cpu(run: Run) -> float:
 
 
 def _seconds_cuda(run: Run) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()

@@ -53,10 +53,14 @@ def measured_bytes(call: Call) -> int:
     """Returns the workspace of a call that was run on this machine's CPU, now or before."""
     key = f"{machine()}: {call}"
     known = _store().get(key)
-    if known is None:
-        known = (float(_measure(call)),)
-        _store().put(key, known)
-    return int(known[0])
+    if known is not None:
+        return int(known[0])
+    measured = _measure(call)
+    if measured is None:
+        _LOG.warning("the workspace of %s can't be measured and counts as 0", call.target)
+        return 0  # and is not kept: another time it may be, as where a profiler runs now
+    _store().put(key, (float(measured),))
+    return measured
 
 
 @cache
@@ -64,12 +68,9 @@ def _store() -> DiskCache:
     return DiskCache(cache_path("workspace"))
 
 
-def _measure(call: Call) -> int:
+def _measure(call: Call) -> int | None:
     if bytes_moved(call) <= _MOST_BYTES and flop_of(call) <= _MOST_FLOP:
-        measured = workspace_of(call)
-        if measured is None:
-            _LOG.warning("the workspace of %s can't be measured and counts as 0", call.target)
-        return measured or 0
+        return workspace_of(call)
     if call.packet in CONVOLUTIONS:
         return _measure_smaller_batches(call)
     _LOG.warning("the workspace of %s counts as 0: too large to be run for it", call.target)
