@@ -36,11 +36,12 @@ from .on_demand import forward_length, steps_on_demand
 from .search import Progress, Search
 from .window import WindowModel
 
-_ROUND_MOVES = 200_000 if IS_COMPILED else 2_500
+_MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
+_LEAST_MOVES = 20_000
+_MOVES_AN_OPERATOR = 500
 _STAGNANT_ROUNDS = 3
-_MAX_ROUNDS = 20
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
-_PROGRESS = 1e-5  # a round that improves by less has brought nothing
+_PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _WINDOW_LIMIT_S = 10.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -54,12 +55,14 @@ class Auto(Solver):
         gap: stops as soon as the cost is proved to be within this fraction of the optimum.
         time_limit_s: a hard cap; most answers come long before it.
         seed: of the annealing.
+        rounds: most rounds of annealing; three in a row that bring nothing are the last.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
     gap: float = 0.005
     time_limit_s: float = 60.0
     seed: int = 0
+    rounds: int = 12
     progress: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -157,12 +160,13 @@ class Auto(Solver):
             return
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
+        num_moves = min(_MOST_MOVES, _LEAST_MOVES + _MOVES_AN_OPERATOR * search.graph.num_operators)
         stagnant = 0
-        for index in range(_MAX_ROUNDS):
+        for index in range(self.rounds):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh else local.best_steps
-            round_ = Round(_ROUND_MOVES, _HOT[index % len(_HOT)], 1e-6)
+            round_ = Round(num_moves, _HOT[index % len(_HOT)], 1e-6)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search))
             is_over = self._take(local, search)
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1

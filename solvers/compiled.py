@@ -19,11 +19,16 @@ COMPILER_S = 30.0  # with less time left, what was never compiled on this machin
 IS_COMPILED = importlib.util.find_spec("numba") is not None
 
 
+_sources: set[Path] = set()  # files with compiled functions, in order of import: callees come before callers
+
+
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function`, compiled if numba is there; arrays in and out, no Python objects."""
     if not IS_COMPILED:
         return function
     result: Callable[P, T] = importlib.import_module("numba").njit(cache=True)(function)
+    _sources.add(Path(function.__code__.co_filename))
+    _drop_stale(result)
     return result
 
 
@@ -31,6 +36,7 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function`, compiled to be called by compiled functions only, which saves half of the compiler's time."""
     if not IS_COMPILED:
         return function
+    _sources.add(Path(function.__code__.co_filename))
     numba = importlib.import_module("numba")
     result: Callable[P, T] = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return result
@@ -40,6 +46,18 @@ def is_ready(function: Callable[P, T]) -> bool:
     """True where calling `function` does not wait for the compiler: plain, compiled before, or cached on disk."""
     if not IS_COMPILED or getattr(function, "nopython_signatures", None):
         return True
+    return any(path.suffix == ".nbc" for path in _cached(function))
+
+
+def _cached(function: Callable[P, T]) -> list[Path]:
+    """The files in which numba keeps what it compiled of `function`."""
     folder = Path(function.stats.cache_path)  # type: ignore[attr-defined]
-    name = Path(function.__code__.co_filename).stem
-    return any(folder.glob(f"{name}.{function.__name__}-*.nbc"))
+    return list(folder.glob(f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"))
+
+
+def _drop_stale(function: Callable[P, T]) -> None:
+    """Deletes what was compiled before a source changed: numba 0.68 looks at a function's own file, not at its callees'."""
+    newest = max(path.stat().st_mtime for path in _sources)
+    for path in _cached(function):
+        if path.stat().st_mtime < newest:
+            path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from ..graph import Graph
-from .accounting import Accounting, Bools, Floats, Ints
+from .accounting import Bools, Floats, Ints
 from .compiled import compiled, inner, is_ready
 from .sequence import users
 
@@ -45,20 +45,23 @@ def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP
         rule: which value goes first.
         max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
 
-    In-place operators are counted as if they were not, snapshots in full: the simulated peak can be lower.
+    Operators work in place only where they must, snapshots count in full: the simulated peak can be lower.
     """
     arrays = graph.arrays
     room = budget_bytes - graph.resident_bytes
     if room < 0:
         return None
-    accounting = Accounting(graph)
     size = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
     user_start, user = users(graph)
-    last_read = accounting.last_read(graph.num_operators)
+    read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))  # the end reads the outputs
+    write_start = np.append(arrays.write_start, arrays.write_start[-1])
+    read = np.concatenate([arrays.read, arrays.output])
+    reuse_start = np.append(arrays.reuse_start, arrays.reuse_start[-1])
     steps = np.zeros(int(max_factor * graph.num_operators) + 1, np.int64)
+    cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
     length = _run(
-        arrays.cost_s, size, arrays.workspace_bytes, arrays.producer, arrays.read_start, arrays.read, arrays.write_start, arrays.write,
-        user_start, user, arrays.is_pinned, last_read, room, int(rule), max_factor * graph.cost_s, steps,
+        cost, size, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
+        user_start, user, is_pinned, room, int(rule), max_factor * graph.cost_s, steps,
     )  # fmt: skip
     return steps[:length].copy() if length >= 0 else None
 
@@ -73,24 +76,25 @@ def _run(
     read: Ints,
     write_start: Ints,
     write: Ints,
+    reuse_start: Ints,
+    reuse: Ints,
     user_start: Ints,
     user: Ints,
     is_pinned: Bools,
-    last_read: Ints,
     room: int,
     rule: int,
     max_cost: float,
     steps: Ints,
 ) -> int:
-    n, num_values = len(cost), len(size)
+    end, num_values = len(cost) - 1, len(size)
     held, length, spent = 0, 0, 0.0
     in_memory = producer < 0
     locks = np.zeros(num_values, np.int64)
     need = np.zeros(num_values, np.int64)
     again = np.zeros(num_values)
-    stack = np.zeros(n + 1, np.int64)
-    for target in range(n):
-        _find_needs(target, n, producer, read_start, read, write_start, write, user_start, user, is_pinned, last_read, in_memory, need)
+    stack = np.zeros(end + 2, np.int64)
+    for target in range(end + 1):
+        _find_needs(target, producer, read_start, read, write_start, write, user_start, user, is_pinned, in_memory, need)
         depth = 1
         stack[0] = target
         while depth > 0:
@@ -100,31 +104,33 @@ def _run(
                 if not in_memory[read[k]]:
                     missing = read[k]
                     break
+            for k in range(read_start[op], read_start[op + 1]):
+                locks[read[k]] += 1
             if missing >= 0:
-                if depth > n or is_pinned[producer[missing]]:
+                if depth > end or is_pinned[producer[missing]]:
                     return -1
-                for k in range(read_start[op], read_start[op + 1]):
-                    locks[read[k]] += 1
                 stack[depth] = producer[missing]
                 depth += 1
                 continue
-            for k in range(read_start[op], read_start[op + 1]):
-                locks[read[k]] += 1
             wanted = workspace[op]
             for k in range(write_start[op], write_start[op + 1]):
                 if not in_memory[write[k]]:
                     wanted += size[write[k]]
                 locks[write[k]] += 1
             held = _make_room(
-                room - wanted, held, rule, op, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again
+                room - wanted, held, rule, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again
             )
-            if held < 0 or length >= len(steps):
-                return -1
-            spent += cost[op]
-            if spent > max_cost:
-                return -1
-            steps[length] = op
-            length += 1
+            taken = -1
+            if held > room - wanted:
+                taken = _take_over(op, target, size, producer, reuse_start, reuse, user_start, user, is_pinned, locks)
+                if taken < 0 or held > room - wanted + size[taken]:
+                    return -1
+            if op < end:
+                spent += cost[op]
+                if length >= len(steps) or spent > max_cost:
+                    return -1
+                steps[length] = op
+                length += 1
             for k in range(write_start[op], write_start[op + 1]):
                 locks[write[k]] -= 1
                 if not in_memory[write[k]]:
@@ -132,6 +138,8 @@ def _run(
                     held += size[write[k]]
             for k in range(read_start[op], read_start[op + 1]):
                 locks[read[k]] -= 1
+            if taken >= 0:
+                held -= _forget(taken, cost, size, producer, read_start, read, in_memory, again)
             depth -= 1
             if depth > 0:
                 above = stack[depth - 1]
@@ -141,9 +149,44 @@ def _run(
 
 
 @inner
+def _take_over(
+    op: int,
+    target: int,
+    size: Ints,
+    producer: Ints,
+    reuse_start: Ints,
+    reuse: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    locks: Ints,
+) -> int:
+    """The largest input that `op` may work in place of, at the price of forgetting it; -1 if none."""
+    best = -1
+    for k in range(reuse_start[op], reuse_start[op + 1]):
+        value = reuse[k]
+        is_lost = is_pinned[producer[value]] and user[user_start[value + 1] - 1] > target
+        if locks[value] == 1 and not is_lost and (best < 0 or size[value] > size[best]):
+            best = value
+    return best
+
+
+@inner
+def _forget(value: int, cost: Floats, size: Ints, producer: Ints, read_start: Ints, read: Ints, in_memory: Bools, again: Floats) -> int:
+    """Takes `value` out of memory, notes what getting it back costs, and returns its bytes."""
+    p = producer[value]
+    again[value] = cost[p]
+    for k in range(read_start[p], read_start[p + 1]):
+        if not in_memory[read[k]]:
+            again[value] += again[read[k]]
+    in_memory[value] = False
+    num_bytes: int = size[value]
+    return num_bytes
+
+
+@inner
 def _find_needs(
     target: int,
-    n: int,
     producer: Ints,
     read_start: Ints,
     read: Ints,
@@ -152,17 +195,14 @@ def _find_needs(
     user_start: Ints,
     user: Ints,
     is_pinned: Bools,
-    last_read: Ints,
     in_memory: Bools,
     need: Ints,
 ) -> None:
     """Fills `need`: the operator from `target` on for which each value is needed next, through missing values too."""
     for value in range(len(need)):
         need[value] = _FAR
-        if producer[value] < 0 or last_read[value] < target:
+        if producer[value] < 0:
             continue
-        if last_read[value] >= n:
-            need[value] = n
         for k in range(user_start[value], user_start[value + 1]):
             if user[k] >= target:
                 need[value] = user[k]
@@ -182,7 +222,6 @@ def _make_room(
     room: int,
     held: int,
     rule: int,
-    op: int,
     target: int,
     cost: Floats,
     size: Ints,
@@ -195,7 +234,7 @@ def _make_room(
     need: Ints,
     again: Floats,
 ) -> int:
-    """Evicts until at most `room` bytes are held; returns the bytes held, -1 where that can't be."""
+    """Evicts until at most `room` bytes are held; returns the bytes held, more where nothing is left to evict."""
     if held <= room:
         return held
     for value in range(len(size)):
@@ -222,14 +261,9 @@ def _make_room(
             if score < best_score:
                 best, best_score = value, score
         if best < 0:
-            return -1
+            break
         p = producer[best]
-        again[best] = cost[p]
-        for k in range(read_start[p], read_start[p + 1]):
-            if not in_memory[read[k]]:
-                again[best] += again[read[k]]
-        in_memory[best] = False
-        held -= size[best]
+        held -= _forget(best, cost, size, producer, read_start, read, in_memory, again)
         first = need[best]
         for k in range(read_start[p], read_start[p + 1]):
             need[read[k]] = min(need[read[k]], first)

@@ -27,6 +27,7 @@ from .compiled import IS_COMPILED, compiled, inner, is_ready
 from .occurrences import computed_after, computed_before, insert, last_read, lay_out, may_be_at, remove
 from .sequence import (
     HELD,
+    IN_PLACE,
     OVER,
     PINNED,
     PRODUCER,
@@ -44,6 +45,7 @@ from .sequence import (
 )  # fmt: skip
 
 CHUNK = 20_000 if IS_COMPILED else 500
+_USUAL_OPERATORS = 400
 _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
 # `journal`: row 0 is (changes made in this move, place in the random stream); then (operator, slot), or -slot - 1 where removed
@@ -89,9 +91,10 @@ class LocalSearch:
         Args:
             steps: a valid sequence, within the budget or not.
             round_: length and temperatures.
-            chunk: moves between two looks at `should_stop`; the sequence is laid out anew each time.
+            chunk: moves between two looks at `should_stop`, fewer on large graphs; the sequence is laid out anew each time.
             should_stop: called without arguments between chunks; a true answer ends the round.
         """
+        chunk = max(chunk * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100)
         num_chunks = max(1, -(-round_.iterations // chunk))
         current = np.asarray(steps, np.int64)
         for index in range(num_chunks):
@@ -101,10 +104,10 @@ class LocalSearch:
             cold = round_.hot * (round_.cold / round_.hot) ** ((index + 1) / num_chunks)
             draws = self.random.random(_NUM_DRAWS)
             count = min(chunk, round_.iterations - index * chunk)
-            anneal(*state, draws, count, hot, cold, self.graph.cost_s, self.weight, best_slot, best)
+            anneal(*state, draws, count, hot, cold, self.graph.cost_s or 1.0, self.weight, best_slot, best)
             if best[0] < self.best_cost_s:
-                self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot)
-            current = steps_of(state.slots[SLOT])
+                self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot, self.graph.num_operators)
+            current = steps_of(state.slots[SLOT], self.graph.num_operators)
             if should_stop is not None and should_stop():
                 break
         return current
@@ -190,7 +193,7 @@ def add(
             p = values[value, PRODUCER]
             begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
             last = last_read(values, operators, links, value, begin, q)
-            if q - last <= 3 or values[value, SIZE] == 0 or last_read(values, operators, links, value, begin, end) > q:
+            if q - last <= SPACING or values[value, SIZE] == 0 or last_read(values, operators, links, value, begin, end) > q:
                 continue
             if journal[0, 0] >= start + 64 or draw(draws, journal) >= depth_chance:
                 continue
@@ -203,6 +206,8 @@ def add(
 def add_somewhere(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Adds before a random use, or before one behind a slot that is over the budget."""
     capacity, over = slots.shape[1], -1
+    # between neighbours it saves memory only where the first of them works in place
+    least = 1 if sums[IN_PLACE] and draw(draws, journal) < 0.1 else SPACING
     if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         for _ in range(40):
             q = pick(draws, journal, capacity)
@@ -220,7 +225,7 @@ def add_somewhere(values: Ints, operators: Ints, links: Ints, slots: Ints, sums:
         value = links[operators[op, READ_FROM] + pick(draws, journal, reads)]
         p = values[value, PRODUCER]
         last = last_read(values, operators, links, value, computed_before(operators, p, q), q)
-        if q - last > 3 and (over < 0 or last < over) and operators[p, PINNED] == 0:
+        if q - last > least and (over < 0 or last < over) and operators[p, PINNED] == 0:
             r = draw(draws, journal)
             chance = min(max((r - 0.25) / 0.35, 0.0), 1.0)
             add(values, operators, links, slots, sums, costs, q, p, chance, draws, journal)

@@ -18,16 +18,20 @@ import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
-from .accounting import Accounting
-from .compiled import COMPILER_S
+from .accounting import Accounting, Ints
+from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
 from .lazy_rows import LazyRows
+from .local_search import LocalSearch, Round
 from .on_demand import forward_length
+from .search import keeps_regions
 from .window import WindowModel
 
 MAX_FACTOR = 8.0
 _PRECISION = 1 / 512  # of the keep-all peak, where the bisection ends
 _LIMIT_S = 1.0
+_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
+_MOVES = 30_000 if IS_COMPILED else 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,35 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
         while high - low > step and time.perf_counter() < deadline:
             middle = (low + high) // 2
             steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR)
-            if steps is None:
+            if steps is None or not keeps_regions(graph, steps.tolist()):
                 low = middle
                 continue
             high = min(middle, simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes)
             best_peak, best_steps = high, steps
+    best_steps = _compress(graph, best_steps, best_peak, floor, deadline)
     peak = simulate(graph, Schedule.from_steps(graph, best_steps.tolist())).peak_bytes
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> Ints:
+    """Returns steps with a smaller peak, by annealing under budgets ever closer below the least one so far."""
+    share = _FIRST_SHARE
+    while share > _LAST_SHARE and peak_bytes > floor:
+        target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
+        local = LocalSearch(graph, budget_bytes=target, seed=0)
+        if not local.is_ready and deadline - time.perf_counter() < COMPILER_S:
+            break
+
+        def should_stop(local: LocalSearch = local) -> bool:
+            return local.best_steps is not None or time.perf_counter() > deadline
+
+        local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
+        if local.best_steps is None:
+            share /= 3
+            continue
+        steps = local.best_steps
+        peak_bytes = simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes
+    return steps
 
 
 def working_set_bytes(graph: Graph) -> int:

@@ -20,7 +20,6 @@ from .sequence import (
     IN_PLACE,
     MAX_TIMES,
     NOW,
-    OUTPUT,
     OVER,
     PINNED,
     PRODUCER,
@@ -49,9 +48,9 @@ from .sequence import (
 
 
 def lay_out(state: State, steps: Ints) -> State:
-    """Returns the sequence `steps` in slots. O(E log S)."""
-    result = with_empty_slots(state, len(steps))
-    fill(*result, steps)
+    """Returns the sequence `steps` in slots, and at its end the step that reads the outputs. O(E log S)."""
+    result = with_empty_slots(state, len(steps) + 1)
+    fill(*result, np.append(steps, len(state.operators) - 1))
     return result
 
 
@@ -79,8 +78,6 @@ def computed_after(operators: Ints, op: int, q: int) -> int:
 def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int, end: int) -> int:
     """The last slot inside (begin, end) that reads `value`, `begin` if none."""
     last = begin
-    if end == FAR:
-        last = max(last, values[value, OUTPUT])
     for k in range(values[value, USER_FROM], values[value, USER_TO]):
         u = links[k]
         for i in range(operators[u, TIMES] - 1, -1, -1):
@@ -225,9 +222,6 @@ def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
 def fill(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, steps: Ints) -> None:
     """Puts `steps` into empty slots."""
     capacity, room = slots.shape[1], sums[ROOM]
-    for value in range(len(values)):
-        if values[value, OUTPUT] >= 0:
-            values[value, OUTPUT] = capacity - 1
     for index in range(len(steps)):
         op, q = steps[index], SPACING * index + SPACING - 1
         if operators[op, TIMES] < MAX_TIMES:

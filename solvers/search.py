@@ -42,7 +42,6 @@ class Search:
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
         self.steps: list[int] | None = None
-        self._must_validate = len({(op.region, op.phase) for op in graph.operators}) > 2
 
     @property
     def elapsed_s(self) -> float:
@@ -68,7 +67,7 @@ class Search:
         """Takes `steps` over where they fit the budget and cost less than the best; returns whether they fit."""
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         simulation = simulate(self.graph, schedule)
-        if simulation.peak_bytes > self.budget_bytes or (self._must_validate and validate(self.graph, schedule)):
+        if simulation.peak_bytes > self.budget_bytes or not keeps_regions(self.graph, schedule.steps):
             return False
         if self.cost_s is None or simulation.cost_s < self.cost_s:
             self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
@@ -84,3 +83,9 @@ class Search:
     def _report(self) -> None:
         if self.progress is not None:
             self.progress(Progress(self.elapsed_s, self.cost_s, self.bound_s))
+
+
+def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:
+    """True where no step leaves its region; a graph of one region, as most are, costs O(V) to tell."""
+    is_one = len({(op.region, op.phase) for op in graph.operators}) <= 2
+    return is_one or not validate(graph, Schedule.from_steps(graph, list(steps)))

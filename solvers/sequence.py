@@ -2,7 +2,8 @@
 
 The sequence lies in slots, two of three empty, so that most insertions move nothing; laying it out spreads it anew. Each
 operator has the slots it is computed in, in order (`MAX_TIMES` at most). A slot that is empty holds what is alive
-across it. Columns and rows of the arrays have names, below.
+across it. The last step is no operator of the graph: it reads the outputs, costs nothing and comes once. Columns and
+rows of the arrays have names, below.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from .accounting import Floats, Ints
 MAX_TIMES = 12
 SPACING = 3
 
-# columns of `values`; OUTPUT is the slot that reads the value at the end, -1 where it is no output; NOW is the size, 0
-# while no recomputation reads the snapshot; REPEATED counts readers computed again
-SIZE, PRODUCER, OUTPUT, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(8)
+# columns of `values`; NOW is the size, 0 while no recomputation reads the snapshot; REPEATED counts readers computed again
+SIZE, PRODUCER, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(7)
 # columns of `operators`; from SPAN on pairs of operators, between whose first computations it may be computed again; from
 # WHERE on the slots that compute it, TIMES in number
 WORKSPACE, PINNED, READ_FROM, READ_TO, WRITE_FROM, WRITE_TO, REUSE_FROM, REUSE_TO, SPAN = range(9)
@@ -36,12 +36,12 @@ class State(NamedTuple):
     """The graph and a sequence.
 
     Attributes:
-        values: (values, 8).
-        operators: (operators, WHERE + MAX_TIMES).
+        values: (values, 7).
+        operators: (operators + 1, WHERE + MAX_TIMES).
         links: what operators read, write and may reuse, and who reads each value; `*_FROM`, `*_TO` point into it.
         slots: (3, slots).
         sums: (3,).
-        costs: of each operator, and of the sequence, in seconds; (operators + 1,).
+        costs: of each operator, and of the sequence, in seconds; (operators + 2,).
     """
 
     values: Ints
@@ -55,26 +55,28 @@ class State(NamedTuple):
 def pack(graph: Graph, *, room: int) -> State:
     """Returns the graph with an empty sequence; `room` is the budget less the resident bytes. O(V + E)."""
     arrays, count = graph.arrays, graph.num_operators
-    values = np.zeros((len(graph.values), 8), np.int64)
+    values = np.zeros((len(graph.values), 7), np.int64)
     values[:, PRODUCER] = arrays.producer
-    values[:, SIZE] = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
-    values[:, NOW] = values[:, SIZE]
-    values[:, OUTPUT] = -1
-    values[arrays.output, OUTPUT] = 0
+    values[:, SIZE] = values[:, NOW] = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
     values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[np.maximum(arrays.producer, 0)]
-    operators = np.zeros((count, WHERE + MAX_TIMES), np.int64)
-    operators[:, WORKSPACE], operators[:, PINNED] = arrays.workspace_bytes, arrays.is_pinned
-    operators[:, SPAN : SPAN + 4] = _spans(graph)
-    user_start, user = users(graph)
-    lists = ((arrays.read_start, arrays.read), (arrays.write_start, arrays.write), (arrays.reuse_start, arrays.reuse))
+    operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
+    operators[:count, WORKSPACE], operators[:count, PINNED] = arrays.workspace_bytes, arrays.is_pinned
+    operators[count, PINNED] = 1
+    operators[:count, SPAN : SPAN + 4] = _spans(graph)
+    none = np.zeros(0, np.int64)
+    reads = (arrays.read_start, arrays.read, arrays.output)
+    lists = (reads, (arrays.write_start, arrays.write, none), (arrays.reuse_start, arrays.reuse, none))
     offset = 0
-    for column, (start, items) in zip((READ_FROM, WRITE_FROM, REUSE_FROM), lists, strict=True):
-        operators[:, column], operators[:, column + 1] = start[:-1] + offset, start[1:] + offset
-        offset += len(items)
+    for column, (start, items, at_end) in zip((READ_FROM, WRITE_FROM, REUSE_FROM), lists, strict=True):
+        operators[:count, column], operators[:count, column + 1] = start[:-1] + offset, start[1:] + offset
+        operators[count, column] = offset + len(items)
+        offset += len(items) + len(at_end)
+        operators[count, column + 1] = offset
+    user_start, user = users(graph)
     values[:, USER_FROM], values[:, USER_TO] = user_start[:-1] + offset, user_start[1:] + offset
-    links = np.concatenate([items for _, items in lists] + [user])
+    links = np.concatenate([part for _, *parts in lists for part in parts] + [user])
     sums = np.array([0, room, len(arrays.reuse) > 0], np.int64)
-    return State(values, operators, links, np.zeros((3, 0), np.int64), sums, np.append(arrays.cost_s, 0.0))
+    return State(values, operators, links, np.zeros((3, 0), np.int64), sums, np.append(arrays.cost_s, (0.0, 0.0)))
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
@@ -86,16 +88,19 @@ def with_empty_slots(state: State, num_steps: int) -> State:
     return state._replace(values=state.values.copy(), operators=operators, slots=slots, sums=state.sums.copy(), costs=state.costs.copy())
 
 
-def steps_of(slot: Ints) -> Ints:
-    """Returns the sequence without its empty slots."""
-    return slot[slot >= 0]
+def steps_of(slot: Ints, end: int) -> Ints:
+    """Returns the sequence without its empty slots and the step `end` that reads the outputs."""
+    return np.asarray(slot[(slot >= 0) & (slot != end)], np.int64)
 
 
 def users(graph: Graph) -> tuple[Ints, Ints]:
-    """The operators that read each value, in order, in CSR form."""
-    start = np.zeros(len(graph.values) + 1, np.int64)
-    np.cumsum([len(row) for row in graph.users_of], out=start[1:])
-    return start, np.array([u for row in graph.users_of for u in row], np.int64)
+    """The operators that read each value, in order, in CSR form; the end of the graph reads the outputs."""
+    rows = [list(row) for row in graph.users_of]
+    for value in graph.arrays.output:
+        rows[value].append(graph.num_operators)
+    start = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=start[1:])
+    return start, np.array([u for row in rows for u in row], np.int64)
 
 
 def _spans(graph: Graph) -> Ints:
@@ -103,7 +108,7 @@ def _spans(graph: Graph) -> Ints:
     for index, op in enumerate(graph.operators):
         half.setdefault((op.region, op.phase is Phase.BACKWARD), []).append(index)
     if len(half) <= 2:  # one region, or a forward and a backward that nothing separates
-        return np.tile(np.array([0, graph.num_operators - 1, 0, graph.num_operators - 1]), (graph.num_operators, 1))
+        return np.tile(np.array([0, graph.num_operators] * 2), (graph.num_operators, 1))
     spans = np.zeros((graph.num_operators, 4), np.int64)
     for (region, is_backward), members in half.items():
         other = half.get((region, not is_backward), members)

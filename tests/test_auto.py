@@ -1,0 +1,234 @@
+"""`Auto`, its bounds, the least budget and the curve: exact oracles on tiny graphs, published numbers on large ones."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solution import Solution, Status
+from remat.solvers.auto import Auto
+from remat.solvers.eviction import Rule, steps_with_eviction
+from remat.solvers.frontier import frontier_solutions
+from remat.solvers.lazy_rows import LazyRows
+from remat.solvers.local_search import LocalSearch, Round
+from remat.solvers.minimum import minimum, working_set_bytes
+from remat.solvers.occurrences import lay_out
+from remat.solvers.search import Progress
+from remat.solvers.sequence import HELD, OVER, SLOT, pack
+from remat.solvers.window import Window, WindowModel
+from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions
+from remat.validate import validate
+from tests.oracles import brute_force, minimum_bytes
+
+INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
+QUICK = Auto(gap=0.0, rounds=1)
+
+
+@functools.cache
+def instance(name: str) -> tuple[Graph, dict[str, int]]:
+    path = INSTANCES / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"the published instance {path} is not there")
+    data = json.loads(path.read_text())
+    return Graph.from_arrays(data["cost"], data["size"], data["edges"], first_backward=data.get("first_backward")), data["budgets"]
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def tiny_graph(seed: int) -> Graph:
+    kind = seed % 4
+    if kind == 3:
+        return random_layered(3, seed=seed, width=2)
+    return random_layered(6, seed=seed, width=2, is_training=False) if kind == 2 else random_step(3 + seed % 4, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "best"),
+    [
+        ("checkmate_vgg16", "8GB", 255_828),
+        ("checkmate_vgg16", "10GB", 250_600),
+        ("checkmate_unet", "10GB", 192_834 * 1.001),
+        ("checkmate_unet", "7GB", 196_567 * 1.001),
+        ("checkmate_resnet50", "10GB", 108_048),
+        ("checkmate_resnet50", "8GB", 110_154),
+        ("checkmate_fcn8", "80%", 10_275_337_746_048 * 1.00137),
+        ("checkmate_vgg19", "51380224", 58_982_891_520),
+        ("random_layered_100", "80%", 47_769 * 1.025),
+    ],
+)
+def test_published_instances_are_solved_near_the_best_known(name: str, label: str, best: float) -> None:
+    graph, budgets = instance(name)
+    solution = Auto().solve(graph, budget_bytes=budgets[label])
+    assert solution.schedule is not None
+    assert validate(graph, solution.schedule, budget_bytes=budgets[label]) == []
+    assert solution.lower_bound_s <= solution.cost_s <= best
+    assert solution.gap < 0.01
+    assert solution.wall_s < 60
+
+
+@pytest.mark.parametrize("label", ["6GB", "7GB"])
+def test_published_infeasible_budgets_are_proved(label: str) -> None:
+    graph, budgets = instance("checkmate_vgg16")
+    solution = Auto().solve(graph, budget_bytes=budgets[label])
+    assert solution.status is Status.INFEASIBLE
+    assert solution.minimum_bytes == minimum(graph).peak_bytes > budgets[label]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
+def test_bounds_and_answers_agree_with_brute_force(seed: int, share: float) -> None:
+    graph = tiny_graph(seed)
+    floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
+    least = minimum(graph)
+    assert least.lower_bound_bytes <= floor <= least.peak_bytes <= ceiling
+    for budget in {floor - 1, floor, int(floor + share * (ceiling - floor)), least.peak_bytes}:
+        best = brute_force(graph, budget)
+        solution = Auto(gap=1e-4, rounds=2).solve(graph, budget_bytes=budget)
+        if best is None:
+            assert not solution.is_solved
+            assert solution.minimum_bytes == least.peak_bytes
+            continue
+        assert solution.status is not Status.INFEASIBLE
+        assert solution.lower_bound_s <= best * (1 + 1e-9)
+        assert solution.is_solved or budget < least.peak_bytes
+        assert not solution.is_solved or solution.cost_s >= best * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
+def test_every_window_model_bounds_the_exact_optimum(seed: int, cuts: list[int]) -> None:
+    graph = tiny_graph(seed)
+    boundaries = [0, *sorted(c for c in cuts if c < graph.num_operators), graph.num_operators]
+    tiles = list(itertools.pairwise(boundaries))
+    everything: list[Window] = [(a, b) for a in boundaries for b in boundaries if a < b]
+    floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
+    for budget in {floor, (floor + ceiling) // 2}:
+        best = brute_force(graph, budget)
+        assert best is not None
+        for windows in (tiles, everything):
+            model = WindowModel(graph, windows, priced=tiles, budget_bytes=budget)
+            assert model.bound_s(LazyRows(model).solve(deadline=time.perf_counter() + 5)) <= best * (1 + 1e-9)
+    model = WindowModel(graph, everything, priced=tiles, budget_bytes=ceiling, is_peak=True)
+    assert model.peak_bytes(LazyRows(model).solve(deadline=time.perf_counter() + 5)) <= floor
+
+
+def walk(local: LocalSearch, steps: Sequence[int]) -> list[int]:
+    return [int(op) for op in local.run(np.array(steps, np.int64), Round(300, 1e-2, 1e-3), chunk=50)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), num_operators=st.integers(2, 14))
+def test_the_sequence_agrees_with_the_simulator_to_the_byte(seed: int, num_operators: int) -> None:
+    graph = random_step(num_operators, seed=seed)
+    local = LocalSearch(graph, budget_bytes=int(0.8 * keep_all_bytes(graph)), seed=seed)
+    steps = walk(local, range(graph.num_operators))
+    schedule = Schedule.from_steps(graph, steps)
+    assert validate(graph, schedule) == []
+    state, simulation = lay_out(pack(graph, room=0), np.array(steps, np.int64)), simulate(graph, schedule)
+    is_step = (state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)
+    assert (state.slots[HELD][is_step] + graph.resident_bytes).tolist() == simulation.bytes_at.tolist()
+    assert state.costs[-1] == pytest.approx(simulation.cost_s)
+    assert state.sums[OVER] == np.maximum(state.slots[HELD], 0).sum()
+
+
+def test_annealing_never_leaves_the_regions() -> None:
+    graph = two_regions(8)
+    local = LocalSearch(graph, budget_bytes=int(0.7 * keep_all_bytes(graph)), seed=1)
+    steps = walk(local, range(graph.num_operators))
+    assert len(steps) > graph.num_operators
+    assert validate(graph, Schedule.from_steps(graph, steps)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: str) -> None:
+    graph = FAMILIES[family]()
+    least, ceiling = minimum(graph), keep_all_bytes(graph)
+    solver = Auto(rounds=1)
+    assert solver.solve(graph, budget_bytes=ceiling).status is Status.OPTIMAL
+    for budget in {least.peak_bytes, (least.peak_bytes + ceiling) // 2}:
+        solution = solver.solve(graph, budget_bytes=budget)
+        assert solution.is_solved
+        assert solution.peak_bytes <= budget
+    if working_set_bytes(graph) > 0:
+        below = solver.solve(graph, budget_bytes=working_set_bytes(graph) - 1)
+        assert below.status is Status.INFEASIBLE
+        assert below.minimum_bytes == least.peak_bytes
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_eviction_fits_or_says_none(rule: Rule) -> None:
+    graph = chain(30)
+    for budget in range(3, 40, 9):
+        steps = steps_with_eviction(graph, budget, rule)
+        if steps is not None:
+            assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= budget
+    assert steps_with_eviction(graph, 2, rule) is None
+
+
+def test_the_frontier_is_monotone_and_valid() -> None:
+    graph = random_layered(24, seed=3)
+    ceiling = keep_all_bytes(graph)
+    budgets = [int(share * ceiling) for share in np.linspace(1.0, 0.3, 12)]
+    solutions = frontier_solutions(graph, budgets, Auto(rounds=1))
+    assert [s.budget_bytes for s in solutions] == budgets
+    costs = [s.cost_s if s.is_solved else math.inf for s in solutions]
+    bounds = [s.lower_bound_s for s in solutions if s.is_solved]
+    assert costs == sorted(costs)
+    assert bounds == sorted(bounds)
+    assert all(s.peak_bytes <= s.budget_bytes for s in solutions)
+    assert solutions[0].status is Status.OPTIMAL
+
+
+def test_one_seed_gives_one_answer() -> None:
+    graph = random_layered(16, seed=5)
+    budget = int(0.6 * keep_all_bytes(graph))
+    first, second = (Auto(gap=0.0, seed=3, rounds=2).solve(graph, budget_bytes=budget) for _ in range(2))
+    assert first.schedule == second.schedule
+    assert first.lower_bound_s == second.lower_bound_s
+
+
+def test_a_large_graph_is_answered_within_the_time_limit() -> None:
+    graph = transformer(60)
+    minimum(chain(4))  # the compiler, once a machine, has its own limit
+    budget = int(0.75 * keep_all_bytes(graph))
+    solution = Auto(time_limit_s=2.0).solve(graph, budget_bytes=budget)
+    assert solution.is_solved
+    assert solution.wall_s < 2.2 + 0.3  # 10 %, and a machine that does something else
+
+
+def test_progress_is_told_and_never_gets_worse() -> None:
+    graph = random_layered(16, seed=7)
+    told: list[Progress] = []
+    solution = Auto(progress=told.append).solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
+    costs = [p.cost_s for p in told if p.cost_s is not None]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == solution.cost_s
+    assert [p.bound_s for p in told] == sorted(p.bound_s for p in told)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="gap"):
+        Auto(gap=-1.0)
+    with pytest.raises(ValueError, match="time"):
+        Auto(time_limit_s=0.0)
+
+
+def test_the_options_are_the_name() -> None:
+    graph = chain(4)
+    solution: Solution = QUICK.solve(graph, budget_bytes=keep_all_bytes(graph))
+    assert solution.solver == repr(QUICK)
+    assert "progress" not in solution.solver
