@@ -17,7 +17,7 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
-
+from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 
 __all__ = [
     "FakeTensorMode",
@@ -31,6 +31,7 @@ __all__ = [
     "run_counting_allocations",
     "set_call",
     "unwrap_failure",
+    "without_modes",
 ]
 
 
@@ -76,6 +77,13 @@ def compile_reason(module: fx.GraphModule) -> Any:
 def is_profiling() -> bool:
     """True where a profiler runs already; a second one can't (`torch.autograd._profiler_enabled`, 2.13)."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Runs what is inside for real where fake tensors are traced around it (`_disable_current_modes`, 2.13)."""
+    with _disable_current_modes():
+        yield
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
