@@ -52,8 +52,8 @@ class Block(nn.Module):
         scores = (q @ k.transpose(-1, -2) / (width // HEADS) ** 0.5).masked_fill(self.future, float("-inf"))
         heads = self.dropout(scores.softmax(-1)) @ v
         x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
-        x = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
-        return x
+        fed: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        return x + fed
 
 
 class GPT(nn.Module):

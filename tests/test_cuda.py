@@ -1,0 +1,64 @@
+"""What only a CUDA device can show. Skipped elsewhere, with the reason; `experiments/gpu_validation.py` measures at real sizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"),
+]
+
+
+class Tower(nn.Module):
+    """Layers with dropout that return a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mean square of the last layer."""
+        for layer in self.layers:
+            x = x + self.dropout(nn.functional.gelu(layer(x)))
+        return x.pow(2).mean()
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = model(x)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+def test_dropout_is_replayed_on_the_device(budget: str) -> None:
+    torch.manual_seed(0)
+    model, x = Tower().cuda(), torch.randn(4096, 512, device="cuda")
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, budget)
+    (loss, gradients), (plain_loss, plain_gradients) = _step(model, x), _step(plain, x)
+    torch.testing.assert_close(loss, plain_loss)
+    for found, wanted in zip(gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_the_measured_peak_is_within_the_budget() -> None:
+    torch.manual_seed(0)
+    model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
+    remat.checkpoint(model, "60%")
+    _step(model, x)
+    model.zero_grad(set_to_none=True)
+    solution = remat.report(model).solution
+    held = torch.cuda.memory_allocated()
+    measured = remat.measure(lambda: model(x).backward(), device="cuda")
+    assert held + measured.peak_bytes <= solution.budget_bytes * 1.01
+    assert abs(held + measured.peak_bytes - solution.peak_bytes) <= 0.02 * solution.peak_bytes
