@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")  # the module that was captured: a local or global of the captured frame, of any name
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
@@ -21,8 +22,7 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    path = path.removeprefix("L['self']")
-    path = _INDEXED.sub(lambda match: "." + (match[1] or match[2] or match[3]), path)
+    path = _INDEXED.sub(lambda match: "." + (match[1] or match[2] or match[3]), _ROOT.sub("", path))
     return path.strip(".")
 
 
