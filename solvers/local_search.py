@@ -184,8 +184,9 @@ def add(
     if place < 0 or not may_be_at(operators, op, place):
         return
     do_insert(values, operators, links, slots, sums, costs, op, place, journal)
+    limit = start + int(2.0 ** (6.5 * draw(draws, journal)))
     done = start
-    while done < journal[0, 0] < start + 64:
+    while done < journal[0, 0] < limit:
         done += 1
         child, q = journal[done, 0], journal[done, 1]
         for k in range(operators[child, READ_FROM], operators[child, READ_TO]):
@@ -195,7 +196,7 @@ def add(
             last = last_read(values, operators, links, value, begin, q)
             if q - last <= SPACING or values[value, SIZE] == 0 or last_read(values, operators, links, value, begin, end) > q:
                 continue
-            if journal[0, 0] >= start + 64 or draw(draws, journal) >= depth_chance:
+            if journal[0, 0] >= limit or draw(draws, journal) >= depth_chance:
                 continue
             place = empty_before(slots, q, last)
             if place >= 0 and may_be_at(operators, p, place):
@@ -301,24 +302,18 @@ def move(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, co
 @inner
 def change(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Makes one random move."""
-    r = draw(draws, journal)
-    if r < 0.4:
-        add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
-    elif r < 0.6:
-        q = random_recomputation(operators, slots, draws, journal)
-        if q >= 0:
-            remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
-    elif r < 0.8:
+    # one call of each function, as the compiler copies what is called
+    r, also = draw(draws, journal), draw(draws, journal) < 0.5
+    if r < 0.2:
         move(values, operators, links, slots, sums, costs, draws, journal)
-    elif r < 0.95:
+    if r >= 0.95:
+        remove_several(values, operators, links, slots, sums, costs, draws, journal)
+    elif r >= 0.6:
         q = random_recomputation(operators, slots, draws, journal)
         if q >= 0:
             remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
+    if 0.2 <= r < 0.75 or (r >= 0.95 and also):
         add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
-    else:
-        remove_several(values, operators, links, slots, sums, costs, draws, journal)
-        if draw(draws, journal) < 0.5:
-            add_somewhere(values, operators, links, slots, sums, costs, draws, journal)
 
 
 @compiled
@@ -362,7 +357,7 @@ def anneal(
         num_fit += old_over == 0
         if (step + 1) % period == 0:
             if num_fit < 0.15 * period:
-                weight[0] = min(weight[0] * 1.1, 1e6)
+                weight[0] = weight[0] * 1.1 if weight[0] < 1000 else 1.0  # stuck: let it leave
             elif num_fit > 0.4 * period:
                 weight[0] = max(weight[0] / 1.1, 1e-4)
             num_fit = 0

@@ -81,7 +81,7 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
 def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> Ints:
     """Returns steps with a smaller peak, by annealing under budgets ever closer below the least one so far."""
     share = _FIRST_SHARE
-    while share > _LAST_SHARE and peak_bytes > floor:
+    while share > _LAST_SHARE and peak_bytes > floor and time.perf_counter() < deadline:
         target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
         local = LocalSearch(graph, budget_bytes=target, seed=0)
         if not local.is_ready and deadline - time.perf_counter() < COMPILER_S:
