@@ -71,7 +71,7 @@ def _store() -> DiskCache:
 def _measure(call: Call) -> int | None:
     if bytes_moved(call) <= _MOST_BYTES and flop_of(call) <= _MOST_FLOP:
         return workspace_of(call)
-    if call.packet in CONVOLUTIONS:
+    if call.packet in CONVOLUTIONS and call.args[0].shape[0] > 1:
         return _measure_smaller_batches(call)
     _LOG.warning("the workspace of %s counts as 0: too large to be run for it", call.target)
     return 0
@@ -86,8 +86,6 @@ def _measure_smaller_batches(call: Call) -> int:
     share = max(bytes_moved(call) / _MOST_BYTES, flop_of(call) / _MOST_FLOP)
     large = max(1, int(batch / share))
     small = max(1, large // 2)
-    if batch == 1:
-        return 0
     at_large, at_small = (measured_bytes(_with_batch(call, size)) for size in (large, small))
     slope = (at_large - at_small) / (large - small) if large > small else at_large
     return round(at_large + slope * (batch - large))
