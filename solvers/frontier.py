@@ -8,7 +8,7 @@ cheapest schedule that fits it and the best bound of the larger ones. Cost and b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..graph import Graph
 from ..solution import Solution
@@ -52,6 +52,8 @@ def frontier_solutions(graph: Graph, budgets: Iterable[int], solver: Solver | No
 def _solve(graph: Graph, budget: int, solver: Solver, found: Sequence[_Found], least: Minimum) -> Solution:
     if not isinstance(solver, Auto):
         return solver.solve(graph, budget_bytes=budget)
+    if budget < least.peak_bytes:  # unlikely to be met; a short look is enough
+        solver = replace(solver, rounds=min(solver.rounds, 1))
     return solver.improve(graph, budget_bytes=budget, known_steps=[f.steps for f in found[-3:]], least=least)
 
 
