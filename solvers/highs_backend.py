@@ -51,6 +51,8 @@ class Highs:
         self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
     ) -> Answer:
         """Returns HiGHS's best points and its dual bound, never its objective, as the bound."""
+        if len(model.cost) == 0:
+            return _without_columns(model)
         highspy, solver = self._solver(time_limit_s)
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("mip_abs_gap", 1e-6)
@@ -73,6 +75,8 @@ class Highs:
 
     def relax(self, model: ModelArrays, *, time_limit_s: float) -> Answer:
         """Returns the optimum of the LP relaxation; without a bound where a limit stopped it."""
+        if len(model.cost) == 0:
+            return _without_columns(model)
         highspy, solver = self._solver(time_limit_s)
         _pass(highspy, solver, model, is_relaxed=True)
         solver.run()
@@ -93,6 +97,12 @@ class Highs:
         solver.setOptionValue("threads", self.threads)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         return highspy, solver
+
+
+def _without_columns(model: ModelArrays) -> Answer:
+    if (model.row_upper < 0).any():
+        return Answer(math.inf, (), True)
+    return Answer(model.offset, (np.zeros(0),), True)
 
 
 def _pass(highspy: Any, solver: Any, model: ModelArrays, *, is_relaxed: bool) -> None:

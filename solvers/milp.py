@@ -24,7 +24,9 @@ from itertools import chain
 from typing import final
 
 from ..graph import Graph
+from ..schedule import Schedule
 from ..solution import Solution, Status
+from ..validate import validate
 from .base import Solver
 from .eviction import Rule, steps_with_eviction
 from .highs_backend import Backend, Highs
@@ -82,13 +84,16 @@ def solve_exactly(
 ) -> Solution:
     """Returns the answer of the stage model with any backend; `starts` are schedules to begin with, asked for while needed."""
     began = time.monotonic()
-    iterator = iter(starts)
+    keep_all = Schedule.keep_all(graph)
+    if not validate(graph, keep_all, budget_bytes=budget_bytes):
+        wall_s = time.monotonic() - began
+        return Solution.of_steps(graph, budget_bytes, keep_all.steps, lower_bound_s=graph.cost_s, solver=solver, wall_s=wall_s)
     form = stage_form(graph, budget_bytes)
     if not form.fits_every_operator:
         wall_s = time.monotonic() - began
         return Solution.without_schedule(graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s)
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
-    search.offer(range(graph.num_operators))
+    iterator = iter(starts)
     while not search.is_closed and (steps := next(iterator, None)) is not None:
         search.offer(steps)
     search.run()

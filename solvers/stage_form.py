@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import SolverError
 from ..graph import Graph, Phase
 
-NEVER = -1
+MAX_OPERATORS = 2_000
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,16 @@ class StageForm:
 
 
 def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
-    """Returns the normal form of `graph` under a budget. Complexity: O(n (n + E))."""
+    """Returns the normal form of `graph` under a budget. Complexity: O(n^2) set operations.
+
+    Raises:
+        SolverError: n^2 is absurdly big.
+    """
+    if graph.num_operators > MAX_OPERATORS:
+        raise SolverError(
+            f"a stage model of {graph.num_operators:,} operators has some {graph.num_operators**2:,} columns; "
+            f"more than {MAX_OPERATORS:,} operators are hopeless for a MILP solver; use solver='auto'"
+        )
     arrays = graph.arrays
     outputs = tuple(map(int, arrays.output))
     sink = [()] if outputs else []
@@ -97,7 +107,7 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
     for index, values in enumerate(reads):
         for value in values:
             users[value].append(index)
-    may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, users, graph.producer)
+    may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, len(graph.values))
     can_repeat = [bool(column.any()) for column in may_recompute.T]
     is_snapshot = [graph.producer[v] >= 0 and graph.operators[graph.producer[v]].is_snapshot for v in range(len(graph.values))]
     is_void = [is_snapshot[v] and not any(can_repeat[u] for u in users[v]) for v in range(len(graph.values))]
@@ -125,7 +135,7 @@ def _allowed(graph: Graph, num_stages: int) -> NDArray[np.bool_]:
     spans: dict[tuple[int, Phase], tuple[int, int]] = {}
     for index, op in enumerate(graph.operators):
         spans[op.region, op.phase] = (spans.get((op.region, op.phase), (index, index))[0], index)
-    if len(spans) > 2:
+    if len({region for region, _ in spans}) > 1:
         stage = np.arange(num_stages)
         for index, op in enumerate(graph.operators):
             own = [spans[op.region, phase] for phase in Phase if (op.region, phase) in spans]
@@ -138,20 +148,22 @@ def _useful(
     allowed: NDArray[np.bool_],
     reads: Sequence[tuple[int, ...]],
     writes: Sequence[tuple[int, ...]],
-    users: Sequence[Sequence[int]],
-    producer: Sequence[int],
+    num_values: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns where recomputing and keeping can be of use: something later reads what it gives."""
-    count, num_values = len(reads), len(users)
+    """Returns where recomputing and keeping can be of use: something later reads what it gives. Sets of values are bit masks."""
+    count = len(reads)
+    read, written = ([sum(1 << v for v in values) for values in lists] for lists in (reads, writes))
     may_recompute = np.zeros((count, count), np.bool_)
     may_keep = np.zeros((count + 1, num_values), np.bool_)
-    born = np.array(producer)
+    wanted = 0
     for stage in range(count - 1, -1, -1):
-        wanted = may_keep[stage + 1] & (born >= 0) & (born < stage)
-        wanted[list(reads[stage])] = True
-        for operator in range(stage - 1, -1, -1):
-            if allowed[stage, operator] and any(wanted[v] for v in writes[operator]):
-                may_recompute[stage, operator] = True
-                wanted[list(reads[operator])] = True
-        may_keep[stage] = wanted
+        wanted = wanted & ~written[stage] | read[stage]
+        useful = []
+        for operator in np.flatnonzero(allowed[stage])[::-1].tolist():
+            if wanted & written[operator]:
+                useful.append(operator)
+                wanted |= read[operator]
+        may_recompute[stage, useful] = True
+        packed = np.frombuffer(wanted.to_bytes((num_values + 7) // 8, "little"), np.uint8)
+        may_keep[stage] = np.unpackbits(packed, count=num_values, bitorder="little")
     return may_recompute, may_keep

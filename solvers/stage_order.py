@@ -6,16 +6,16 @@ on their order, and computing something twice in one stage can be needed. Exampl
 b is computed from c, and a is as large as c; in the graph's order a, c, b are held at once, while
 c, b, a holds less.
 
-The search is Dijkstra's over sets of held values (bit masks), so it is exact where it ends: it
-returns the least cost of a stage over all sequences, or that there is none. It is exponential in the
-worst case (rematerialization inside one stage is a pebble game) and stops at `max_states`.
+The search is A* over sets of held values (bit masks), so it is exact where it ends: it returns the
+least cost of a stage over all sequences, or that there is none. It is exponential in the worst case
+(rematerialization inside one stage is a pebble game) and stops at `max_states`.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,27 +104,27 @@ class _Move(NamedTuple):
 
 
 class _Search:
-    """Dijkstra over masks of held values; values outside the stage's reach have no bit."""
+    """A* over masks of held values; values outside the stage's reach have no bit.
+
+    Holding more is never worse, as dropping is free; so values are dropped only where a computation
+    needs the room, and then no more than it needs.
+    """
 
     def __init__(self, form: StageForm, task: StageTask) -> None:
-        self.goal_values = goal_of(form, task)
+        goal = goal_of(form, task)
         operators = _reachable(form, task)
-        values = {v for j in operators for v in (*form.reads[j], *form.writes[j])} | self.goal_values
+        values = {v for j in operators for v in (*form.reads[j], *form.writes[j])} | goal
         self.bit = {v: 1 << i for i, v in enumerate(sorted(values))}
         self.size = {self.bit[v]: _size(form, task, v) for v in values}
-        self.goal = self._mask(self.goal_values)
-        self.start = self._mask(task.kept & values)
+        self.goal = self._mask(goal)
         self.moves = [self._move(form, j) for j in sorted(operators)]
-        writable = self._mask(v for j in operators for v in form.writes[j])
-        self.fixed = self.goal & self.start & ~writable  # dropped, they could not come back
-        self.read_by_moves = self._mask(v for j in operators for v in form.reads[j])
-        self._bytes: dict[int, int] = {0: 0}
+        self.maker = {bit: move for move in self.moves for bit in _bits(move.writes)}
+        self.useful = self.goal | self._mask(v for j in operators for v in form.reads[j])
+        self.start = self._mask(task.kept & values) & self.useful
+        self.fixed = self.goal & self.start & ~self._mask(v for j in operators for v in form.writes[j])  # gone, it would not come back
 
     def _mask(self, values: Iterable[int]) -> int:
-        mask = 0
-        for value in values:
-            mask |= self.bit[value]
-        return mask
+        return sum(self.bit[value] for value in set(values))
 
     def _move(self, form: StageForm, operator: int) -> _Move:
         reuses = tuple((self.bit[v], self.size[self.bit[v]]) for v in form.reuses[operator])
@@ -137,60 +137,92 @@ class _Search:
             ((0, 0), *reuses),
         )
 
-    def _bytes_of(self, mask: int) -> int:
-        found = self._bytes.get(mask)
-        if found is None:
-            low = mask & -mask
-            found = self._bytes[mask] = self.size[low] + self._bytes_of(mask ^ low)
-        return found
-
-    def _trim(self, mask: int) -> int:
-        return mask & (self.goal | self.read_by_moves)
-
     def run(self, max_states: int) -> StageResult:
-        start = self._trim(self.start)
-        best: dict[int, float] = {start: 0.0}
+        """Returns the answer, or `UNKNOWN` after looking at `max_states` states."""
+        num_seen = 0
+        best: dict[int, float] = {self.start: 0.0}
         came: dict[int, tuple[int, int]] = {}
-        queue: list[tuple[float, int, int]] = [(0.0, -start.bit_count(), start)]
+        queue = [(self._least_rest(self.start), 0.0, self.start)]
         done: set[int] = set()
         while queue:
-            cost_s, _, held = heapq.heappop(queue)
+            _, _, held = heapq.heappop(queue)
             if held in done:
                 continue
             done.add(held)
             if self.goal & ~held == 0:
-                return StageResult(cost_s, self._path(came, held))
-            if len(done) > max_states:
-                return UNKNOWN
-            for state, extra_s, operator in self._successors(held):
-                if cost_s + extra_s < best.get(state, math.inf):
-                    best[state] = cost_s + extra_s
-                    came[state] = (held, operator)
-                    heapq.heappush(queue, (cost_s + extra_s, -state.bit_count(), state))
+                return StageResult(best[held], self._path(came, held))
+            for state, move in self._successors(held):
+                num_seen += 1
+                if num_seen > max_states:
+                    return UNKNOWN
+                reached_s = best[held] + move.cost_s
+                if reached_s < best.get(state, math.inf) and (rest_s := self._least_rest(state)) < math.inf:
+                    best[state] = reached_s
+                    came[state] = (held, move.operator)
+                    heapq.heappush(queue, (reached_s + rest_s, -reached_s, state))
         return IMPOSSIBLE
 
-    def _successors(self, held: int) -> list[tuple[int, float, int]]:
-        found = []
+    def _least_rest(self, held: int) -> float:
+        """Returns a bound on what is still to pay: whatever is missing for the goal is computed at least once."""
+        missing, operators, rest_s = self.goal & ~held, 0, 0.0
+        while missing:
+            move = self.maker.get(missing & -missing)
+            if move is None:
+                return math.inf
+            rest_s += move.cost_s
+            operators |= move.writes
+            missing = (missing | move.reads & ~held) & ~operators
+        return rest_s
+
+    def _successors(self, held: int) -> Iterator[tuple[int, _Move]]:
+        held_bytes = self._bytes(held)
         for move in self.moves:
             if move.reads & ~held or not move.writes & ~held:
                 continue
+            after_bytes = held_bytes + self._bytes(move.writes & ~held)
             for taken, saved in move.reuses:
-                if taken & self.fixed == 0 and self._bytes_of(held | move.writes) - saved <= move.room:
-                    found.append((self._trim((held | move.writes) & ~taken), move.cost_s, move.operator))
-        rest = held & ~self.fixed
-        while rest:
-            low = rest & -rest
-            rest ^= low
-            found.append((held ^ low, 0.0, -1))
-        return found
+                if taken & self.fixed:
+                    continue
+                droppable = held & ~(self.fixed | move.reads | move.writes)
+                for dropped in self._smallest_drops(droppable, after_bytes - saved - move.room):
+                    yield ((held | move.writes) & ~(taken | dropped)) & self.useful, move
+
+    def _smallest_drops(self, droppable: int, excess: int) -> Iterator[int]:
+        """Yields the sets of at least `excess` bytes from which nothing can be left out."""
+        if excess <= 0:
+            yield 0
+            return
+        bits = sorted((bit for bit in _bits(droppable) if self.size[bit]), key=self.size.__getitem__, reverse=True)
+        left = [0] * (len(bits) + 1)
+        for i in range(len(bits) - 1, -1, -1):
+            left[i] = left[i + 1] + self.size[bits[i]]
+        stack = [(0, 0, excess)]
+        while stack:
+            i, dropped, wanted = stack.pop()
+            if left[i] < wanted:
+                continue
+            stack.append((i + 1, dropped, wanted))
+            if self.size[bits[i]] >= wanted:
+                yield dropped | bits[i]
+            else:
+                stack.append((i + 1, dropped | bits[i], wanted - self.size[bits[i]]))
+
+    def _bytes(self, mask: int) -> int:
+        return sum(self.size[bit] for bit in _bits(mask))
 
     def _path(self, came: dict[int, tuple[int, int]], state: int) -> tuple[int, ...]:
         steps = []
         while state in came:
             state, operator = came[state]
-            if operator >= 0:
-                steps.append(operator)
+            steps.append(operator)
         return tuple(reversed(steps))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low
+        mask ^= low
 
 
 def _reachable(form: StageForm, task: StageTask) -> set[int]:

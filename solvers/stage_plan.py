@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .checkmate_model import CheckmateModel
 from .stage_form import StageForm
-from .stage_order import UNKNOWN, StageResult, StageTask, cheapest_stage, goal_of, is_sequence_fit
+from .stage_order import UNKNOWN, StageResult, StageTask, goal_of, is_sequence_fit
 
 
 class StagePlan(NamedTuple):
@@ -55,15 +55,13 @@ def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
     return useful[::-1], needed
 
 
-def order_stage(form: StageForm, plan: StagePlan, *, max_states: int) -> StageResult:
-    """Returns the stage's recomputations in an order that fits: the graph's, depth first, or by search."""
+def order_stage(form: StageForm, plan: StagePlan) -> StageResult:
+    """Returns the stage's recomputations, each once, in the graph's order or depth first where one of these fits."""
     useful, _ = useful_in(form, plan.task)
     for steps in (useful, _depth_first(form, plan.task, useful)):
         if is_sequence_fit(form, plan.task, steps):
             return StageResult(math.fsum(form.cost_s[i] for i in steps), tuple(steps))
-    if not useful:
-        return UNKNOWN
-    return cheapest_stage(form, plan.task, max_states=max_states)
+    return UNKNOWN
 
 
 def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> list[int]:

@@ -37,8 +37,9 @@ from .stage_plan import StagePlan, order_stage, plans_of_point, point_of_steps, 
 
 TOLERANCE = 1e-7  # relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
 _FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75  # of the time left, for a solve that may teach cuts; for one more without
+_RESERVE = 0.3  # of the time left, for schedules in the paper's class
 _MAX_STATES = 20_000
-_STATES_TO_WIDEN = 2_000
+_STATES_TO_WIDEN = 3_000
 _FARTHER = 8
 
 
@@ -69,7 +70,8 @@ class StageSearch:
         self.cost_s = math.inf
         self.progress = progress
         self.began = time.monotonic()
-        self.unordered: set[int] = set()  # stages whose points were neither ordered nor cut
+        self.unordered: set[int] = set()  # stages that were neither ordered nor cut
+        self.failing: set[int] = set()  # stages of the latest point without an order
         self.moments: set[tuple[int, int]] = set()
         self.cuts: set[StageTask] = set()
         self.max_states = _MAX_STATES
@@ -98,21 +100,23 @@ class StageSearch:
         """Runs until closed, out of time, or out of cuts, the exact search of stages reaching farther every time."""
         while not self.is_closed and self.remaining_s > 0:
             self.unordered.clear()
-            self._run_relaxation()
+            has_more = self._run_relaxation(reserve_s=_RESERVE * self.remaining_s)
             self._run_ordered()
-            if not self.unordered:
+            if not (has_more or self.unordered):
                 break
-            self.max_states *= _FARTHER
+            self.max_states *= _FARTHER if self.unordered else 1
 
-    def _run_relaxation(self) -> None:
+    def _run_relaxation(self, reserve_s: float) -> bool:
+        """Solves and cuts; returns whether there is more to do than time allowed."""
         share = _FIRST_SHARE
-        while not self.is_closed and self.remaining_s > 0:
+        while not self.is_closed and self.remaining_s > reserve_s:
             answer = self._minimise(self.model, share * self.remaining_s)
             self._raise_bound(answer.bound)
             is_cut = self._learn(answer)
             if not is_cut and (answer.is_finished or share == _SECOND_SHARE):
-                break
+                return False
             share = _FIRST_SHARE if is_cut else _SECOND_SHARE
+        return True
 
     @property
     def _states(self) -> int:
@@ -152,24 +156,24 @@ class StageSearch:
     def _learn(self, answer: Answer) -> bool:
         """Orders the stages of each point, keeps the best schedule, and returns whether a cut was added."""
         is_cut = False
-        for rank, plans in enumerate([plans_of_point(self.model, point) for point in answer.points]):
-            if rank == 0 or math.fsum(plan.cost_s for plan in plans) + self.graph.cost_s < self.cost_s:
-                is_cut |= self._digest(plans)
-            if self.remaining_s <= 0 or self.is_closed:
-                break
+        plans = [plans_of_point(self.model, point) for point in answer.points]
+        for rank in reversed(range(len(plans))):  # the best one last
+            is_cut |= self._digest(plans[rank], is_cutting=rank == 0)
         return is_cut
 
-    def _digest(self, plans: list[StagePlan], *, is_cutting: bool = True) -> bool:
-        is_cut, is_whole = False, True
+    def _digest(self, plans: list[StagePlan], *, is_cutting: bool) -> bool:
+        is_cut = False
+        self.failing = set()
         steps: list[int] = []
         for plan in plans:
-            found = order_stage(self.form, plan, max_states=self._states)
+            found = order_stage(self.form, plan)
             if is_cutting and not found.cost_s <= _slightly_above(plan.cost_s):
                 is_new, found = self._cut(plan)
                 is_cut |= is_new
-            is_whole &= math.isfinite(found.cost_s)
+            if not math.isfinite(found.cost_s):
+                self.failing.add(plan.task.stage)
             steps += [*found.steps, plan.task.stage]
-        if is_whole:
+        if not self.failing:
             self.offer(steps[: len(steps) - (self.form.num_operators - self.form.num_steps)])
         return is_cut
 
@@ -216,7 +220,7 @@ class StageSearch:
             return
         model = stage_model(self.form)
         ordered: set[int] = set()
-        pending = set(self.unordered)
+        pending = self.unordered | self.failing
         for stage, operator in self.moments:
             add_moment(model, stage, operator)
         while pending and self.remaining_s > 0 and not self.is_closed:
@@ -228,10 +232,7 @@ class StageSearch:
             for point in answer.points:
                 plans = plans_of_point(model, point)
                 self._digest(plans, is_cutting=False)
-                pending |= {plan.task.stage for plan in plans if not self._is_ordered(plan)} - ordered
-
-    def _is_ordered(self, plan: StagePlan) -> bool:
-        return order_stage(self.form, plan, max_states=0).cost_s <= _slightly_above(plan.cost_s)
+                pending |= self.failing - ordered
 
 
 def _slightly_above(cost_s: float) -> float:
