@@ -23,6 +23,7 @@ from .runtime import (
     Plans,
     check_gradient,
     compile_call,
+    device_type,
     nothing_to_differentiate,
     run_compiled,
     solve_graph,
@@ -140,7 +141,7 @@ def trace_step(
         captured.append(step)
         raise _CapturedError
 
-    backend = make_backend(plan, resolve_costs(costs), lambda _: None, differentiate=differentiate)
+    backend = make_backend(plan, resolve_costs(costs, device_type(model)), lambda _: None, differentiate=differentiate)
     with _on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
         compiled = compile_call(model, backend)
         try:

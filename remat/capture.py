@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 
 from .errors import TraceError
-from .executor import compile_graph
+from .executor import BoxedFunction, compile_graph
 from .measure import FirstStepMeter
 from .rewrite import SplitStep, split
 from .solution import Solution
-from .torch_private import aot_autograd
+from .torch_private import aot_autograd, backward_without_autocast, is_graph_kept
 from .tracers.aot import TracedStep, read_joint
 from .tracers.costs import CostModel
 
@@ -69,14 +69,31 @@ def make_backend(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], No
             return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return pieces[-1].meter.backward(compile_graph(graph))
+            return _once(pieces[-1].meter.backward(compile_graph(graph)))
 
-        compiled = aot_autograd(
+        trace_and_compile = aot_autograd(
             fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
-        )(module, example_inputs)
+        )
+        with backward_without_autocast():
+            compiled = trace_and_compile(module, example_inputs)
         return _refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+def _once(backward: BoxedFunction) -> BoxedFunction:
+    """Refuses to run where the graph is to be kept: what is saved may be overwritten in place, and dies at its last use."""
+
+    def run(args: list[Any]) -> Any:
+        if is_graph_kept():
+            raise TraceError(
+                "a planned step runs its backward once: what it saved is gone afterwards, so retain_graph=True and create_graph=True "
+                "(gradients of gradients) can't be had; add the losses up and call backward once, or use remat.unwrap(model)"
+            )
+        return backward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
+    return run
 
 
 def _detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:

@@ -153,6 +153,11 @@ def _batches(text: torch.Tensor, device: str) -> Iterator[torch.Tensor]:
         yield torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()]).to(device)
 
 
+def example_batch() -> torch.Tensor:
+    """Returns one batch of the demo's text; shape (batch, length + 1), integers."""
+    return next(_batches(_text(), "cpu"))
+
+
 def _model(device: str) -> GPT:
     torch.manual_seed(SEED)
     return GPT().to(device)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import fx
 
+from .bindings import Bindings
+
 BoxedFunction = Callable[[list[Any]], Any]
 
 
@@ -34,6 +36,7 @@ class _Source:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.constants: dict[str, Any] = {}
+        self.bindings = Bindings()
         self.name_of_object: dict[int, str] = {}
         self.lines: list[str] = []
         self.last_user = _last_users(module.graph)
@@ -59,7 +62,7 @@ class _Source:
     def _call(self, node: fx.Node) -> None:
         arguments = [self._expression(argument) for argument in node.args]
         arguments += [f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()]
-        call = f"{self._function(node.target)}({', '.join(arguments)})"
+        call = f"{self._constant(self.bindings.of(node))}({', '.join(arguments)})"
         parts = [user for user in node.users if _is_unpacked_part(user)]
         if parts and len(parts) == len(node.users):
             self._unpack(node, parts, call)
@@ -84,9 +87,6 @@ class _Source:
     def _delete(self, nodes: list[fx.Node]) -> None:
         if nodes:
             self.lines.append(f"    del {', '.join(_variable(node) for node in nodes)}")
-
-    def _function(self, target: Any) -> str:
-        return self._constant(target)
 
     def _constant(self, thing: Any) -> str:
         name = self.name_of_object.get(id(thing))

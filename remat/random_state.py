@@ -14,12 +14,12 @@ def take_state(device: torch.device) -> torch.Tensor:
 
 def replay(operator: Any, state: torch.Tensor, device: torch.device, *args: Any, **kwargs: Any) -> Any:
     """Runs `operator` with the generator in `state`, and leaves the generator as it was."""
-    before = take_state(device)
+    before = bytearray(take_state(device).numpy())  # outside of torch's allocator: no memory of the step's
     _set_state(device, state)
     try:
         return operator(*args, **kwargs)
     finally:
-        _set_state(device, before)
+        _set_state(device, torch.frombuffer(before, dtype=torch.uint8))
 
 
 def _set_state(device: torch.device, state: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ class PlannedCall:
         self.module = module
         self.pieces: list[Piece] = []
         self.captured_s = 0.0
-        backend = make_backend(plan, resolve_costs(costs), self.pieces.append, differentiate=differentiate)
+        backend = make_backend(plan, resolve_costs(costs, device_type(module)), self.pieces.append, differentiate=differentiate)
         self._compiled = compile_call(module, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +176,12 @@ class PlannedCall:
         if not self.pieces:
             raise TraceError(nothing_to_differentiate(self.module))
         return result
+
+
+def device_type(module: nn.Module) -> str:
+    """The type of the device that a module's parameters and buffers are on, `cuda` where any is."""
+    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    return "cuda" if "cuda" in types else "cpu"
 
 
 def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
@@ -207,7 +213,7 @@ def nothing_to_differentiate(module: nn.Module) -> str:
 def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error."""
     try:
-        with torch_private.many_recompilations():
+        with torch_private.capture_settings():
             return compiled(*args, **kwargs)
     except Exception as error:
         cause = torch_private.unwrap_failure(error)
@@ -246,5 +252,7 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
         raise TraceError(
             f"the step has a graph break ({reason.reason}), and one budget is for one graph; use torch.compile(fullgraph=True)"
         )
-    inner = make_backend(Plans(options), resolve_costs(options.costs), BACKEND_STATE.pieces.append, differentiate=options.differentiate)
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")
+    inner = make_backend(Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate)
     return inner(module, example_inputs)  # type: ignore[no-any-return]

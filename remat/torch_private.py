@@ -5,6 +5,8 @@ Supported: torch 2.11 to 2.15. Each name below was checked with 2.13.0.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd  # 2.13
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
@@ -22,12 +25,15 @@ from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 __all__ = [
     "FakeTensorMode",
     "aot_autograd",
+    "backward_without_autocast",
     "call_plain",
+    "capture_settings",
     "compile_reason",
+    "every_change_noticed",
     "get_call",
     "is_graph_break",
+    "is_graph_kept",
     "is_profiling",
-    "many_recompilations",
     "run_counting_allocations",
     "set_call",
     "unwrap_failure",
@@ -36,10 +42,20 @@ __all__ = [
 
 
 @contextmanager
-def many_recompilations() -> Iterator[None]:
-    """Lets one module be compiled for any number of shapes; each has its plan (config names of 2.13)."""
-    with dynamo_config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+def capture_settings() -> Iterator[None]:
+    """Dynamo's settings for capturing and running a planned step (config names of 2.13).
+
+    One module may be compiled for any number of shapes, each with its plan. Logging is no reason
+    to break a graph: `logger.warning` in a forward says nothing there.
+    """
+    settings = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "ignore_logger_methods": _logging_functions()}
+    with dynamo_config.patch(settings):
         yield
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    public = {method for name, method in vars(logging.Logger).items() if callable(method) and not name.startswith("_")}
+    return public | {warnings.warn}
 
 
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,8 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     `clone`, autocast redundant casts), except where a result would come to share memory with
     another. 3. Constant parts of operators (lengths that attention kernels return) become
     constants. 4. Equal computations of one phase merge where that prolongs no lifetime.
-    5. What nobody reads goes, except random operators: they advance the generator.
+    5. Views of views become one. 6. What nobody reads goes, except random operators: they advance
+    the generator.
     """
     graph = module.graph
     output = graph.output_node()
@@ -38,6 +39,7 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
             _replace(node, node.args[0], storages)
         elif isinstance(node.meta.get("val"), int | float | bool):
             _replace_by_constant(node, node.meta["val"])
+    _shorten_views(graph)
     _drop_unread(graph)
     _merge_equal(graph, storages)
     _drop_unread(graph)
@@ -77,6 +79,39 @@ def _replace_by_constant(node: fx.Node, constant: float) -> None:
         if user.op != "output":
             user.args = map_arg(user.args, swap)
             user.kwargs = map_arg(user.kwargs, swap)
+
+
+def _shorten_views(graph: fx.Graph) -> None:
+    """A view of a view is made from the first; one that changes nothing goes. Outside autograd `_unsafe_view` is `view`."""
+    output = graph.output_node()
+    for node in graph.nodes:
+        if node.target is aten._unsafe_view.default:
+            node.target = aten.view.default
+        source: Any = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(source, fx.Node) or output in node.users:
+            continue
+        if node.target is aten.t.default and source.target is aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+        elif node.target is aten.view.default:
+            while source.target is aten.view.default and _views_alike(node, source.args[0]):
+                source = source.args[0]
+                node.args = (source, node.args[1])
+            if _same_layout(source, node):
+                node.replace_all_uses_with(source)
+
+
+def _views_alike(node: fx.Node, source: Any) -> bool:
+    """True where the view can be made from `source` directly, with the same strides."""
+    value = node.meta["val"]
+    try:
+        return bool(source.meta["val"].view(value.shape).stride() == value.stride())
+    except RuntimeError:  # not contiguous enough for one step
+        return False
+
+
+def _same_layout(first: fx.Node, second: fx.Node) -> bool:
+    one, two = first.meta.get("val"), second.meta["val"]
+    return isinstance(one, torch.Tensor) and (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
 
 
 def _drop_unread(graph: fx.Graph) -> None:

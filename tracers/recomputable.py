@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from .storages import tensors_of
+
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"})
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 # Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
@@ -46,7 +48,7 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
         return "it changes a tensor in place"
     if target.namespace not in _KNOWN_NAMESPACES:
         return f"{target} is a custom operator, not known to give the same result twice"
-    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+    if torch.Tag.data_dependent_output in target.tags or not all(isinstance(n, int) for t in tensors_of(node) for n in t.shape):
         return "its result decides shapes or Python values"
     if device_type == "cuda" and target.name().split(".")[0] in _NONDETERMINISTIC_ON_CUDA:
         return "its CUDA kernel gives another result at every run"

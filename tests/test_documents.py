@@ -1,0 +1,25 @@
+"""Every Python block of the documents runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _blocks() -> list[tuple[str, str]]:
+    documents = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+    return [(f"{path.relative_to(ROOT)}-{i}", code) for path in documents for i, code in enumerate(BLOCK.findall(path.read_text()))]
+
+
+@pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
+def test_block_runs(name: str, code: str, tmp_path: Path) -> None:
+    exec(compile(code.replace("/tmp/", f"{tmp_path}/"), name, "exec"), {"__name__": "__main__"})
+
+
+def test_the_front_page_has_code() -> None:
+    assert sum(name.startswith("README.md") for name, _ in _blocks()) >= 2
