@@ -29,7 +29,6 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compile_reason",
-    "every_change_noticed",
     "get_call",
     "is_graph_break",
     "is_graph_kept",
@@ -45,12 +44,24 @@ __all__ = [
 def capture_settings() -> Iterator[None]:
     """Dynamo's settings for capturing and running a planned step (config names of 2.13).
 
-    One module may be compiled for any number of shapes, each with its plan. Logging is no reason
-    to break a graph: `logger.warning` in a forward says nothing there.
+    One module may be compiled for any number of shapes, each with its plan, and anew where a hook
+    came or went. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
     """
-    settings = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "ignore_logger_methods": _logging_functions()}
-    with dynamo_config.patch(settings):
+    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+    with dynamo_config.patch({**limits, "skip_nnmodule_hook_guards": False, "ignore_logger_methods": _logging_functions()}):
         yield
+
+
+@contextmanager
+def backward_without_autocast() -> Iterator[None]:
+    """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`, 2.13)."""
+    with functorch_config.patch(backward_pass_autocast="off"):
+        yield
+
+
+def is_graph_kept() -> bool:
+    """True inside of a backward with `retain_graph=True` or `create_graph=True` (`_get_current_graph_task_keep_graph`, 2.13)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
