@@ -62,7 +62,7 @@ class Highs:
         if start is not None:
             known = np.flatnonzero(~np.isnan(start))
             solver.setSolution(len(known), known.astype(np.int32), start[known])
-        solver.run()
+        _run(highspy, solver)
         status, info = solver.getModelStatus(), solver.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(math.inf, (), True)
@@ -79,7 +79,7 @@ class Highs:
             return _without_columns(model)
         highspy, solver = self._solver(time_limit_s)
         _pass(highspy, solver, model, is_relaxed=True)
-        solver.run()
+        _run(highspy, solver)
         status = solver.getModelStatus()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(math.inf, (), True)
@@ -127,8 +127,17 @@ def _pass(highspy: Any, solver: Any, model: ModelArrays, *, is_relaxed: bool) ->
     )
 
 
+def _run(highspy: Any, solver: Any) -> None:
+    """Runs HiGHS; its threads are started once a process, and another number of them is an error until they are reset."""
+    if solver.run() != highspy.HighsStatus.kError:
+        return
+    highspy.Highs.resetGlobalScheduler(True)
+    if solver.run() == highspy.HighsStatus.kError:
+        raise SolverError(f"HiGHS {solver.version()} fails on this model ({solver.getModelStatus()}); use solver='auto' or 'milp-pulp'")
+
+
 def _listen(solver: Any, points: list[tuple[float, NDArray[np.float64]]], report: Report | None) -> None:
-    """Collects every improving point and reports progress. HiGHS calls back in its own thread of control."""
+    """Collects every improving point and reports progress."""
 
     def improved(event: Any) -> None:
         out = event.data_out

@@ -250,6 +250,14 @@ def test_progress_tells_bounds_that_only_rise_and_costs_that_only_fall() -> None
     assert all(p.bound_s <= solution.cost_s + 1e-9 for p in seen)
 
 
+def test_the_number_of_threads_may_change_in_one_process() -> None:
+    """HiGHS refuses a second number of threads without saying so: it once came back with nothing done."""
+    graph = unet(2)
+    budget_bytes = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    for threads in (1, 2, 1):
+        assert MILP(threads=threads).solve(graph, budget_bytes=budget_bytes).status is Status.OPTIMAL
+
+
 def test_an_incumbent_is_never_made_worse() -> None:
     graph = random_layered(40, seed=3)
     budget_bytes = int(0.85 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
