@@ -74,6 +74,7 @@ def checkpoint(
         BudgetError: at the first call, where the budget can't be met; it says what can.
         TraceError: at the first call, where the step can't be captured.
     """
+    _check_module(model)
     options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate)
     return _install(model, PlannedCall(model, Plans(options), costs, differentiate=differentiate))
 
@@ -85,6 +86,7 @@ def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "rooflin
         ScheduleError: the solution has no schedule, at once; or it was made for another model, shape,
             precision or torch version, at the first call.
     """
+    _check_module(model)
     if solution.schedule is None:
         raise ScheduleError(f"this solution has no schedule to run: its status is {solution.status}")
     return _install(model, PlannedCall(model, FixedPlan(solution), costs, differentiate=differentiate))
@@ -96,9 +98,12 @@ def unwrap(model: Module) -> Module:
     return model
 
 
-def _install(model: Module, call: PlannedCall) -> Module:
+def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+
+
+def _install(model: Module, call: PlannedCall) -> Module:
     torch_private.set_call(model, call)
     return model
 
@@ -130,8 +135,7 @@ def trace_step(
     differentiate: str = "scalars",
 ) -> TracedStep:
     """Returns the graph together with the `torch.fx` graph it was read from; see `trace`."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    _check_module(model)
     if not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
     check_gradient(model, args, kwargs or {})
