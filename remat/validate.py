@@ -65,13 +65,8 @@ def validate(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = Non
 
 def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
     repeated = {index for index, count in Counter(schedule.steps).items() if count > 1}
-    is_idle = {
-        v
-        for op in graph.operators
-        if op.is_snapshot
-        for v in op.writes
-        if not any(u in repeated for w in op.writes for u in graph.users_of[w])
-    }
+    snapshots = {value for op in graph.operators if op.is_snapshot for value in op.writes}
+    is_idle = {value for value in snapshots if not any(user in repeated for user in graph.users_of[value])}
     size = [0 if value in is_idle or v.is_resident else v.size_bytes for value, v in enumerate(graph.values)]
     born: dict[int, int] = {}  # value -> step of its latest computation
     dies: dict[tuple[int, int], int] = {}  # (value, step that computed it) -> last step that reads it

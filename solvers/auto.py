@@ -33,7 +33,8 @@ from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
 from .minimum import Minimum, minimum, peak_bound, working_set_bytes
 from .on_demand import forward_length, steps_on_demand
-from .search import Progress, Search
+from .progress import Progress
+from .search import Search
 from .window import WindowModel
 
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..validate import validate
+from .progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a search has so far.
-
-    Attributes:
-        elapsed_s: since the search began.
-        cost_s: of the best schedule within the budget, None where there is none yet.
-        bound_s: proved: no schedule within the budget costs less.
-    """
-
-    elapsed_s: float
-    cost_s: float | None
-    bound_s: float
 
 
 class Search:
     """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid."""
 
     def __init__(
-        self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: Callable[[Progress], None] | None = None
+        self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: ProgressCallback | None = None
     ) -> None:
         """Starts the clock."""
         self.graph = graph
@@ -89,5 +74,5 @@ class Search:
 
 def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:
     """True where no step leaves its region; a graph of one region, as most are, costs O(V) to tell."""
-    is_one = len({(op.region, op.phase) for op in graph.operators}) <= 2
+    is_one = len({op.region for op in graph.operators}) <= 1
     return is_one or not validate(graph, Schedule.from_steps(graph, list(steps)))

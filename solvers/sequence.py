@@ -107,7 +107,7 @@ def _spans(graph: Graph) -> Ints:
     half: dict[tuple[int, bool], list[int]] = {}
     for index, op in enumerate(graph.operators):
         half.setdefault((op.region, op.phase is Phase.BACKWARD), []).append(index)
-    if len(half) <= 2:  # one region, or a forward and a backward that nothing separates
+    if len({region for region, _ in half}) <= 1:
         return np.tile(np.array([0, graph.num_operators] * 2), (graph.num_operators, 1))
     spans = np.zeros((graph.num_operators, 4), np.int64)
     for (region, is_backward), members in half.items():

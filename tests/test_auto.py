@@ -25,7 +25,7 @@ from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.local_search import LocalSearch, Round
 from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
-from remat.solvers.search import Progress
+from remat.solvers.progress import Progress
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.window import Window, WindowModel
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions

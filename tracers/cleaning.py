@@ -25,7 +25,8 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     `clone`, autocast redundant casts), except where a result would come to share memory with
     another. 3. Constant parts of operators (lengths that attention kernels return) become
     constants. 4. Equal computations of one phase merge where that prolongs no lifetime.
-    5. Views of views become one. 6. What nobody reads goes, except random operators: they advance
+    5. Views of views become one. 6. The backward of batch norm no longer holds the new running
+    statistics, which it does not use in training. 7. What nobody reads goes, except random operators: they advance
     the generator.
     """
     graph = module.graph
@@ -40,6 +41,7 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
         elif isinstance(node.meta.get("val"), int | float | bool):
             _replace_by_constant(node, node.meta["val"])
     _shorten_views(graph)
+    _drop_running_statistics(graph)
     _drop_unread(graph)
     _merge_equal(graph, storages)
     _drop_unread(graph)
@@ -79,6 +81,13 @@ def _replace_by_constant(node: fx.Node, constant: float) -> None:
         if user.op != "output":
             user.args = map_arg(user.args, swap)
             user.kwargs = map_arg(user.kwargs, swap)
+
+
+def _drop_running_statistics(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        is_in_training = node.target is aten.native_batch_norm_backward.default and node.args[7] is True
+        if is_in_training or node.target is aten.cudnn_batch_norm_backward.default:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _shorten_views(graph: fx.Graph) -> None:
