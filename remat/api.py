@@ -24,6 +24,7 @@ from .runtime import (
     check_gradient,
     compile_call,
     device_type,
+    model_bytes,
     nothing_to_differentiate,
     run_compiled,
     solve_graph,
@@ -45,7 +46,7 @@ def checkpoint(
     *,
     reserve_bytes: int = 0,
     solver: str | Solver = "auto",
-    costs: str | CostModel = "roofline",
+    costs: str | CostModel = "profile",
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     executor: str = "eager",
@@ -63,7 +64,8 @@ def checkpoint(
             everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
         reserve_bytes: kept free for what the step can't see, such as optimizer state.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        costs: "flops", "roofline", "roofline:H100", "profile", or a cost model.
+        costs: "profile" times each distinct operator on the device at hand, once, and remembers it on disk;
+            "roofline", "roofline:H100" and "flops" compute; or a cost model.
         time_limit_s: how long planning may take.
         gap: planning stops once the cost is proved to be within this fraction of the least.
         executor: "eager" runs the rewritten step operator by operator.
@@ -145,7 +147,9 @@ def trace_step(
         captured.append(step)
         raise _CapturedError
 
-    backend = make_backend(plan, resolve_costs(costs, device_type(model)), lambda _: None, differentiate=differentiate)
+    backend = make_backend(
+        plan, resolve_costs(costs, device_type(model)), lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model)
+    )
     with _on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
         compiled = compile_call(model, backend)
         try:

@@ -35,7 +35,9 @@ class Piece:
     meter: FirstStepMeter
 
 
-def make_backend(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], *, differentiate: str = "scalars") -> Any:
+def make_backend(
+    plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], *, differentiate: str = "scalars", model_bytes: int = 0
+) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
 
     Args:
@@ -44,6 +46,7 @@ def make_backend(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], No
         on_piece: called with each captured step once it is planned.
         differentiate: "scalars": where the model returns scalars that need a gradient (losses), gradients
             of its other outputs are not planned for, and asking for one is an error. "all": every output.
+        model_bytes: of all parameters and buffers, read by the step or not.
     """
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
@@ -55,7 +58,9 @@ def make_backend(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], No
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            step = read_joint(joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()))
+            step = read_joint(
+                joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()), model_bytes=model_bytes
+            )
             solution = plan(step)
             if solution.schedule is None:
                 raise TraceError(f"the planner found no schedule ({solution.status})")

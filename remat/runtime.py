@@ -40,7 +40,7 @@ class Options:
     budget: Budget
     reserve_bytes: int = 0
     solver: str | Solver = "auto"
-    costs: str | CostModel = "roofline"
+    costs: str | CostModel = "profile"
     time_limit_s: float = 60.0
     gap: float = 0.005
     executor: str = "eager"
@@ -153,7 +153,13 @@ class PlannedCall:
         self.module = module
         self.pieces: list[Piece] = []
         self.captured_s = 0.0
-        backend = make_backend(plan, resolve_costs(costs, device_type(module)), self.pieces.append, differentiate=differentiate)
+        backend = make_backend(
+            plan,
+            resolve_costs(costs, device_type(module)),
+            self.pieces.append,
+            differentiate=differentiate,
+            model_bytes=model_bytes(module),
+        )
         self._compiled = compile_call(module, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,6 +188,14 @@ def device_type(module: nn.Module) -> str:
     """The type of the device that a module's parameters and buffers are on, `cuda` where any is."""
     types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
     return "cuda" if "cuda" in types else "cpu"
+
+
+def model_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers on the module's device, shared ones once, as the device's allocator rounds them."""
+    kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
+    storages = [t.untyped_storage() for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
 
 
 def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:

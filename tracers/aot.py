@@ -67,7 +67,9 @@ def is_part(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def read_joint(module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, *, static_inputs: Sequence[int] = ()) -> TracedStep:
+def read_joint(
+    module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, *, static_inputs: Sequence[int] = (), model_bytes: int = 0
+) -> TracedStep:
     """Returns the step of a joint graph, which is cleaned in place.
 
     Args:
@@ -75,10 +77,11 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int, costs: CostMode
         num_forward_outputs: how many of its results belong to the forward.
         costs: the model that gives each operator its seconds and workspace.
         static_inputs: places of parameters and buffers among the inputs.
+        model_bytes: of all parameters and buffers of the model; what the step does not read is held all the same.
     """
     storages = Storages()
     clean(module, storages)
-    return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read()
+    return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(model_bytes)
 
 
 class _Reader:
@@ -105,7 +108,7 @@ class _Reader:
         self.mutated = self._mutated_inputs()
         self.device_type = self._device_type()
 
-    def read(self) -> TracedStep:
+    def read(self, model_bytes: int) -> TracedStep:
         order = execution_order(self.module.graph, self.storages)
         self._add_inputs(order)
         self.read_in_backward = self._mutated_inputs_read_in_backward(order)
@@ -113,6 +116,7 @@ class _Reader:
         for node in order:
             if node.op == "call_function" and node not in self.value_of:
                 self._add_node(node)
+        self._add_unread(model_bytes)
         outputs = [self.value_of[node] for node in self.results if isinstance(node, fx.Node)]
         graph = Graph(
             values=tuple(self.values),
@@ -194,6 +198,14 @@ class _Reader:
             return ValueKind.INPUT
         is_trained = isinstance(node.meta["val"], torch.nn.Parameter) or node.meta["val"].requires_grad
         return ValueKind.PARAMETER if is_trained else ValueKind.BUFFER
+
+    def _add_unread(self, model_bytes: int) -> None:
+        """What the model holds beside the parameters and buffers that the step reads."""
+        constants = {self.value_of[node] for node in self.value_of if node.op == "get_attr"}
+        held = (ValueKind.PARAMETER, ValueKind.BUFFER)
+        read_bytes = sum(value.size_bytes for i, value in enumerate(self.values) if value.kind in held and i not in constants)
+        if model_bytes > read_bytes:
+            self.values.append(Value("unread_parameters_and_buffers", model_bytes - read_bytes, ValueKind.BUFFER))
 
     def _add_tangents(self) -> None:
         """The gradients that arrive from outside: written by an operator of no cost, before the backward."""
