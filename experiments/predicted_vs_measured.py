@@ -9,9 +9,8 @@ time of a step over plain PyTorch's (median of pairs that take turns). Writes
 `experiments/results/predicted_vs_measured.json` and prints the table that stands in the README. Models
 named on the command line are measured again; the others keep their results.
 
-Known differences: what the module owns and the step never reads is measured and not predicted (Llama's
-second copy of its rotary frequencies, 96 bytes), and a constant that the step makes out of a Python
-number is predicted and not part of the module (T5, 8 bytes).
+Known difference: a constant that the step makes out of a Python number is predicted and not part of the
+module (T5, 8 bytes).
 """
 
 from __future__ import annotations
