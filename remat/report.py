@@ -17,7 +17,7 @@ from .graph import Graph, Phase, Value
 from .schedule import Schedule, Simulation, lifetimes, simulate
 from .solution import Solution
 
-_WIDTH = 100
+_WIDTH = 80
 _ROWS = 12
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -158,15 +158,16 @@ class Report:
 
 def _group_table(title: str, groups: list[Group]) -> Table:
     total = sum(group.size_bytes for group in groups)
-    table = Table(box=box.SIMPLE, title=f"{title}: {format_bytes(total)}", title_justify="left", pad_edge=False)
-    for name, width in (("module", 22), ("operator", 18), ("largest", 22), ("source", 18)):
+    table = Table(box=box.SIMPLE, title=f"{title}: {format_bytes(total)}", title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
+    for name, width in (("module", 17), ("operator", 15), ("largest", 17), ("source", 11)):
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
-    for name in ("count", "bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name, width in (("of", 3), ("bytes", 9)):
+        table.add_column(name, justify="right", no_wrap=True, width=width)
     for group in groups[:_ROWS]:
-        shape = f"{group.dtype}{list(group.shape)}" if group.dtype else ""
+        dtype = group.dtype.replace("float", "f").replace("int", "i")
+        shape = f"{dtype}[{','.join(map(str, group.shape))}]" if dtype else ""
         target = group.target.removeprefix("aten.").removesuffix(".default")
-        table.add_row(group.module or "(top)", target, shape, group.source, str(group.count), format_bytes(group.size_bytes))
+        table.add_row(group.module or "(top)", target, shape, group.source.split(": ")[0], str(group.count), format_bytes(group.size_bytes))
     rest = groups[_ROWS:]
     if rest:
         table.add_row("...", "", "", "", str(sum(group.count for group in rest)), format_bytes(sum(group.size_bytes for group in rest)))

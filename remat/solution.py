@@ -71,7 +71,7 @@ class Solution:
     @property
     def overhead(self) -> float:
         """Extra cost over keeping everything, as a fraction: 0.12 is 12 % more."""
-        return self.cost_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s and self.is_solved else 0.0
+        return max(0.0, self.cost_s / self.keep_all_cost_s - 1) if self.keep_all_cost_s and self.is_solved else 0.0
 
     @property
     def overhead_bound(self) -> float:
