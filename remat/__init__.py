@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .report import Report
     from .solvers import SOLVER_NAMES, make_solver
     from .solvers.minimum import minimum
+    from .sweep import sweep
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _LAZY = {
     "Report": "report",
     **dict.fromkeys(("SOLVER_NAMES", "make_solver"), "solvers"),
     "minimum": "solvers.minimum",
+    "sweep": "sweep",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "report",
     "simulate",
     "solve",
+    "sweep",
     "trace",
     "unwrap",
     "validate",

@@ -211,7 +211,8 @@ def solve(
     Args:
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
         budget: bytes, "8GiB", or "60%" of the peak of keeping everything.
-        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" lets first computations leave the graph's order too,
+            which `wrap` does not run.
         time_limit_s: how long it may take; it stops earlier, once `gap` is proved.
         gap: a cost proved within this fraction of the least is good enough.
         reserve_bytes: held back from the budget.

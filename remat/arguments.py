@@ -17,6 +17,7 @@ from .instance import read_instance
 from .schedule import Schedule, simulate
 from .solution import Solution
 from .solvers import Solver, make_solver
+from .solvers.registry import FREE_ORDER
 
 
 class Refused(RematError):
@@ -27,6 +28,13 @@ def solver_named(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`, or refuses it with the list of those that exist."""
     with _refused("--solver"):
         return make_solver(name, **options)
+
+
+def free_order_solver(name: str) -> str:
+    """Returns the solver that leaves the graph's order, or refuses `name` where it is another one."""
+    if name not in ("auto", FREE_ORDER):
+        raise Refused(f"--free-order: {name!r} keeps the order of the file; leave --solver out, and {FREE_ORDER!r} solves it")
+    return FREE_ORDER
 
 
 def budget_bytes(budget: str, graph: Graph) -> int:

@@ -20,6 +20,7 @@ from .arguments import (
     bench_graphs,
     budget_bytes,
     check_folder,
+    free_order_solver,
     import_callable,
     keep_all_bytes,
     load_solutions,
@@ -158,7 +159,7 @@ def solve(
     from .terminal import show_solution, solution_record, write_json
 
     if free_order:
-        raise Refused("--free-order: no solver here leaves the order of the file yet; solve without it")
+        solver = free_order_solver(solver)
     if output is not None:
         check_folder(output)
     graph = read_instance(instance)
@@ -260,6 +261,41 @@ def bench(
             show_solutions(graph, answers, title=f"{name}, budget {budget}")
     if format_ is Format.JSON:
         write_json(records)
+
+
+@app.command()
+def sweep(
+    instances: Annotated[
+        list[Path], typer.Argument(metavar="INSTANCE.json...", help="Saved graphs, or objects with cost, size and edges.")
+    ],
+    budget: Annotated[list[str], typer.Option(metavar="SIZE", help="Repeat it; a percentage is one of keeping everything in each graph.")],
+    solver: SolverOption = "auto",
+    time_limit: TimeLimitOption = 60.0,
+    gap: GapOption = 0.005,
+    jobs: Annotated[int, typer.Option(help="Solves at the same time; -1 for one a core.")] = -1,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Solve many graphs for many budgets, side by side.
+
+    Example:  remat sweep a.json b.json --budget 80% --budget 60% --jobs 4
+    """
+    from .sweep import sweep as run_sweep
+    from .terminal import progress, show_solutions, solution_record, write_json
+
+    if jobs == 0:
+        raise Refused("--jobs 0: give the number of solves at the same time, or -1 for one a core")
+    graphs, method = bench_graphs(instances), solver_named(solver, time_limit_s=time_limit, gap=gap)
+    for _, graph in graphs:
+        for size in budget:
+            budget_bytes(size, graph)
+    with progress(f"{solver}, {len(graphs)} graphs in {len(budget)} budgets"):
+        rows = run_sweep([graph for _, graph in graphs], budget, solver=method, n_jobs=jobs)
+    if format_ is Format.JSON:
+        records = [(name, zip(budget, row, strict=True)) for (name, _), row in zip(graphs, rows, strict=True)]
+        write_json([{"instance": name, "budget": size, **solution_record(s)} for name, pairs in records for size, s in pairs])
+        return
+    for (name, graph), row in zip(graphs, rows, strict=True):
+        show_solutions(graph, zip(budget, row, strict=True), title=name)
 
 
 @app.command()
