@@ -1,21 +1,23 @@
-"""The solver to use: a bound and a schedule for it, then annealing until the gap is closed or nothing improves.
+"""The solver to use: a bound and a schedule for it, then search and refinement in turn until the gap is closed.
 
 1. Keeping everything, where it fits: optimal.
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
 3. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 4. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
-5. Annealing on the sequence (`local_search`) in rounds, until a few rounds in a row improve nothing.
+5. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
+6. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
+7. Annealing again, from the refined schedules and the best, until a few rounds in a row improve nothing.
 
-It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. What limits it:
-the bound does not see the memory between two original operators, so at tight budgets the gap stays open though the
-schedule may be optimal. Steps 3 and 5 are cut by iterations before they are cut by time, so that a seed gives one answer
-on every machine that is fast enough for the time limit.
+It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
+are cut by nodes and iterations before they are cut by time, so that a seed gives one answer on every machine that is fast
+enough for the time limit.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +31,11 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
-from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
 from .minimum import Minimum, minimum, peak_bound, working_set_bytes
-from .on_demand import forward_length, steps_on_demand
 from .progress import Progress
+from .refinement import Refinement
 from .search import Search
-from .window import WindowModel
 
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
 _LEAST_MOVES = 20_000
@@ -43,7 +43,9 @@ _MOVES_AN_OPERATOR = 500
 _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_WINDOW_LIMIT_S = 10.0
+_MODEL_LIMIT_S = 12.0  # of one window model
+_FIRST_ROUNDS = 3  # of annealing, before the bound is refined
+_REFINING_SHARE = 0.6  # of the time that is then left
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -96,12 +98,8 @@ class Auto(Solver):
         search.raise_bound(known_bound_s)
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
-        starts: list[Sequence[int]] = []
-        if not search.is_over:
-            if budget_bytes < working_set_bytes(graph) or self._solve_windows(search, starts):
-                return self._without_schedule(search, Status.INFEASIBLE, least)
-            self._solve_greedily(search, starts, least)
-            self._anneal(search, starts)
+        if not search.is_over and not self._run(search, least):
+            return self._without_schedule(search, Status.INFEASIBLE, least)
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION, least)
         return Solution.of_steps(
@@ -120,22 +118,36 @@ class Auto(Solver):
             minimum_bytes=least.peak_bytes,
         )
 
-    def _solve_windows(self, search: Search, starts: list[Sequence[int]]) -> bool:
-        """Raises the bound and adds a start by the window model; True where the budget is proved infeasible."""
-        graph, boundary = search.graph, forward_length(search.graph)
-        if not 0 < boundary < graph.num_operators:
+    def _run(self, search: Search, least: Minimum | None) -> bool:
+        """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
+        starts: list[Sequence[int]] = []
+        refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
+        if search.budget_bytes < working_set_bytes(search.graph) or not self._refine(search, refinement, starts):
             return False
-        windows = [(0, boundary), (boundary, graph.num_operators)]
-        model = WindowModel(graph, windows, priced=windows, budget_bytes=search.budget_bytes)
-        outcome = LazyRows(model).solve(deadline=time.perf_counter() + min(_WINDOW_LIMIT_S, search.left_s / 2))
-        if outcome.is_infeasible:
-            keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-            return peak_bound(graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
-        search.raise_bound(model.bound_s(outcome))
-        if outcome.point is not None:
-            starts.append(steps_on_demand(graph, model.kept(outcome.point)[boundary].tolist()))
-            search.offer(starts[-1])
-        return False
+        self._solve_greedily(search, starts, least)
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        self._anneal(search, local, starts, _FIRST_ROUNDS)
+        deadline_s = search.elapsed_s + _REFINING_SHARE * search.left_s
+        while not (search.is_over or refinement.is_over) and search.elapsed_s < deadline_s:
+            self._refine(search, refinement, starts)
+        self._anneal(search, local, starts, self.rounds)
+        return True
+
+    def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
+        """Raises the bound and adds a start by the next model; False where the budget is proved infeasible."""
+        if refinement.is_over:
+            return True
+        limit_s = min(_MODEL_LIMIT_S, search.left_s / 2)
+        step = refinement.solve(deadline=time.perf_counter() + limit_s, cutoff_s=search.cost_s)
+        if step.bound_s == math.inf:
+            keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
+            peak = peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False)
+            return peak <= search.budget_bytes
+        search.raise_bound(step.bound_s)
+        if step.steps is not None:
+            starts.insert(0, step.steps)
+            search.offer(step.steps)
+        return True
 
     @staticmethod
     def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
@@ -151,11 +163,10 @@ class Auto(Solver):
             starts.append((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
             search.offer(starts[-1])
 
-    def _anneal(self, search: Search, starts: Sequence[Sequence[int]]) -> None:
-        """Runs rounds of annealing from the starts and the best, until some in a row bring nothing."""
+    def _anneal(self, search: Search, local: LocalSearch, starts: list[Sequence[int]], rounds: int) -> None:
+        """Runs rounds of annealing from the starts, which it takes, and from the best, until some in a row bring nothing."""
         if search.is_over:
             return
-        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if not local.is_ready and search.left_s < COMPILER_S:
             _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
             return
@@ -163,10 +174,9 @@ class Auto(Solver):
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
         num_moves = min(_MOST_MOVES, _LEAST_MOVES + _MOVES_AN_OPERATOR * search.graph.num_operators)
         stagnant = 0
-        for index in range(self.rounds):
+        for index in range(rounds):
             before_s = local.best_cost_s
-            is_fresh = index < len(starts) or local.best_steps is None
-            start = starts[index % len(starts)] if is_fresh else local.best_steps
+            start = starts.pop(0) if starts else local.best_steps if local.best_steps is not None else range(search.graph.num_operators)
             round_ = Round(num_moves, _HOT[index % len(_HOT)], 1e-6)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search))
             is_over = self._take(local, search)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
 from .accounting import Floats
 from .linear import Outcome
+from .moments import MomentRows
 from .window import Window, WindowModel
 
 _TOLERANCE = 1e-6
@@ -22,27 +24,42 @@ _ROWS_A_ROUND = 20
 class LazyRows:
     """A window model and the memory rows it has so far."""
 
-    def __init__(self, model: WindowModel) -> None:
+    def __init__(self, model: WindowModel, rows: Iterable[tuple[Window, int]] = ()) -> None:
+        """Starts with `rows`: windows of the model, each with one of its operators."""
         self.model = model
-        self._added: set[tuple[Window, int]] = set()
+        self.rows = set(rows)
+        self.moments = [MomentRows(model, a) for a, b in model.windows if b == a + 1 and a > 0]
+        for window, v in sorted(self.rows):
+            model.add_memory_row(window, v)
 
-    def solve(self, *, deadline: float, relative_gap: float = 1e-4, is_relaxed: bool = False, node_limit: int = 2_000) -> Outcome:
+    def solve(
+        self,
+        *,
+        deadline: float,
+        relative_gap: float = 1e-4,
+        is_relaxed: bool = False,
+        node_limit: int = 2_000,
+        cutoff: float | None = None,
+    ) -> Outcome:
         """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
 
-        The point violates no memory row unless `is_finished` is False.
+        The point violates no memory row unless `is_finished` is False. With a `cutoff` (an objective that a schedule is
+        known to reach) the bound is at most that, and there may be no point.
         """
-        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf)
+        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff)
         if is_relaxed or best.is_infeasible or not best.is_finished:
             return best
-        return self._rounds(False, deadline, relative_gap, node_limit, best.bound)
+        return self._rounds(False, deadline, relative_gap, node_limit, best.bound, cutoff)
 
-    def _rounds(self, is_relaxed: bool, deadline: float, relative_gap: float, node_limit: int, bound: float) -> Outcome:
+    def _rounds(
+        self, is_relaxed: bool, deadline: float, relative_gap: float, node_limit: int, bound: float, cutoff: float | None
+    ) -> Outcome:
         while True:
             left_s = deadline - time.perf_counter()
             if left_s <= 0:
                 return Outcome(bound, None, False)
             outcome = self.model.program.minimise(
-                is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit
+                is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit, cutoff=cutoff
             )
             bound = max(bound, outcome.bound)
             if outcome.point is None or not self._add_violated(outcome.point) or not outcome.is_finished:
@@ -59,10 +76,19 @@ class LazyRows:
         chosen: list[tuple[Window, int]] = []
         for _, window, v in found:
             is_apart = all(window != other or abs(v - u) > 2 for other, u in chosen)
-            if is_apart and (window, v) not in self._added:
+            if is_apart and (window, v) not in self.rows:
                 chosen.append((window, v))
-                self._added.add((window, v))
+                self.rows.add((window, v))
                 self.model.add_memory_row(window, v)
             if len(chosen) == _ROWS_A_ROUND:
                 break
-        return len(chosen)
+        return len(chosen) + self._add_moments(point)
+
+    def _add_moments(self, point: Floats) -> int:
+        """Adds the most violated moment row of each window of one operator, and returns how many."""
+        count = 0
+        for moments in self.moments:
+            for _, j in moments.violated(point)[:1]:
+                moments.add(j)
+                count += 1
+        return count

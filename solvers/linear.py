@@ -82,17 +82,25 @@ class Program:
         self._row_upper.append(np.array([upper]))
         self.num_rows += 1
 
-    def minimise(self, *, is_relaxed: bool, time_limit_s: float, relative_gap: float = 1e-6, node_limit: int = 10_000) -> Outcome:
-        """Returns the outcome of minimising the costs, columns continuous where `is_relaxed`."""
+    def minimise(
+        self, *, is_relaxed: bool, time_limit_s: float, relative_gap: float = 1e-6, node_limit: int = 10_000, cutoff: float | None = None
+    ) -> Outcome:
+        """Returns the outcome of minimising the costs, columns continuous where `is_relaxed`.
+
+        With a `cutoff`, points with a larger objective may be ignored, and the bound is never above it.
+        """
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", relative_gap)
         solver.setOptionValue("mip_max_nodes", node_limit)
+        if cutoff is not None and not is_relaxed:
+            solver.setOptionValue("objective_bound", cutoff)
         self._pass_to(solver, is_relaxed=is_relaxed)
         solver.run()
-        return self._read(solver, is_relaxed=is_relaxed)
+        outcome = self._read(solver, is_relaxed=is_relaxed)
+        return outcome if cutoff is None else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)
 
     def _pass_to(self, solver: highspy.Highs, *, is_relaxed: bool) -> None:
         length = np.concatenate(self._length) if self._length else np.zeros(0, np.int64)

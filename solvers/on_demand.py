@@ -5,7 +5,7 @@ Every method that decides only *which values to keep over the forward's end* sha
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -43,22 +43,27 @@ def values_always_kept(graph: Graph) -> set[int]:
     return kept
 
 
-def steps_on_demand(graph: Graph, kept: Collection[int]) -> list[int]:
+def steps_on_demand(graph: Graph, kept: Collection[int], *, later: Mapping[int, Collection[int]] | None = None) -> list[int]:
     """Returns the steps that keep only `kept` over the forward's end and recompute the rest.
 
     Args:
         graph: any graph; without phases the forward's end is inferred (`forward_length`).
         kept: values to keep, besides those of `values_always_kept`.
+        later: by operator of the backward, what of the values written before it to keep when it is reached.
 
     Each backward operator first has what it reads computed again, depth first; a recomputed value
     is held to its last use, so it is computed at most twice in all. Complexity: O(E).
     """
     boundary = forward_length(graph)
+    always = values_always_kept(graph)
     is_available = [False] * len(graph.values)
-    for value in values_always_kept(graph).union(kept):
+    for value in always.union(kept):
         is_available[value] = True
     steps = list(range(boundary))
     for index in range(boundary, graph.num_operators):
+        if later is not None and index in later and index > boundary:
+            stays = always.union(later[index])
+            is_available = [is_there and value in stays for value, is_there in enumerate(is_available)]
         _make_available(graph, index, is_available, steps)
         steps.append(index)
         for value in graph.operators[index].writes:

@@ -114,7 +114,8 @@ class WindowModel:
         result[index] = columns
         return result
 
-    def _kept(self, boundary: int) -> Ints:
+    def kept_columns(self, boundary: int) -> Ints:
+        """The column of S[boundary, i] for each value i, -1 where there is none."""
         return self.keep.get(boundary, np.full(len(self.graph.values), -1))
 
     def _again_of_value(self, window: Window) -> Ints:
@@ -125,8 +126,8 @@ class WindowModel:
     def _add_keep_rows(self, window: Window) -> None:
         """(1) S[b, i] - S[a, i] - R[w, p(i)] <= 0."""
         start, end = window
-        values = np.flatnonzero((self._kept(end) >= 0) & (self.graph.arrays.producer < start))
-        columns = np.stack([self._kept(end)[values], self._kept(start)[values], self._again_of_value(window)[values]], axis=1)
+        values = np.flatnonzero((self.kept_columns(end) >= 0) & (self.graph.arrays.producer < start))
+        columns = np.stack([self.kept_columns(end)[values], self.kept_columns(start)[values], self._again_of_value(window)[values]], axis=1)
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_recompute_rows(self, window: Window) -> None:
@@ -134,7 +135,9 @@ class WindowModel:
         reader, read = self.accounting.reader, self.graph.arrays.read
         chosen = (reader < window[0]) & (self.again[window][reader] >= 0)
         value = read[chosen]
-        columns = np.stack([self.again[window][reader[chosen]], self._kept(window[0])[value], self._again_of_value(window)[value]], axis=1)
+        columns = np.stack(
+            [self.again[window][reader[chosen]], self.kept_columns(window[0])[value], self._again_of_value(window)[value]], axis=1
+        )
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_read_rows(self, window: Window) -> None:
@@ -146,14 +149,15 @@ class WindowModel:
         if end == self.graph.num_operators:
             is_read[self.graph.arrays.output] = True
         value = np.flatnonzero(is_read & (self.graph.arrays.producer < start))
-        columns = np.stack([self._kept(start)[value], self._again_of_value(window)[value]], axis=1)
+        columns = np.stack([self.kept_columns(start)[value], self._again_of_value(window)[value]], axis=1)
         self.program.add_rows(columns, [1.0, 1.0], lower=1.0)
 
     def _add_nesting_rows(self, priced: tuple[Window, ...]) -> None:
         """(4) R[w', j] <= R[w, j] <= sum of R[l, j] over the priced windows that tile w."""
         for outer in self.windows:
-            for inner in self.windows:
-                if inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]:
+            inside = [w for w in self.windows if w != outer and outer[0] <= w[0] and w[1] <= outer[1]]
+            for inner in inside:
+                if not any(w != inner and w[0] <= inner[0] and inner[1] <= w[1] for w in inside):
                     both = np.flatnonzero((self.again[inner] >= 0) & (self.again[outer] >= 0))
                     columns = np.stack([self.again[inner][both], self.again[outer][both]], axis=1)
                     self.program.add_rows(columns, [1.0, -1.0], upper=0.0)
@@ -168,12 +172,23 @@ class WindowModel:
         if window not in self.through:
             return
         values = np.flatnonzero(self.through[window] >= 0)
-        columns = np.stack([self._kept(window[1])[values], self._again_of_value(window)[values], self.through[window][values]], axis=1)
+        columns = np.stack(
+            [self.kept_columns(window[1])[values], self._again_of_value(window)[values], self.through[window][values]], axis=1
+        )
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
+
+    @property
+    def relative_limit(self) -> float:
+        """What memory rows may reach, in budgets."""
+        return 1 + _BUDGET_SLACK
 
     def limit(self, point: Floats) -> float:
         """Bytes that `usage` may reach at `point`."""
-        return self.budget * (float(point[self.peak_column]) if self.peak_column >= 0 else 1 + _BUDGET_SLACK)
+        return self.budget * (float(point[self.peak_column]) if self.peak_column >= 0 else self.relative_limit)
+
+    def objective(self, cost_s: float) -> float:
+        """The objective of a schedule that costs `cost_s`."""
+        return (cost_s - self.graph.cost_s) * self.cost_scale
 
     def bound_s(self, outcome: Outcome) -> float:
         """A lower bound on the cost of every schedule; `inf` where there is none at all."""
@@ -192,12 +207,12 @@ class WindowModel:
 
     def kept(self, point: Floats) -> dict[int, Ints]:
         """The values that `point` keeps at each boundary, those that no model asks for left out."""
-        return {boundary: np.flatnonzero(self._values_at(columns, point) > 0.5) for boundary, columns in self.keep.items()}
+        return {boundary: np.flatnonzero(self.values_at(columns, point) > 0.5) for boundary, columns in self.keep.items()}
 
     def usage(self, point: Floats, window: Window) -> Floats:
         """Returns the left sides of (6) for the operators of `window`, in bytes, in O(V + E)."""
         start, end = window
-        gone = self._values_at(self._again_of_value(window), point)
+        gone = self.values_at(self._again_of_value(window), point)
         last, producer, size = self._readers[window], self.graph.arrays.producer, self.accounting.size
         count = end - start
         change = np.zeros(count + 1)
@@ -216,7 +231,7 @@ class WindowModel:
     def _add_usage_through(self, point: Floats, window: Window, change: Floats) -> None:
         start, end = window
         last, producer, size = self._readers[window], self.graph.arrays.producer, self.accounting.size
-        through, kept = self._values_at(self.through[window], point), self._values_at(self._kept(end), point)
+        through, kept = self.values_at(self.through[window], point), self.values_at(self.kept_columns(end), point)
         begin = np.maximum(np.maximum(producer, last) + 1, start) - start
         chosen = np.flatnonzero((self.through[window] >= 0) & (begin < end - start))
         np.add.at(change, begin[chosen], size[chosen] * through[chosen])
@@ -242,7 +257,8 @@ class WindowModel:
         return sure, np.where(is_last, 0.0, np.maximum(size[candidates] - sure, 0.0))
 
     @staticmethod
-    def _values_at(columns: Ints, point: Floats) -> Floats:
+    def values_at(columns: Ints, point: Floats) -> Floats:
+        """The values of `columns` at `point`, 0 where a column is -1."""
         return np.where(columns >= 0, point[np.maximum(columns, 0)], 0.0)
 
     def add_memory_row(self, window: Window, v: int) -> None:
@@ -257,7 +273,7 @@ class WindowModel:
         coefficient = np.zeros(self.program.num_columns)
         np.add.at(coefficient, again[later[again[later] >= 0]], -size[later[again[later] >= 0]])
         if window in self.through:
-            column = self._kept(window[1]) if v == window[1] - 1 else self.through[window]
+            column = self.kept_columns(window[1]) if v == window[1] - 1 else self.through[window]
             over = np.flatnonzero(is_held & (last < v) & (column >= 0))
             np.add.at(coefficient, column[over], size[over])
         candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
@@ -266,7 +282,7 @@ class WindowModel:
             constant -= sure
             is_there = again[candidates] >= 0
             np.add.at(coefficient, again[candidates[is_there]], -excess[is_there])
-        limit = self.budget * (1 + _BUDGET_SLACK)
+        limit = self.budget * self.relative_limit
         if self.peak_column >= 0:
             coefficient[self.peak_column], limit = -self.budget, 0.0
         columns = np.flatnonzero(coefficient)

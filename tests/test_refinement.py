@@ -1,0 +1,83 @@
+"""Refined window models: never above the exact optimum, and better than one window where transients bind."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solution import Status
+from remat.solvers.lazy_rows import LazyRows
+from remat.solvers.milp import MILP
+from remat.solvers.minimum import minimum
+from remat.solvers.refinement import Refinement
+from remat.solvers.window import WindowModel
+
+
+def random_training_graph(seed: int, least: int = 4, most: int = 9) -> Graph:
+    """A chain forward and back with random skips, sizes and costs: 8 to 18 operators."""
+    rng = random.Random(seed)
+    length = rng.randint(least, most)
+    count = 2 * length
+    edges = {(i - 1, i) for i in range(1, count)} | {(i, count - 1 - i) for i in range(length - 1)}
+    edges |= {(i - 1, count - 1 - i) for i in range(1, length - 1) if rng.random() < 0.5}
+    for _ in range(rng.randint(0, 4)):
+        a = rng.randrange(count - 1)
+        edges.add((a, rng.randrange(a + 1, count)))
+    size = [rng.choice([1, 2, 3, 5, 8, 13]) for _ in range(count)]
+    cost = [rng.choice([1, 2, 5, 9, 20]) for _ in range(count)]
+    return Graph.from_arrays(cost, size, sorted(edges), first_backward=length)
+
+
+def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:
+    refinement, found = Refinement(graph, budget_bytes=budget), []
+    while not refinement.is_over:
+        found.append(refinement.solve(deadline=time.perf_counter() + 20, cutoff_s=cutoff_s).bound_s)
+    return found
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]), is_cut_off=st.booleans())
+def test_no_refined_bound_is_above_the_optimum(seed: int, share: float, is_cut_off: bool) -> None:
+    graph = random_training_graph(seed)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    assert max(bounds_s(graph, budget, best.cost_s if is_cut_off else None), default=0) <= best.cost_s * (1 + 1e-9)
+
+
+def test_refinement_sees_what_one_window_does_not() -> None:
+    """Graphs on which the first model is below the optimum; refinement closes most of them."""
+    opened = closed = 0
+    for seed in range(60):
+        graph = random_training_graph(seed)
+        floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        if floor == ceiling:
+            continue
+        bounds = bounds_s(graph, floor, None)
+        best = MILP(time_limit_s=20).solve(graph, budget_bytes=floor)
+        opened += bounds[0] < best.cost_s
+        closed += bounds[0] < best.cost_s and max(bounds) >= best.cost_s
+    assert opened >= 5
+    assert closed >= opened / 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
+    """With every operator of the backward a stage of its own, all moment rows are looked at; the bound stays one."""
+    graph = random_training_graph(seed, 5, 6)
+    budget = minimum(graph).peak_bytes
+    boundaries = [0, *range(graph.num_forward, graph.num_operators + 1)]
+    stages = list(pairwise(boundaries))
+    windows = sorted({*stages, *((a, graph.num_operators) for a in boundaries[:-1])})
+    model = WindowModel(graph, windows, priced=stages, budget_bytes=budget)
+    lazy = LazyRows(model)
+    bound_s = model.bound_s(lazy.solve(deadline=time.perf_counter() + 20))
+    assert bound_s <= MILP(time_limit_s=20).solve(graph, budget_bytes=budget).cost_s * (1 + 1e-9)
