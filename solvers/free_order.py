@@ -19,12 +19,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
 
-from ..graph import Graph
+from ..graph import Graph, Operator
 from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from ..validate import validate
@@ -35,7 +35,7 @@ from .compiled import COMPILER_S, IS_COMPILED, is_ready
 from .occurrences import lay_out
 from .order_bound import order_bound_s
 from .order_moves import EARLIER_FROM, EARLIER_TO, FIXED, LATER_FROM, LATER_TO, anneal_free
-from .order_rules import order_rules
+from .order_rules import OrderRules, order_rules
 from .progress import Progress
 from .search import Search
 from .sequence import SLOT, SPAN, pack, steps_of
@@ -178,11 +178,13 @@ class OrderSearch:
         self.graph = graph
         self.random = np.random.default_rng(seed)
         self.weight = np.array([1.0])
-        self.rules, self.relations = _pack_rules(graph)
-        self.state = pack(graph, room=budget_bytes - graph.resident_bytes)
-        count = graph.num_operators
+        rules = order_rules(graph)
+        self.has_mark = len(rules.is_fixed) > graph.num_operators
+        self.rules, self.relations = _pack_rules(rules)
+        self.state = pack(_with_mark(graph) if self.has_mark else graph, room=budget_bytes - graph.resident_bytes)
         if len({op.region for op in graph.operators}) <= 1:  # no operator begins the region: each only follows itself
-            self.state.operators[:count, SPAN] = self.state.operators[:count, SPAN + 2] = np.arange(count)
+            operators = self.state.operators[:-1]
+            operators[:, SPAN] = operators[:, SPAN + 2] = np.arange(len(operators))
 
     @property
     def is_ready(self) -> bool:
@@ -193,28 +195,41 @@ class OrderSearch:
         """Anneals from `steps` until the round or the search is over, offers what is better, and returns the last state."""
         chunk = max(_CHUNK * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100)
         num_chunks = max(1, -(-round_.iterations // chunk))
-        current, end = np.asarray(steps, np.int64), self.graph.num_operators
+        current, count, end = self._marked(np.asarray(steps, np.int64)), self.graph.num_operators, len(self.state.operators) - 1
         for index in range(num_chunks):
             state = lay_out(self.state, current)
             best_slot = state.slots[SLOT].copy()
             best = np.array([math.inf if search.cost_s is None else search.cost_s, math.inf])
             hot, cold = (round_.hot * (round_.cold / round_.hot) ** (i / num_chunks) for i in (index, index + 1))
-            count = min(chunk, round_.iterations - index * chunk)
+            moves = min(chunk, round_.iterations - index * chunk)
             anneal_free(
-                *state, self.rules, self.relations, self.random.random(_NUM_DRAWS), count, round_.order_chance, hot, cold,
+                *state, self.rules, self.relations, self.random.random(_NUM_DRAWS), moves, round_.order_chance, hot, cold,
                 self.graph.cost_s or 1.0, self.weight, best_slot, best,
             )  # fmt: skip
             if search.cost_s is None or best[0] < search.cost_s:
-                search.offer(steps_of(best_slot, end).tolist())
+                found = steps_of(best_slot, end)
+                search.offer(found[found < count].tolist())
             current = steps_of(state.slots[SLOT], end)
             if search.is_over:
                 break
-        return current
+        return np.asarray(current[current < count], np.int64)
+
+    def _marked(self, steps: Ints) -> Ints:
+        """The steps with the mark before the backward, where there is one."""
+        if not self.has_mark:
+            return steps
+        return np.asarray(np.insert(steps, int(np.argmax(self.graph.arrays.is_backward[steps])), self.graph.num_operators), np.int64)
 
 
-def _pack_rules(graph: Graph) -> tuple[Ints, Ints]:
+def _with_mark(graph: Graph) -> Graph:
+    """The graph with one more operator, which computes nothing: the end of the forward."""
+    mark = Operator(" end of the forward", 0.0, (), (), region=graph.operators[0].region, pinned="it is no computation")
+    return replace(graph, operators=(*graph.operators, mark))
+
+
+def _pack_rules(rules: OrderRules) -> tuple[Ints, Ints]:
     """The order rules as two arrays: where each operator's lists are, and the lists."""
-    rules, count = order_rules(graph), graph.num_operators
+    count = len(rules.is_fixed)
     packed = np.zeros((count + 1, 5), np.int64)
     packed[:count, EARLIER_FROM], packed[:count, EARLIER_TO] = rules.earlier_start[:-1], rules.earlier_start[1:]
     packed[:count, LATER_FROM] = rules.later_start[:-1] + len(rules.earlier)

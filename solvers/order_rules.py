@@ -29,10 +29,12 @@ from .accounting import Bools, Ints
 class OrderRules:
     """The rules as lists in CSR form, one row an operator, without repetition.
 
+    Where a graph has a forward and a backward in one region there is one more row, the mark between them.
+
     Attributes:
         earlier_start, earlier: the operators first computed before each.
         later_start, later: the operators first computed after each.
-        is_fixed: the operators that pieces begin and end with, which keep their places.
+        is_fixed: the mark, and the operators that the pieces of several regions begin and end with, which keep their places.
     """
 
     earlier_start: Ints
@@ -44,23 +46,18 @@ class OrderRules:
 
 def order_rules(graph: Graph) -> OrderRules:
     """Returns the rules of `graph`, in O(V + E)."""
-    is_fixed = np.zeros(graph.num_operators, np.bool_)
     before = [set(parents) for parents in graph.parents_of]
-    pieces = _pieces(graph)
-    has_regions = len({op.region for op in graph.operators}) > 1 or len(pieces) > 2
-    for index, piece in enumerate(pieces):
-        if has_regions:
-            _fence(before, piece.start, piece)
-            before[piece[-1]].update(piece[:-1])
-            is_fixed[[piece[0], piece[-1]]] = True
-        elif index:
-            _fence(before, piece.start, piece)
-            before[piece.start].update(pieces[0])
-            is_fixed[piece.start] = True
-    if has_regions:
-        for one, following in pairwise(pieces):
-            before[following.start].add(one[-1])
+    pieces, fixed = _pieces(graph), set[int]()
+    if len({op.region for op in graph.operators}) > 1 or len(pieces) > 2:
+        fixed.update(*((piece[0], piece[-1]) for piece in pieces))
+        _keep_pieces(pieces, before)
+    elif len(pieces) == 2:
+        fixed.add(graph.num_operators)
+        for index in pieces[1]:
+            before[index].add(graph.num_operators)
+        before.append(set(pieces[0]))
     _keep_effects(graph, before)
+    is_fixed = np.isin(np.arange(len(before)), list(fixed))
     rows = [sorted(row) for row in before]
     start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=start[1:])
@@ -81,10 +78,13 @@ def _pieces(graph: Graph) -> list[range]:
     return pieces
 
 
-def _fence(before: list[set[int]], fence: int, piece: range) -> None:
-    for index in piece:
-        if index != fence:
-            before[index].add(fence)
+def _keep_pieces(pieces: list[range], before: list[set[int]]) -> None:
+    for piece in pieces:
+        for index in piece[1:]:
+            before[index].add(piece[0])
+        before[piece[-1]].update(piece[:-1])
+    for one, following in pairwise(pieces):
+        before[following[0]].add(one[-1])
 
 
 def _keep_effects(graph: Graph, before: list[set[int]]) -> None:
