@@ -16,6 +16,7 @@ from torch import fx, nn
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
 from .measure import FirstStepMeter
+from .plain_kernels import plain_kernels
 from .rewrite import SplitStep, split
 from .solution import Solution
 from .torch_private import aot_autograd, backward_without_autocast, is_graph_kept
@@ -79,7 +80,7 @@ def make_backend(
         trace_and_compile = aot_autograd(
             fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
         )
-        with backward_without_autocast():
+        with backward_without_autocast(), plain_kernels():
             compiled = trace_and_compile(module, example_inputs)
         return _refuse_gradients(compiled, refused) if refused else compiled
 

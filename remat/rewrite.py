@@ -20,7 +20,8 @@ from .errors import ScheduleError
 from .graph import Phase
 from .random_state import replay, take_state
 from .schedule import Schedule, lifetimes
-from .tracers.aot import TracedStep, is_backward_input, is_part
+from .tracers.aot import TracedStep, is_part
+from .tracers.phases import is_backward_input
 from .validate import validate
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._functorch import config as functorch_config
+from torch._ops import OpOverload, OpOverloadPacket  # 2.13
+from torch._prims_common import suggest_memory_format  # 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
@@ -29,13 +31,16 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compile_reason",
+    "corrected_fakes",
     "get_call",
     "is_graph_break",
     "is_graph_kept",
     "is_profiling",
     "run_counting_allocations",
     "set_call",
+    "suggest_memory_format",
     "unwrap_failure",
+    "with_python_kernels",
     "without_modes",
 ]
 
@@ -111,6 +116,58 @@ def without_modes() -> Iterator[None]:
     """Runs what is inside for real where fake tensors are traced around it (`_disable_current_modes`, 2.13)."""
     with _disable_current_modes():
         yield
+
+
+@contextmanager
+def with_python_kernels(kept: Set[OpOverload], wrapped: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Traces torch's own kernels where Python ones stand in their place (`OpOverload.py_kernels`, 2.13).
+
+    Args:
+        kept: operators whose Python kernels stay.
+        wrapped: operator -> what makes another kernel of its Python kernel.
+    """
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, OpOverloadPacket)]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = {operator: dict(operator.py_kernels) for operator in operators if any(key in operator.py_kernels for key in keys)}
+    try:
+        for operator, kernels in before.items():
+            for key in keys:
+                if key in kernels and operator in wrapped:
+                    operator.py_kernels[key] = wrapped[operator](kernels[key])
+                elif operator not in kept:
+                    operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before.items():
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+@contextmanager
+def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Gives the results of some operators on fake tensors another layout (`FakeTensorMode.dispatch`, 2.13).
+
+    Args:
+        layouts: operator -> function of its result and its arguments that returns the result to take instead.
+    """
+    plain: Any = FakeTensorMode.dispatch
+
+    def corrected(self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = plain(self, func, types, args, kwargs or {})
+        if func not in layouts:
+            return result
+        with self:
+            return layouts[func](result, *args, **(kwargs or {}))
+
+    patched: Any = FakeTensorMode
+    patched.dispatch = corrected
+    try:
+        yield
+    finally:
+        patched.dispatch = plain
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:

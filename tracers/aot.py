@@ -23,6 +23,7 @@ from ..graph import Graph, Operator, Phase, Value, ValueKind
 from .cleaning import clean
 from .costs import CostModel
 from .origin import module_of, source_of
+from .phases import execution_order, is_backward_input, mark_phases, phase_of
 from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
 from .storages import Storages, tensors_of
 
@@ -80,6 +81,7 @@ def read_joint(
         model_bytes: of all parameters and buffers of the model; what the step does not read is held all the same.
     """
     storages = Storages()
+    mark_phases(module.graph)
     clean(module, storages)
     return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(model_bytes)
 
@@ -154,7 +156,7 @@ class _Reader:
         return {
             self.storages.of(source)
             for node in order
-            if node.op == "call_function" and _phase(node) is Phase.BACKWARD
+            if node.op == "call_function" and phase_of(node) is Phase.BACKWARD
             for source in node.all_input_nodes
         } & set(self.mutated)
 
@@ -227,7 +229,7 @@ class _Reader:
         return len(self.operators) - 1
 
     def _add_node(self, node: fx.Node) -> None:
-        if _phase(node) is Phase.BACKWARD and not any(op.phase is Phase.BACKWARD for op in self.operators[-1:]):
+        if phase_of(node) is Phase.BACKWARD and not any(op.phase is Phase.BACKWARD for op in self.operators[-1:]):
             self._add_tangents()
         tensors = tensors_of(node)
         fresh = {key: t for t in tensors if (key := self.storages.key(t)) not in self.value_of_storage}
@@ -254,7 +256,7 @@ class _Reader:
                 reads=reads,
                 writes=writes,
                 workspace_bytes=cost.workspace_bytes,
-                phase=_phase(node),
+                phase=phase_of(node),
                 pinned=pinned,
                 target=str(node.target),
                 module=module_of(node),
@@ -317,7 +319,7 @@ class _Reader:
         value = len(self.values) - 1
         pinned = "it takes the state of the random generator"
         op = Operator(
-            f"{node.name}_generator", 0.0, (), (value,), phase=_phase(node), pinned=pinned, is_snapshot=True, target="generator_state"
+            f"{node.name}_generator", 0.0, (), (value,), phase=phase_of(node), pinned=pinned, is_snapshot=True, target="generator_state"
         )
         self._append(op, node)
         self.generator_states[len(self.operators)] = value  # of the random operator, which comes next
@@ -342,35 +344,6 @@ class _Reader:
             return False
         others = [source for source in node.all_input_nodes if source is not taken]
         return all(self.value_of.get(source) != value for source in others)
-
-
-def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
-    """Returns the nodes in the order in which they run: forward, its changes of inputs, backward.
-
-    AOTAutograd puts the copies back into changed inputs at the end of the joint graph; here each
-    follows the last forward operator that reads the input, or its source if that comes later.
-    """
-    nodes = [node for node in graph.nodes if node.op != "output"]
-    forward = [node for node in nodes if not (node.op == "call_function" and _phase(node) is Phase.BACKWARD)]
-    copies = [node for node in forward if node.target is torch.ops.aten.copy_.default]
-    order = [node for node in forward if node not in set(copies)]
-    for copy in copies:
-        target = copy.args[0]
-        assert isinstance(target, fx.Node)
-        shared = {n for n in order if storages.of(n) == storages.of(target)}
-        needed = set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
-        last = max(index for index, node in enumerate(order) if node in needed)
-        order.insert(last + 1, copy)
-    return order + [node for node in nodes if node.op == "call_function" and _phase(node) is Phase.BACKWARD]
-
-
-def is_backward_input(node: fx.Node) -> bool:
-    """True for a gradient that arrives from outside (a tangent)."""
-    return node.op == "placeholder" and node.meta.get("partitioner_tag") == "is_backward"
-
-
-def _phase(node: fx.Node) -> Phase:
-    return Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
 
 
 def _is_effect(node: fx.Node) -> bool:

@@ -1,0 +1,66 @@
+"""Which nodes of a joint graph run in the forward and which in the backward, and in which order."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..errors import TraceError
+from ..graph import Phase
+from .storages import Storages
+
+_TAG = "partitioner_tag"  # AOTAutograd's (torch 2.13)
+_COPY = torch.ops.aten.copy_.default
+
+
+def mark_phases(graph: fx.Graph) -> None:
+    """Tags each node of a joint graph "is_forward" or "is_backward".
+
+    AOTAutograd tags all that the forward made, and tags changes of inputs apart. What the backward of a
+    custom `autograd.Function` made has no tag: without one, or with another, a node belongs to the backward.
+
+    Raises:
+        TraceError: the backward changes an input or a buffer.
+    """
+    for node in graph.nodes:
+        tag = node.meta.get(_TAG)
+        is_change = node.target is _COPY
+        if is_change and tag in ("is_backward", "must_be_in_backward"):
+            raise TraceError(
+                f"the backward of this step changes `{node.args[0]}`, an input or a buffer of the model (a custom autograd function "
+                "that writes in its backward), and what is computed again could then see the change; write it in the forward"
+            )
+        is_forward = tag in ("is_forward", "must_be_in_forward") or is_change or (tag is None and node.op != "call_function")
+        node.meta[_TAG] = "is_forward" if is_forward else "is_backward"
+
+
+def phase_of(node: fx.Node) -> Phase:
+    """Returns where a marked node runs."""
+    return Phase.BACKWARD if node.meta[_TAG] == "is_backward" else Phase.FORWARD
+
+
+def is_backward_input(node: fx.Node) -> bool:
+    """True for a gradient that arrives from outside (a tangent)."""
+    return node.op == "placeholder" and phase_of(node) is Phase.BACKWARD
+
+
+def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
+    """Returns the nodes in the order in which they run: forward, its changes of inputs, backward.
+
+    AOTAutograd puts the copies back into changed inputs at the end of the joint graph; here each
+    follows the last forward operator that reads the input, or its source if that comes later.
+    """
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    backward = [node for node in nodes if node.op == "call_function" and phase_of(node) is Phase.BACKWARD]
+    later = set(backward)
+    forward = [node for node in nodes if node not in later]
+    copies = [node for node in forward if node.target is _COPY]
+    order = [node for node in forward if node not in set(copies)]
+    for copy in copies:
+        target = copy.args[0]
+        assert isinstance(target, fx.Node)
+        shared = {n for n in order if storages.of(n) == storages.of(target)}
+        needed = set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
+        last = max(index for index, node in enumerate(order) if node in needed)
+        order.insert(last + 1, copy)
+    return order + backward
