@@ -26,7 +26,7 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function`, compiled if numba is there; arrays in and out, no Python objects."""
     if not IS_COMPILED:
         return function
-    result: Callable[P, T] = importlib.import_module("numba").njit(cache=True)(function)
+    result: Callable[P, T] = importlib.import_module("numba").njit(cache=True, nogil=True)(function)
     _sources.add(Path(function.__code__.co_filename))
     _drop_stale(result)
     return result

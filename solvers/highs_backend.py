@@ -43,9 +43,17 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Highs:
-    """HiGHS through highspy. `threads` 0 leaves the number to HiGHS."""
+    """HiGHS through highspy.
+
+    Attributes:
+        threads: 0 leaves the number to HiGHS.
+        max_nodes: of branch and bound; 0 for no limit.
+        tolerance: of rows and integrality.
+    """
 
     threads: int = 1
+    max_nodes: int = 0
+    tolerance: float = 1e-6
 
     def minimise(
         self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
@@ -96,6 +104,10 @@ class Highs:
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", self.threads)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+        solver.setOptionValue("mip_feasibility_tolerance", self.tolerance)
+        solver.setOptionValue("primal_feasibility_tolerance", min(self.tolerance, 1e-7))
+        if self.max_nodes:
+            solver.setOptionValue("mip_max_nodes", self.max_nodes)
         return highspy, solver
 
 

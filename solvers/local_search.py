@@ -7,6 +7,7 @@ budget). The weight adapts so that about a third of the states fit. Moves, each 
   again too, with a probability drawn for the move; half of these moves aim at a slot that is over the budget
 - remove: a recomputation, and what was recomputed for it alone; at times several next to each other
 - move: a recomputation to another slot
+- run: recomputations that follow each other, to another slot or away
 - exchange: a removal, then an addition aimed at what is over the budget
 
 Simulated annealing (Kirkpatrick et al., 1983); sequences with recomputation as search space: Moccasin (2023), FastSA
@@ -49,6 +50,7 @@ _USUAL_OPERATORS = 400
 _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
 # `journal`: row 0 is (changes made in this move, place in the random stream); then (operator, slot), or -slot - 1 where removed
+_KICK = 100.0  # times the temperature, when no state fits for long
 _REACH = 24  # slots looked through for an empty one
 
 
@@ -105,6 +107,7 @@ class LocalSearch:
             draws = self.random.random(_NUM_DRAWS)
             count = min(chunk, round_.iterations - index * chunk)
             anneal(*state, draws, count, hot, cold, self.graph.cost_s or 1.0, self.weight, best_slot, best)
+            self.least_over = float(best[1])
             if best[0] < self.best_cost_s:
                 self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot, self.graph.num_operators)
             current = steps_of(state.slots[SLOT], self.graph.num_operators)
@@ -300,12 +303,46 @@ def move(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, co
 
 
 @inner
+def change_run(
+    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, is_removal: bool, draws: Floats, journal: Ints
+) -> None:
+    """Takes recomputations that follow each other, with no first computation between them, to another slot, or away."""
+    q = random_recomputation(operators, slots, draws, journal)
+    if q < 0:
+        return
+    length, capacity = int(2.0 ** (1.0 + 4.5 * draw(draws, journal))), slots.shape[1]
+    target = min(max(q + int(2.0 ** (2.0 + 8.0 * draw(draws, journal)) * (2 * draw(draws, journal) - 1)), 0), capacity - 1)
+    first = q
+    for k in range(q + 1, min(q + int(SPACING * length * draw(draws, journal)) + 1, capacity)):
+        if slots[SLOT, k] >= 0:
+            if operators[slots[SLOT, k], WHERE] == k:
+                break
+            first = k
+    while journal[0, 0] < length and first >= 0 and (slots[SLOT, first] < 0 or operators[slots[SLOT, first], WHERE] != first):
+        if slots[SLOT, first] >= 0:
+            do_remove(values, operators, links, slots, sums, costs, slots[SLOT, first], first, journal)
+        first -= 1
+    if is_removal:
+        return
+    count, place = journal[0, 0], target + 1
+    for k in range(1, count + 1):
+        op = journal[k, 0]
+        place = empty_before(slots, place, operators[op, WHERE])
+        if place < 0 or not may_be_at(operators, op, place):
+            undo(values, operators, links, slots, sums, costs, journal)
+            return
+        do_insert(values, operators, links, slots, sums, costs, op, place, journal)
+
+
+@inner
 def change(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
     """Makes one random move."""
     # one call of each function, as the compiler copies what is called
     r, also = draw(draws, journal), draw(draws, journal) < 0.5
-    if r < 0.2:
+    if r < 0.15:
         move(values, operators, links, slots, sums, costs, draws, journal)
+    elif r < 0.2:
+        change_run(values, operators, links, slots, sums, costs, also, draws, journal)
     if r >= 0.95:
         remove_several(values, operators, links, slots, sums, costs, draws, journal)
     elif r >= 0.6:
@@ -336,10 +373,10 @@ def anneal(
     """Runs `iterations` moves; leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`."""
     journal = np.zeros((_MAX_CHANGES, 2), np.int64)
     per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))
-    num_fit, period = 0, 500
+    num_fit, period, heat = 0, 500, 1.0
     old_cost, old_over = costs[-1], sums[OVER]
     for step in range(iterations):
-        temperature = hot * (cold / hot) ** (step / iterations)
+        temperature = heat * hot * (cold / hot) ** (step / iterations)
         journal[0, 0] = 0
         change(values, operators, links, slots, sums, costs, draws, journal)
         if journal[0, 0] > 0:
@@ -356,8 +393,11 @@ def anneal(
                 costs[-1], sums[OVER] = old_cost, old_over
         num_fit += old_over == 0
         if (step + 1) % period == 0:
+            heat = max(0.7 * heat, 1.0)
             if num_fit < 0.15 * period:
-                weight[0] = weight[0] * 1.1 if weight[0] < 1000 else 1.0  # stuck: let it leave
+                weight[0] *= 1.1
+                if weight[0] > 1000:  # stuck before something narrow: let it leave
+                    weight[0], heat = 1.0, _KICK
             elif num_fit > 0.4 * period:
                 weight[0] = max(weight[0] / 1.1, 1e-4)
             num_fit = 0

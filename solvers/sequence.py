@@ -62,7 +62,7 @@ def pack(graph: Graph, *, room: int) -> State:
     operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
     operators[:count, WORKSPACE], operators[:count, PINNED] = arrays.workspace_bytes, arrays.is_pinned
     operators[count, PINNED] = 1
-    operators[:count, SPAN : SPAN + 4] = _spans(graph)
+    operators[:count, SPAN : SPAN + 4] = region_spans(graph)
     none = np.zeros(0, np.int64)
     reads = (arrays.read_start, arrays.read, arrays.output)
     lists = (reads, (arrays.write_start, arrays.write, none), (arrays.reuse_start, arrays.reuse, none))
@@ -103,7 +103,8 @@ def users(graph: Graph) -> tuple[Ints, Ints]:
     return start, np.array([u for row in rows for u in row], np.int64)
 
 
-def _spans(graph: Graph) -> Ints:
+def region_spans(graph: Graph) -> Ints:
+    """For each operator, two pairs of operators between whose first computations it may be computed again: its region's halves."""
     half: dict[tuple[int, bool], list[int]] = {}
     for index, op in enumerate(graph.operators):
         half.setdefault((op.region, op.phase is Phase.BACKWARD), []).append(index)

@@ -1,0 +1,193 @@
+"""Exact search around a schedule: free a part of it, solve that part as a MILP, accept what the simulator confirms.
+
+Other names: large neighbourhood search (Shaw, 1998), a matheuristic; local branching is its cousin. What is free is a set
+of pairs (operator, stage): the operator may be computed again in that stage or not (`slot_model`). Kinds, in turn:
+
+- values: the operators of a range of the graph, in every stage where what they read or write begins or ends
+- halves: two such ranges of half the width
+- mixed: a range of twice the width, in a part of these stages
+- stages: a range of stages, with every operator that could be of use there
+
+Each kind's width grows while its models are solved at once and shrinks where a limit stops them. Equal costs are
+accepted. Limits are counts of nodes; time
+is only a cap, so that a seed gives one answer. It proves nothing, as each part is optimal on its own only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..graph import Graph
+from ..schedule import Schedule, simulate
+from .accounting import Bools, Ints
+from .highs_backend import Highs
+from .sequence import region_spans
+from .slot_model import SlotModel
+from .slots import events_of, slots_around, stages_of
+
+_MAX_NODES = 60
+_MAX_PAIRS = 1_500
+_SOLVE_LIMIT_S = 3.0
+_GROW, _SHRINK = 1.15, 0.75
+
+
+class Kind(IntEnum):
+    """What a neighbourhood frees."""
+
+    VALUES = 0
+    HALVES = 1
+    MIXED = 2
+    STAGES = 3
+
+
+@dataclass(frozen=True)
+class _Incumbent:
+    """A schedule, and where its values are read and written, by value and then by step."""
+
+    steps: Ints
+    cost_s: float
+    stage: Ints  # of each step
+    value: Ints  # of each event
+    event_stage: Ints
+    is_write: Bools
+    is_last: Bools  # the value is not read again before it is written again
+
+
+class Neighbourhood:
+    """Exact search on one graph under one budget."""
+
+    def __init__(self, graph: Graph, budget_bytes: int, seed: int = 0) -> None:
+        """Prepares the search; nothing runs yet."""
+        self._graph = graph
+        self._budget_bytes = budget_bytes
+        self._random = np.random.default_rng(seed)
+        self._width = {Kind.VALUES: 16.0, Kind.HALVES: 16.0, Kind.MIXED: 24.0, Kind.STAGES: 6.0}
+        self._spans = region_spans(graph)
+        self._may = ~graph.arrays.is_pinned & (np.diff(graph.arrays.write_start) > 0)
+        self._read_by_operator = [set(parents) for parents in graph.parents_of]
+        self.num_improvements = 0
+
+    def improve(
+        self,
+        steps: Sequence[int],
+        *,
+        max_rounds: int,
+        should_stop: Callable[[], bool] | None = None,
+        time_limit_s: float = _SOLVE_LIMIT_S,
+    ) -> list[int]:
+        """Returns steps within the budget that cost no more than `steps`, which fit it.
+
+        Args:
+            steps: a valid sequence within the budget.
+            max_rounds: number of parts to solve.
+            should_stop: asked between rounds.
+            time_limit_s: cap on each round.
+
+        Raises:
+            ValueError: `steps` do not fit the budget.
+        """
+        current = self._look_at(np.asarray(steps, np.int64))
+        peak_bytes = simulate(self._graph, Schedule.from_steps(self._graph, current.steps.tolist())).peak_bytes
+        if peak_bytes > self._budget_bytes:
+            raise ValueError(f"the steps hold {peak_bytes:,} bytes and the budget is {self._budget_bytes:,}; give steps that fit")
+        for index in range(max_rounds):
+            if should_stop is not None and should_stop():
+                break
+            kind = Kind(index % len(Kind))
+            free = self._choose(kind, current)
+            if len(free):
+                current = self.solve(current, free, kind=kind, time_limit_s=time_limit_s)
+        return [int(op) for op in current.steps]
+
+    def _look_at(self, steps: Ints) -> _Incumbent:
+        simulation = simulate(self._graph, Schedule.from_steps(self._graph, steps.tolist()))
+        with_end = np.append(steps, self._graph.num_operators)
+        stage = stages_of(with_end)
+        value, slot, is_write = events_of(self._graph, with_end)
+        is_last = np.append((value[1:] != value[:-1]) | is_write[1:], True)
+        return _Incumbent(steps, simulation.cost_s, stage, value, stage[slot], is_write, is_last)
+
+    def solve(self, current: _Incumbent, free: Ints, *, kind: Kind, time_limit_s: float) -> _Incumbent:
+        """Returns the best there is where only the pairs `free` are; `current` where that is no better."""
+        slots = slots_around(current.steps, self._graph.num_operators, free)
+        model = SlotModel(self._graph, slots, budget_bytes=self._budget_bytes)
+        answer = Highs(max_nodes=_MAX_NODES).minimise(model.arrays, gap=1e-7, time_limit_s=time_limit_s, start=model.start())
+        self._width[kind] *= _GROW if answer.is_finished else _SHRINK
+        for point in answer.points[:3]:
+            steps = np.array(model.steps(point), np.int64)
+            simulation = simulate(self._graph, Schedule.from_steps(self._graph, steps.tolist()))
+            if simulation.peak_bytes <= self._budget_bytes and simulation.cost_s <= current.cost_s:
+                self.num_improvements += simulation.cost_s < current.cost_s
+                return self._look_at(steps)
+        return current
+
+    def _choose(self, kind: Kind, current: _Incumbent) -> Ints:
+        """Returns the pairs of a random neighbourhood."""
+        width = max(int(self._width[kind]), 2)
+        if kind is Kind.STAGES:
+            return self._pairs_in_stages(current, width)
+        candidates = self._candidates(current)
+        if len(candidates) == 0:
+            return np.zeros((0, 2), np.int64)
+        parts = (width // 2, width // 2) if kind is Kind.HALVES else (width,)
+        operators = np.unique(np.concatenate([self._range(candidates, part) for part in parts]))
+        stages = self._stages_of_interest(current, operators)
+        if kind is Kind.MIXED:
+            stages = self._range(stages, max(len(stages) // 2, 1))
+        return self._pairs(current, operators, stages)
+
+    def _range(self, items: Ints, width: int) -> Ints:
+        first = int(self._random.integers(-(width // 2), max(len(items) - width // 2, 1)))
+        return items[max(first, 0) : max(first + width, 1)]
+
+    def _candidates(self, current: _Incumbent) -> Ints:
+        """Returns the operators that may be computed again and whose values are read later than in the next stage."""
+        late = np.zeros(self._graph.num_operators, np.bool_)
+        reads = ~current.is_write
+        producer = self._graph.arrays.producer[current.value[reads]]
+        late[producer[current.event_stage[reads] > producer + 1]] = True
+        return np.flatnonzero(late & self._may)
+
+    def _stages_of_interest(self, current: _Incumbent, operators: Ints) -> Ints:
+        """Returns the stages where what `operators` write is read or computed, or what they read begins or ends."""
+        arrays = self._graph.arrays
+        is_mine = np.zeros(self._graph.num_operators, np.bool_)
+        is_mine[operators] = True
+        is_written = is_mine[np.maximum(arrays.producer, 0)] & (arrays.producer >= 0)
+        is_read = np.zeros(len(is_written), np.bool_)
+        is_read[arrays.read[np.repeat(is_mine, np.diff(arrays.read_start))]] = True
+        chosen = is_written[current.value] | (is_read[current.value] & (current.is_write | current.is_last))
+        return np.unique(current.event_stage[chosen])
+
+    def _pairs(self, current: _Incumbent, operators: Ints, stages: Ints) -> Ints:
+        """Returns `operators` x `stages` without what nothing reads afterwards and what pins and regions forbid."""
+        count = self._graph.num_operators
+        last = np.full(count, -1)
+        reads = ~current.is_write
+        np.maximum.at(last, self._graph.arrays.producer[current.value[reads]], current.event_stage[reads])
+        mine = set(operators.tolist())
+        for operator in operators[::-1].tolist():
+            for parent in self._read_by_operator[operator] & mine:
+                last[parent] = max(last[parent], last[operator])
+        op, stage = (array.ravel() for array in np.meshgrid(operators, stages))
+        span = self._spans[op]
+        is_inside = ((span[:, 0] < stage) & (stage <= span[:, 1])) | ((span[:, 2] < stage) & (stage <= span[:, 3]))
+        is_kept = self._may[op] & (op < stage) & (stage <= last[op]) & is_inside
+        return np.stack([op[is_kept], stage[is_kept]], axis=1)
+
+    def _pairs_in_stages(self, current: _Incumbent, width: int) -> Ints:
+        """Returns the pairs of a range of stages: operators whose values are read or computed there, and what they need."""
+        first = int(self._random.integers(1, self._graph.num_operators + 1))
+        inside = (first <= current.event_stage) & (current.event_stage < first + width)
+        queue = np.unique(self._graph.arrays.producer[current.value[inside]]).tolist()
+        chosen = set(queue)
+        while queue and len(chosen) * width < _MAX_PAIRS:
+            for parent in self._read_by_operator[queue.pop(0)] - chosen:
+                chosen.add(parent)
+                queue.append(parent)
+        stages = np.arange(first, min(first + width, self._graph.num_operators + 1))
+        return self._pairs(current, np.array(sorted(chosen), np.int64), stages)
