@@ -131,7 +131,7 @@ class MomentRows:
                 if q < 0 or self.again[q] < 0:
                     continue
                 if q not in columns:
-                    columns[q] = int(program.add_columns(np.zeros(1), is_integer=False)[0])
+                    columns[q] = int(program.add_columns(np.zeros(1))[0])
                     stack.append(q)
                 row = np.array([[columns[p], columns[q], self.start[value]]])
                 program.add_rows(row, [1.0, -1.0, -1.0], upper=0.0)
@@ -141,7 +141,7 @@ class MomentRows:
     def _held(self, value: int, before: int) -> int:
         """The column of a[i] for a value that may have been computed again before j."""
         program, producer = self.model.program, int(self.graph.arrays.producer[value])
-        column = int(program.add_columns(np.zeros(1), is_integer=False)[0])
+        column = int(program.add_columns(np.zeros(1))[0])
         after, constant = (-1, 1.0) if self.is_read[value] else (int(self.end[value]), 0.0)
         program.add_rows(np.array([[after, self.again[producer], column]]), [1.0, -1.0, -1.0], upper=-constant)
         row = np.array([[after, before, self._twice(producer), column]])
@@ -152,6 +152,6 @@ class MomentRows:
         if operator not in self.twice:
             program = self.model.program
             cost = np.array([float(self.graph.arrays.cost_s[operator]) * self.model.cost_scale])
-            self.twice[operator] = int(program.add_columns(cost, is_integer=False)[0])
+            self.twice[operator] = int(program.add_columns(cost)[0])
             program.add_rows(np.array([[self.twice[operator], self.again[operator]]]), [1.0, -1.0], upper=0.0)
         return self.twice[operator]

@@ -24,7 +24,7 @@ from .lazy_rows import LazyRows
 from .on_demand import forward_length, steps_on_demand
 from .window import Window, WindowModel
 
-MAX_STAGES = 8
+MAX_STAGES = 12
 _MAX_COLUMNS = 40_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5

@@ -5,7 +5,7 @@ operator b - 1. Binary variables:
 
     S[a, i]   value i, written before a, is in memory at boundary a
     R[w, j]   operator j is computed again at least once inside w
-    A[w, i]   value i is in memory during all of w without being computed again (continuous)
+    A[w, i]   value i is in memory during all of w without being computed again (binary as well: rows (6) then have covers)
 
 With m the sizes, c the costs, p(i) the operator that writes i, B the budget less the resident bytes:
 
@@ -105,7 +105,7 @@ class WindowModel:
             self.keep[boundary] = self._scatter(len(is_useful), values, columns)
         if 0 < end < count:
             values = np.flatnonzero(self.keep[end] >= 0)
-            columns = self.program.add_columns(np.zeros(len(values)), is_integer=False)
+            columns = self.program.add_columns(np.zeros(len(values)))
             self.through[window] = self._scatter(len(self.keep[end]), values, columns)
 
     @staticmethod
