@@ -25,7 +25,7 @@ _NUM_RUNS = 24
 _NUM_KEPT = 3
 _LEAST_MOVES = 60_000 if IS_COMPILED else 600  # of a run
 _MOVES_AN_OPERATOR = 150 if IS_COMPILED else 2
-_HOT = (1e-2, 3e-3)  # first temperatures of new runs in turn, shares of the keep-all cost
+_HOT = (1e-2, 3e-3, 3e-4)  # first temperatures of new runs in turn, shares of the keep-all cost; the last keeps a good start
 _COLDER = (3e-4, 1e-4, 1e-3, 3e-4, 1e-4)  # of the levels after
 _COLD = 1e-6
 
