@@ -25,7 +25,7 @@ class Workload:
     """
 
     model: nn.Module
-    kwargs: Mapping[str, torch.Tensor]
+    kwargs: Mapping[str, Any]
 
     def step(self) -> torch.Tensor:
         """Runs forward and backward and returns the loss; the whole output is held until the end, as users do."""

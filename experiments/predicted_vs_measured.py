@@ -16,7 +16,6 @@ module (T5, 8 bytes).
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import statistics
 import sys
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import remat
 
+from .comparison import is_same_step, least_bytes, peak_bytes
 from .environment import environment
 from .models import MODELS, Workload, make
 
@@ -94,18 +93,10 @@ def measure_model(name: str) -> list[Row]:
     workload = make(name, seed=SEED)
     graph = remat.trace(workload.model, kwargs=workload.kwargs)
     rows = []
-    for label, budget in (("100%", "100%"), ("70%", "70%"), ("least", _least_bytes(graph))):
+    for label, budget in (("100%", "100%"), ("70%", "70%"), ("least", least_bytes(graph, time_limit_s=_TIME_LIMIT_S))):
         rows.append(_measure(name, label, remat.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
-
-
-def _least_bytes(graph: remat.Graph) -> int:
-    """The least budget as a user learns it: from the error of one that can't be met."""
-    try:
-        return remat.solve(graph, 1, time_limit_s=_TIME_LIMIT_S).peak_bytes
-    except remat.BudgetError as error:
-        return error.minimum_bytes
 
 
 def _measure(name: str, label: str, solution: remat.Solution) -> Row:
@@ -113,16 +104,16 @@ def _measure(name: str, label: str, solution: remat.Solution) -> Row:
     plain = make(name, seed=SEED)
     planned = replace(plain, model=remat.wrap(copy.deepcopy(plain.model), solution))
     start = time.perf_counter()
-    is_equal = _is_same_step(planned, plain, 1)
+    is_equal = is_same_step(planned, plain, 1)
     capture_s = time.perf_counter() - start
-    is_equal = _is_same_step(planned, plain, 2) and is_equal
+    is_equal = is_same_step(planned, plain, 2) and is_equal
     return Row(
         model=name,
         budget=label,
         budget_bytes=solution.budget_bytes,
         predicted_bytes=solution.peak_bytes,
-        measured_bytes=_peak_bytes(planned),
-        plain_bytes=_peak_bytes(plain),
+        measured_bytes=peak_bytes(planned),
+        plain_bytes=peak_bytes(plain),
         is_equal=is_equal,
         overhead=solution.overhead,
         gap=solution.gap,
@@ -130,32 +121,6 @@ def _measure(name: str, label: str, solution: remat.Solution) -> Row:
         capture_s=capture_s,
         time_ratio=_time_ratio(planned, plain) if label == "100%" else None,
     )
-
-
-def _is_same_step(planned: Workload, plain: Workload, seed: int) -> bool:
-    ends = [_state_after_step(workload, seed) for workload in (planned, plain)]
-    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def _state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
-    """Loss, random state, gradients and buffers, in one order for equal models."""
-    workload.model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    loss = workload.step()
-    gradients = [torch.empty(0) if p.grad is None else p.grad for p in workload.model.parameters()]
-    return [loss, torch.get_rng_state(), *gradients, *workload.model.buffers()]
-
-
-def _peak_bytes(workload: Workload) -> int:
-    workload.model.zero_grad(set_to_none=True)
-    gc.collect()
-    return _resident_bytes(workload.model, workload) + remat.measure(workload.step, device="cpu").peak_bytes
-
-
-def _resident_bytes(model: nn.Module, workload: Workload) -> int:
-    tensors = [*model.parameters(), *model.buffers(), *workload.kwargs.values()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def _time_ratio(planned: Workload, plain: Workload) -> float:

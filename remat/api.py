@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from . import torch_private
 from .budget import Budget, parse_budget
 from .capture import make_backend
-from .errors import ScheduleError, TraceError
+from .errors import RematError, ScheduleError, TraceError
 from .graph import Graph
 from .report import Report
 from .runtime import (
@@ -162,7 +162,7 @@ def trace_step(
     return captured[0]
 
 
-class _CapturedError(Exception):
+class _CapturedError(RematError):
     """Ends a trace once the graph is there: nothing has to run."""
 
 

@@ -19,7 +19,7 @@ from .measure import FirstStepMeter
 from .plain_kernels import plain_kernels
 from .rewrite import SplitStep, split
 from .solution import Solution
-from .torch_private import aot_autograd, backward_without_autocast, is_graph_kept
+from .torch_private import aot_autograd, backward_without_autocast, is_associative_scan, is_graph_kept
 from .tracers.aot import TracedStep, read_joint
 from .tracers.costs import CostModel
 
@@ -53,6 +53,7 @@ def make_backend(
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_scans(module)
         refused = _detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
@@ -85,6 +86,15 @@ def make_backend(
         return _refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+def _refuse_scans(module: fx.GraphModule) -> None:
+    """Refuses what sums in another order where `torch.compile` runs it: its gradients are not the plain model's."""
+    if any(is_associative_scan(node.target) for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
+        raise TraceError(
+            "under torch.compile this model takes an associative scan in place of the plain model's loop, which rounds otherwise: a "
+            "planned step could not equal the plain one; turn it off (Mamba in transformers: config.use_associative_scan=False)"
+        )
 
 
 def _once(backward: BoxedFunction) -> BoxedFunction:

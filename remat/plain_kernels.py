@@ -59,7 +59,7 @@ def _contiguous_on_cpu(result: Any, *_: Any, **__: Any) -> Any:
     """Every result is contiguous, where it is on the CPU."""
     if result[0].device.type != "cpu":
         return result
-    return type(result)(torch.empty_like(t, memory_format=torch.contiguous_format) for t in result)
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in result)
 
 
 def _as_product(result: Any, first: Any, second: Any, *_: Any, **__: Any) -> Any:
@@ -80,8 +80,17 @@ def _in_format_of(place: int) -> Layout:
     return layout
 
 
+def _channels_last_from_dense(result: torch.Tensor, gradient: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """On the CPU the result is channels-last only where the gradient is so without gaps."""
+    is_dense = gradient.is_contiguous(memory_format=torch.channels_last) and not gradient.is_contiguous()
+    memory_format = torch.channels_last if is_dense else torch.contiguous_format
+    return torch.empty_like(result, memory_format=memory_format) if gradient.device.type == "cpu" else result
+
+
 def _in_larger_storage(result: torch.Tensor, first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """The result stays in memory that was taken for as many elements as the first argument has."""
+    if result.shape == first.shape:
+        return torch.empty_like(first)
     if result.numel() >= first.numel():
         return result
     return result.new_empty(first.numel()).as_strided(result.shape, result.stride())
@@ -90,7 +99,7 @@ def _in_larger_storage(result: torch.Tensor, first: torch.Tensor, *_: Any, **__:
 def _with_first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(result, torch.Tensor):
         return change(result)
-    return type(result)([change(result[0]) if result[0] is not None else None, *result[1:]])
+    return (None if result[0] is None else change(result[0]), *result[1:])
 
 
 LAYOUTS: dict[Any, Layout] = {
@@ -105,11 +114,12 @@ LAYOUTS: dict[Any, Layout] = {
         (
             aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default,
             aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.glu_backward.default, aten.pow.Scalar,
-            aten.nll_loss2d_forward.default, aten.upsample_bilinear2d_backward.default,
+            aten.nll_loss2d_forward.default,
         ),
         _contiguous,
     ),
     aten.log_sigmoid_forward.default: _contiguous_on_cpu,
+    aten.upsample_bilinear2d_backward.default: _channels_last_from_dense,
     **dict.fromkeys(
         (
             aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,

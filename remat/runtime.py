@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -204,9 +205,20 @@ def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
     Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
     captured; and it keeps what it compiled by code object, which here belongs to this module only.
     """
+    _install_capturing_hooks(module)
     namespace: dict[str, Any] = {"self": module, "call_plain": torch_private.call_plain}
     exec("def step(*args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
     return torch.compile(namespace["step"], backend=backend, fullgraph=True, dynamic=False)
+
+
+def _install_capturing_hooks(module: nn.Module) -> None:
+    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't enter; once a model."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    if library is None:
+        return
+    for part in module.modules():
+        if isinstance(part, sys.modules["transformers.modeling_utils"].PreTrainedModel):
+            library.maybe_install_capturing_hooks(part)
 
 
 def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -239,6 +251,8 @@ def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 f"torch.compile can't capture this step as one graph: {first}\n"
                 "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place)."
             ) from error
+        if cause is not error:  # a backend's failure: AOTAutograd could not trace the step, or we could not
+            raise TraceError(f"this step can't be traced and planned: {type(cause).__name__}: {cause}") from error
         raise
 
 

@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._functorch import config as functorch_config
+from torch._higher_order_ops.associative_scan import associative_scan_op  # 2.13
 from torch._ops import OpOverload, OpOverloadPacket  # 2.13
 from torch._prims_common import suggest_memory_format  # 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
@@ -33,6 +34,7 @@ __all__ = [
     "compile_reason",
     "corrected_fakes",
     "get_call",
+    "is_associative_scan",
     "is_graph_break",
     "is_graph_kept",
     "is_profiling",
@@ -62,6 +64,11 @@ def backward_without_autocast() -> Iterator[None]:
     """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`, 2.13)."""
     with functorch_config.patch(backward_pass_autocast="off"):
         yield
+
+
+def is_associative_scan(target: object) -> bool:
+    """True for the higher-order operator (`associative_scan_op`, 2.13)."""
+    return target is associative_scan_op
 
 
 def is_graph_kept() -> bool:

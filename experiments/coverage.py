@@ -1,0 +1,176 @@
+"""Does a planned step equal the plain one? Every family of architectures, and every module of `torch.nn`.
+
+    python -m experiments.coverage [MODEL ...]     # architectures: all, or those named
+    python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
+
+For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random stream
+against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead. What can't be
+captured must say so in a `TraceError`, whose first line stands in the table. Where the least budget is
+above 70 %, that row is left out. Plain PyTorch is compared with itself first.
+
+Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
+again; the others keep their rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import remat
+
+from .comparison import is_same_step, least_bytes, peak_bytes
+from .coverage_models import ARCHITECTURES
+from .coverage_modules import module_cases
+from .environment import environment
+from .models import Workload
+
+RESULTS = Path(__file__).parent / "results" / "coverage.json"
+SEED = 0
+_TIME_LIMIT_S = 3.0
+_FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one budget.
+
+    Attributes:
+        family: of architectures, or "torch.nn".
+        name: of the model.
+        budget: "100%", "70%" or "least"; empty where the step was refused.
+        outcome: "equal", "DIFFERENT", "plain PyTorch differs from itself", or the error's text.
+        predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
+    """
+
+    family: str
+    name: str
+    budget: str
+    outcome: str
+    predicted_bytes: int = 0
+    measured_bytes: int = 0
+    plain_bytes: int = 0
+    overhead: float = 0.0
+    num_operators: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        """True where the planned step was the plain one."""
+        return self.outcome == "equal"
+
+
+def main(arguments: list[str]) -> None:
+    """Measures what is asked for; writes the results and prints the table."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name, family, make in _asked_for(arguments):
+        rows = measure(name, family, make)
+        made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
+        known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        print(name, *(f"{row.budget} {row.outcome}".strip() for row in rows), sep=" | ", file=sys.stderr, flush=True)
+    text = table([Row(**row) for found in known.values() for row in found["rows"]])
+    RESULTS.with_suffix(".md").write_text(text + "\n")
+    print(text)
+
+
+def _asked_for(arguments: list[str]) -> list[tuple[str, str, Callable[[], Workload]]]:
+    if arguments == ["--modules"]:
+        return [(name, "torch.nn", make) for name, make in module_cases()]
+    names = arguments or list(ARCHITECTURES)
+    return [(name, ARCHITECTURES[name].family, ARCHITECTURES[name].make) for name in names]
+
+
+def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
+    """Returns the rows of one model: one where it is refused, else one a budget."""
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    blank = Row(family, name, "", "")
+    try:
+        plain = make()
+        if not is_same_step(copy.deepcopy(plain), copy.deepcopy(plain), SEED):
+            return [replace(blank, outcome="plain PyTorch differs from itself")]
+        graph = remat.trace(copy.deepcopy(plain.model), kwargs=plain.kwargs)
+        least = least_bytes(graph, time_limit_s=_TIME_LIMIT_S)
+        keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
+        budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least}
+        return [_measure_at(blank, label, plain, graph, budget) for label, budget in budgets.items() if budget >= least]
+    except remat.TraceError as error:
+        return [replace(blank, outcome=f"TraceError: {_first_line(error)}")]
+    except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table as a failure
+        return [replace(blank, outcome=f"{_FAILED} {type(error).__name__}: {_first_line(error)}")]
+
+
+def _measure_at(blank: Row, label: str, plain: Workload, graph: remat.Graph, budget: int) -> Row:
+    torch._dynamo.reset()
+    start = time.perf_counter()
+    solution = _solution(graph, budget)
+    plain = copy.deepcopy(plain)
+    planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution), plain.kwargs)
+    is_equal = all([is_same_step(planned, plain, seed) for seed in (1, 2)])
+    return replace(
+        blank,
+        budget=label,
+        outcome="equal" if is_equal else "DIFFERENT",
+        predicted_bytes=solution.peak_bytes,
+        measured_bytes=peak_bytes(planned),
+        plain_bytes=peak_bytes(plain),
+        overhead=solution.overhead,
+        num_operators=graph.num_operators,
+        wall_s=time.perf_counter() - start,
+    )
+
+
+def _solution(graph: remat.Graph, budget: int) -> remat.Solution:
+    """The plan at a budget, or at the least that the error says can be met."""
+    try:
+        return remat.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)
+    except remat.BudgetError as error:
+        return remat.solve(graph, error.minimum_bytes, time_limit_s=_TIME_LIMIT_S)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).replace("torch.compile can't capture this step as one graph: ", "graph break: ").split("Rewrite")[0].split())[:220]
+
+
+def table(rows: list[Row]) -> str:
+    """Returns counts and rows as Markdown."""
+    names = {row.name: row for row in rows}
+    outcomes = Counter("equal" if row.is_equal else row.outcome.partition(":")[0] for row in names.values())
+    lines = [f"{count} {outcome}" for outcome, count in outcomes.most_common()]
+    titles = ["family", "model", "budget", "outcome", "operators", "predicted peak", "measured peak", "of plain's", "overhead"]
+    lines += ["", f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
+    return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
+
+
+def _cells(row: Row) -> list[str]:
+    if not row.budget:
+        return [row.family, row.name, "", row.outcome.replace("|", "/"), "", "", "", "", ""]
+    return [
+        row.family,
+        row.name,
+        row.budget,
+        row.outcome,
+        str(row.num_operators),
+        f"{row.predicted_bytes:,} B",
+        f"{row.measured_bytes:,} B",
+        f"{100 * row.measured_bytes / max(1, row.plain_bytes):.1f} %",
+        f"{100 * max(0.0, row.overhead):.1f} %",
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
