@@ -7,7 +7,7 @@ peak memory ordering problem, NP-hard already (Sethi, 1975). Annealing on sequen
    dependencies force (`order_bound`): proved infeasible. The same gives a lower bound that holds in every order.
 2. Annealing of the order alone (`order_moves`). Where it fits the budget, nothing is computed twice: optimal.
 3. Annealing of order and recomputations together, in rounds; the second starts from the schedule that `Auto` finds in the
-   graph's order, so that freedom does not cost more than none. A few rounds without progress are the last.
+   graph's order in a third of the time that is left. A few rounds without progress are the last.
 
 What may be reordered is in `order_rules`; the bound asks for less (dependencies, forward before backward), so it holds for
 the rules too. Imperfections: the bound is the keep-all cost where graphs are wide. Rewriting a traced step (`remat.wrap`)
@@ -50,7 +50,7 @@ _HOT = (1e-3, 1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the mixed rounds 
 _ORDER_HOT, _ORDER_COLD, _COLD = 1e-2, 1e-4, 1e-6
 _STAGNANT_ROUNDS = 3
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit
+_BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit, of what is left
 _BOUND_LIMIT_S = 10.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class FreeOrder(Solver):
             stagnant = 0 if has_progress else stagnant + 1
 
     def _start(self, search: FreeSearch, index: int, reordered: Ints) -> Ints:
-        """What a mixed round starts from: the order found alone, then the fixed-order schedule, then the best."""
+        """What a mixed round starts from: the order found alone and the fixed-order schedule, then the best."""
         fixed = self._offer_fixed_order(search, _AUTO_SHARE * search.left_s) if index == 1 else None
         if fixed is not None:
             return fixed
@@ -137,7 +137,7 @@ class FreeOrder(Solver):
 
     def _offer_fixed_order(self, search: FreeSearch, time_limit_s: float) -> Ints | None:
         """Offers the schedule that `Auto` finds in the graph's order, and returns it."""
-        auto = Auto(gap=self.gap, time_limit_s=time_limit_s, seed=self.seed)
+        auto = Auto(gap=self.gap, time_limit_s=max(time_limit_s, 0.1), seed=self.seed)
         schedule = auto.solve(search.graph, budget_bytes=search.budget_bytes).schedule
         if schedule is None:
             return None
