@@ -7,7 +7,8 @@
 4. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
 5. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 6. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
-7. Annealing again, from the refined schedules and the best, until a few rounds in a row improve nothing.
+7. Many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing improves.
+8. Exact search around the best (`neighbourhood`).
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
 are cut by nodes and iterations before they are cut by time, so that a seed gives one answer on every machine that is fast
@@ -33,8 +34,10 @@ from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
 from .local_search import LocalSearch, Round
 from .minimum import Minimum, minimum, peak_bound, working_set_bytes
+from .neighbourhood import Kind, Neighbourhood
 from .progress import Progress
 from .refinement import Refinement
+from .restarts import Restarts
 from .search import Search
 
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
@@ -45,7 +48,13 @@ _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _MODEL_LIMIT_S = 12.0  # of one window model
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
-_REFINING_SHARE = 0.6  # of the time that is then left
+_REFINING_SHARE = 0.4  # of the time that is then left
+_MOST_OPERATORS_TO_RESTART = 3_000
+_STARTS_TO_RESTART = 3
+_STAGNANT_GENERATIONS = 2
+_EXACT_SHARE = 0.2  # of the time left after refining, for exact search
+_EXACT_LIMIT_S = 5.0  # of one neighbourhood
+_NEIGHBOURHOODS = 8  # of each kind
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -58,7 +67,8 @@ class Auto(Solver):
         gap: stops as soon as the cost is proved to be within this fraction of the optimum.
         time_limit_s: a hard cap; most answers come long before it.
         seed: of the annealing.
-        rounds: most rounds of annealing; three in a row that bring nothing are the last.
+        rounds: most rounds of each kind of search; some in a row that bring nothing are the last.
+        threads: annealing runs at the same time; the answer does not depend on it.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
@@ -66,6 +76,7 @@ class Auto(Solver):
     time_limit_s: float = 60.0
     seed: int = 0
     rounds: int = 12
+    threads: int = 2
     progress: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -125,12 +136,15 @@ class Auto(Solver):
         if search.budget_bytes < working_set_bytes(search.graph) or not self._refine(search, refinement, starts):
             return False
         self._solve_greedily(search, starts, least)
-        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        self._anneal(search, local, starts, _FIRST_ROUNDS)
-        deadline_s = search.elapsed_s + _REFINING_SHARE * search.left_s
-        while not (search.is_over or refinement.is_over) and search.elapsed_s < deadline_s:
+        self._anneal(search, starts[-1:], _FIRST_ROUNDS)
+        until_s = search.elapsed_s + _REFINING_SHARE * search.left_s
+        while not (search.is_over or refinement.is_over) and search.elapsed_s < until_s:
             self._refine(search, refinement, starts)
-        self._anneal(search, local, starts, self.rounds)
+        if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
+            self._restart(search, starts)
+            self._solve_neighbourhoods(search)
+        else:
+            self._anneal(search, starts, self.rounds)
         return True
 
     def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
@@ -163,12 +177,10 @@ class Auto(Solver):
             starts.append((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
             search.offer(starts[-1])
 
-    def _anneal(self, search: Search, local: LocalSearch, starts: list[Sequence[int]], rounds: int) -> None:
-        """Runs rounds of annealing from the starts, which it takes, and from the best, until some in a row bring nothing."""
-        if search.is_over:
-            return
-        if not local.is_ready and search.left_s < COMPILER_S:
-            _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
+    def _anneal(self, search: Search, starts: Sequence[Sequence[int]], rounds: int) -> None:
+        """Runs rounds of annealing from the starts, then from the best, until some in a row bring nothing."""
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        if search.is_over or not self._is_compiled_in_time(search, local):
             return
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
@@ -176,13 +188,52 @@ class Auto(Solver):
         stagnant = 0
         for index in range(rounds):
             before_s = local.best_cost_s
-            start = starts.pop(0) if starts else local.best_steps if local.best_steps is not None else range(search.graph.num_operators)
+            is_fresh = index < len(starts) or local.best_steps is None
+            start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
             round_ = Round(num_moves, _HOT[index % len(_HOT)], 1e-6)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search))
             is_over = self._take(local, search)
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
+
+    def _restart(self, search: Search, starts: Sequence[Sequence[int]]) -> None:
+        """Runs generations of annealing runs until two in a row bring nothing."""
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        if search.is_over or not self._is_compiled_in_time(search, local):
+            return
+        restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed, threads=self.threads)
+        until_s = search.elapsed_s + (1 - _EXACT_SHARE) * search.left_s
+        stagnant = 0
+        for _ in range(self.rounds):
+            before_s = math.inf if search.cost_s is None else search.cost_s
+            known = [range(search.graph.num_operators), *starts[:_STARTS_TO_RESTART]]
+            if search.steps is not None:
+                known.append(search.steps)
+            restarts.run(known, should_stop=lambda: search.elapsed_s > until_s)
+            for _, steps in restarts.pool[:1]:
+                search.offer(steps.tolist())
+            stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
+            if stagnant >= _STAGNANT_GENERATIONS or search.elapsed_s > until_s or search.is_over:
+                return
+
+    def _solve_neighbourhoods(self, search: Search) -> None:
+        """Searches exactly around the best schedule, one part at a time."""
+        neighbourhood = Neighbourhood(search.graph, search.budget_bytes, self.seed)
+        for _ in range(min(_NEIGHBOURHOODS, self.rounds)):
+            if search.steps is None or search.is_over:
+                return
+            steps = neighbourhood.improve(
+                search.steps, max_rounds=len(Kind), should_stop=lambda: search.is_over, time_limit_s=_EXACT_LIMIT_S
+            )
+            search.offer(steps)
+
+    @staticmethod
+    def _is_compiled_in_time(search: Search, local: LocalSearch) -> bool:
+        is_ready = local.is_ready or search.left_s >= COMPILER_S
+        if not is_ready:
+            _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
+        return is_ready
 
     @staticmethod
     def _take(local: LocalSearch, search: Search) -> bool:

@@ -100,13 +100,14 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
 
 
 def working_set_bytes(graph: Graph) -> int:
-    """The largest working set: what one operator reads, writes and works with, and what is resident, in O(E)."""
+    """The largest working set: what one operator reads, writes and works with, or all results, and what is resident; O(E)."""
     accounting, arrays = Accounting(graph), graph.arrays
     own = accounting.own.copy()
     for v in range(graph.num_operators):
         candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
         own[v] -= accounting.size[candidates].max(initial=0.0)
-    return graph.resident_bytes + int(own.max(initial=0.0))
+    results = accounting.size[np.unique(arrays.output)].sum()
+    return graph.resident_bytes + int(max(own.max(initial=0.0), results))
 
 
 def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:

@@ -23,8 +23,8 @@ from .local_search import LocalSearch, Round
 
 _NUM_RUNS = 24
 _NUM_KEPT = 3
-_LEAST_MOVES = 60_000 if IS_COMPILED else 600  # of a run
-_MOVES_AN_OPERATOR = 150 if IS_COMPILED else 2
+_USUAL_MOVES = 60_000 if IS_COMPILED else 600  # of a run, on graphs of 100 to 400 operators
+_LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
 _HOT = (1e-2, 3e-3, 3e-4)  # first temperatures of new runs in turn, shares of the keep-all cost; the last keeps a good start
 _COLDER = (3e-4, 1e-4, 1e-3, 3e-4, 1e-4)  # of the levels after
 _COLD = 1e-6
@@ -44,7 +44,8 @@ class Restarts:
         self._seed = seed
         self._threads = threads
         self._num_generations = 0
-        self._moves = moves or max(_LEAST_MOVES, _MOVES_AN_OPERATOR * graph.num_operators)
+        count = graph.num_operators
+        self._moves = moves or min(max(_USUAL_MOVES, _LEAST_MOVES_AN_OPERATOR * count), _MOST_MOVES_AN_OPERATOR * count)
         self.pool: list[tuple[float, Ints]] = []
 
     def run(self, starts: Sequence[Sequence[int]], *, should_stop: Callable[[], bool] | None = None) -> None:

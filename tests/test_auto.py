@@ -33,7 +33,7 @@ from remat.validate import validate
 from tests.oracles import brute_force, minimum_bytes
 
 INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
-QUICK = Auto(gap=0.0, rounds=1)
+QUICK = Auto(gap=0.0, rounds=1, time_limit_s=3.0)
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def test_bounds_and_answers_agree_with_brute_force(seed: int, share: float) -> N
     assert least.lower_bound_bytes <= floor <= least.peak_bytes <= ceiling
     for budget in {floor - 1, floor, int(floor + share * (ceiling - floor)), least.peak_bytes}:
         best = brute_force(graph, budget)
-        solution = Auto(gap=1e-4, rounds=1).solve(graph, budget_bytes=budget)
+        solution = Auto(gap=1e-4, rounds=1, time_limit_s=5.0).solve(graph, budget_bytes=budget)
         if best is None:
             assert not solution.is_solved
             assert solution.minimum_bytes == least.peak_bytes
@@ -157,7 +157,7 @@ def test_annealing_never_leaves_the_regions() -> None:
 def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: str) -> None:
     graph = FAMILIES[family]()
     least, ceiling = minimum(graph), keep_all_bytes(graph)
-    solver = Auto(rounds=1)
+    solver = Auto(rounds=1, time_limit_s=2.0)
     assert solver.solve(graph, budget_bytes=ceiling).status is Status.OPTIMAL
     for budget in {least.peak_bytes, (least.peak_bytes + ceiling) // 2}:
         solution = solver.improve(graph, budget_bytes=budget, least=least)
@@ -172,7 +172,7 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
 def test_the_least_budget_is_always_met() -> None:
     graph = FAMILIES["unet"]()
     least = minimum(graph)
-    solution = Auto(rounds=1).solve(graph, budget_bytes=least.peak_bytes)
+    solution = Auto(rounds=1, time_limit_s=4.0).solve(graph, budget_bytes=least.peak_bytes)
     assert solution.is_solved
     assert solution.peak_bytes <= least.peak_bytes
 
@@ -191,7 +191,7 @@ def test_the_frontier_is_monotone_and_valid() -> None:
     graph = random_layered(14, seed=3)
     ceiling = keep_all_bytes(graph)
     budgets = [int(share * ceiling) for share in np.linspace(1.0, 0.3, 7)]
-    solutions = frontier_solutions(graph, budgets, Auto(rounds=1))
+    solutions = frontier_solutions(graph, budgets, Auto(rounds=1, time_limit_s=1.0))
     assert [s.budget_bytes for s in solutions] == budgets
     costs = [s.cost_s if s.is_solved else math.inf for s in solutions]
     bounds = [s.lower_bound_s for s in solutions if s.is_solved]
@@ -221,7 +221,7 @@ def test_a_large_graph_is_answered_within_the_time_limit() -> None:
 def test_progress_is_told_and_never_gets_worse() -> None:
     graph = random_layered(16, seed=7)
     told: list[Progress] = []
-    solution = Auto(rounds=1, progress=told.append).solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
+    solution = Auto(rounds=1, time_limit_s=3.0, progress=told.append).solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
     costs = [p.cost_s for p in told if p.cost_s is not None]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == solution.cost_s

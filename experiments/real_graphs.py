@@ -1,0 +1,140 @@
+"""Training steps of real size as graphs: bf16, roofline costs of an H100, no memory taken for weights.
+
+    python -m experiments.real_graphs FOLDER [NAME ...]     saves FOLDER/NAME.json
+
+Built and traced under fake tensors on the CPU, so that a machine of 24 GiB traces a model of 7 billion parameters. What is
+traced is what the CPU would run: attention and layout of convolutions differ in detail from a GPU's kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import remat
+
+Step = tuple[nn.Module, dict[str, Any]]
+COSTS = "roofline:H100"
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def gpt2(num_layers: int, width: int, heads: int, batch: int) -> Step:
+    """GPT-2 (Radford et al., 2019) in its sizes, 1,024 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = _tokens(batch, 1024)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=width, n_head=heads, use_cache=False))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def llama(num_layers: int, batch: int = 1, length: int = 2048) -> Step:
+    """Llama's layers (Touvron et al., 2023) with the width of the 7 billion parameter model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = _tokens(batch, length)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False)), {"input_ids": ids, "labels": ids}
+
+
+def bert_large() -> Step:
+    """BERT large (Devlin et al., 2018), 512 tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    ids = _tokens(16, 512)
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+
+def t5_large() -> Step:
+    """T5 large (Raffel et al., 2019), 512 tokens in and out."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, use_cache=False)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config), {"input_ids": _tokens(8, 512), "labels": _tokens(8, 512)}
+
+
+def vit_large() -> Step:
+    """ViT-L/16 (Dosovitskiy et al., 2020), 224 pixels."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    return ViTForImageClassification(config), _images(64)
+
+
+def resnet(depths: list[int]) -> Step:
+    """ResNet with bottlenecks (He et al., 2015), 224 pixels."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig(depths=depths)), _images(128)
+
+
+def mobilenet_v2() -> Step:
+    """MobileNetV2 (Sandler et al., 2018), 224 pixels."""
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    return MobileNetV2ForImageClassification(MobileNetV2Config()), _images(256)
+
+
+def _images(batch: int, pixels: int = 224) -> dict[str, Any]:
+    return {"pixel_values": torch.zeros(batch, 3, pixels, pixels), "labels": torch.zeros(batch, dtype=torch.long)}
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "gpt2_12": lambda: gpt2(12, 768, 12, 8),
+    "gpt2_24": lambda: gpt2(24, 1024, 16, 8),
+    "gpt2_48": lambda: gpt2(48, 1600, 25, 4),
+    "llama_32": lambda: llama(32, 4, 4096),
+    "bert_large": bert_large,
+    "t5_large": t5_large,
+    "vit_large": vit_large,
+    "resnet50": lambda: resnet([3, 4, 6, 3]),
+    "resnet152": lambda: resnet([3, 8, 36, 3]),
+    "mobilenet_v2": mobilenet_v2,
+}
+
+
+_READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")  # while it is built, which fake tensors can't; small enough to be real
+
+
+@contextmanager
+def _half_precision(*, is_fake: bool) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode() if is_fake else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def graph_of(name: str, *, costs: str = COSTS) -> remat.Graph:
+    """Returns the traced training step; takes 5 to 60 seconds."""
+    with _half_precision(is_fake=not name.startswith(_READS_ITS_WEIGHTS)):
+        model, kwargs = STEPS[name]()
+    return remat.trace(model.train(), kwargs=kwargs, costs=costs)
+
+
+def main() -> None:
+    """Traces and saves."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(STEPS)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        start = time.perf_counter()
+        graph = graph_of(name)
+        graph.save(folder / f"{name}.json")
+        print(f"{name}: {graph.num_operators:,} operators, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
