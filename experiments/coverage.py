@@ -120,7 +120,7 @@ def _measure_at(blank: Row, label: str, plain: Workload, graph: remat.Graph, bud
     solution = _solution(graph, budget)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution), plain.kwargs)
-    is_equal = all([is_same_step(planned, plain, seed) for seed in (1, 2)])
+    is_equal = all(is_same_step(planned, plain, seed) for seed in (1, 2))
     return replace(
         blank,
         budget=label,
@@ -143,7 +143,9 @@ def _solution(graph: remat.Graph, budget: int) -> remat.Solution:
 
 
 def _first_line(error: Exception) -> str:
-    return " ".join(str(error).replace("torch.compile can't capture this step as one graph: ", "graph break: ").split("Rewrite")[0].split())[:220]
+    return " ".join(
+        str(error).replace("torch.compile can't capture this step as one graph: ", "graph break: ").split("Rewrite")[0].split()
+    )[:220]
 
 
 def table(rows: list[Row]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .hand_written import HAND_WRITTEN, HandWritten
 from .models import Workload
 
 Batch = Callable[[], dict[str, Any]]
@@ -122,6 +123,7 @@ _MAMBA = {
 }  # fmt: skip
 _NO_LAYER_DROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
+
 def _causal(model: str, config: Mapping[str, Any], batch: Batch = words) -> Architecture:
     return Architecture("causal", model, config, batch)
 
@@ -200,7 +202,14 @@ def _series() -> dict[str, Any]:
 
 def _clip_config() -> dict[str, Any]:
     text = {**_LAYERS, **_TOKEN_IDS, "max_position_embeddings": 64, "attention_dropout": 0.1}
-    image = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    image = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+    }
     return {"text_config": text, "vision_config": {**image, "attention_dropout": 0.1}, "projection_dim": 16}
 
 
@@ -218,7 +227,8 @@ def _named(kind: str, **config: Any) -> Callable[[], Any]:
 _SMALL_RESNET = _named("ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"])
 _STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
 
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture | HandWritten] = {
+    **HAND_WRITTEN,
     # causal
     "GPT-2": _causal("GPT2LMHeadModel", _GPT),
     "GPT-Neo": _causal("GPTNeoForCausalLM", {
@@ -291,11 +301,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MPNet": _masked("MPNetForMaskedLM", _BERT),
     "ConvBERT": _masked("ConvBertForMaskedLM", {**_BERT, "embedding_size": 32}),
     "SqueezeBERT": _masked("SqueezeBertForMaskedLM", {**_BERT, "embedding_size": 32}),
-    "MobileBERT": _masked("MobileBertForMaskedLM", {**_BERT, "embedding_size": 16, "intra_bottleneck_size": 16, "hidden_dropout_prob": 0.1}),
+    "MobileBERT": _masked("MobileBertForMaskedLM", {**_BERT, "embedding_size": 16, "intra_bottleneck_size": 16,
+        "hidden_dropout_prob": 0.1}),
     "FNet": _masked("FNetForMaskedLM", {**_LAYERS, "max_position_embeddings": 64, "hidden_dropout_prob": 0.1}, words_alone),
     "Longformer": _masked("LongformerForMaskedLM", {**_BERT, "attention_window": 8}),
     "BigBird": _masked("BigBirdForMaskedLM", {**_BERT, "attention_type": "original_full"}),
-    "Nystromformer": _masked("NystromformerForMaskedLM", {**_BERT, "num_landmarks": 4, "segment_means_seq_len": 32, "conv_kernel_size": 3}, words_alone),
+    "Nystromformer": _masked("NystromformerForMaskedLM", {**_BERT, "num_landmarks": 4, "segment_means_seq_len": 32,
+        "conv_kernel_size": 3}, words_alone),
     "Funnel": _masked("FunnelForMaskedLM", {
         "vocab_size": _VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
     }),
@@ -335,7 +347,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.3,
     }),
-    "ConvNeXt": _vision("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.3}),
+    "ConvNeXt": _vision("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [2, 2],
+        "num_stages": 2, "drop_path_rate": 0.3}),
     "ConvNeXt v2": _vision("ConvNextV2ForImageClassification", {
         "hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.3,
     }),
@@ -425,7 +438,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 8,
     }),
-    "GPT-OSS": _experts("GptOssForCausalLM", {**_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "GPT-OSS": _experts("GptOssForCausalLM", {**_LLAMA, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 8}),
     "Granite-MoE": _experts("GraniteMoeForCausalLM", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "PhiMoE": _experts("PhimoeForCausalLM", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Switch Transformers": _experts("SwitchTransformersForConditionalGeneration", {
@@ -452,7 +466,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_LLAMA, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8,
     }),
     "RWKV": _state_space("RwkvForCausalLM", {
-        "vocab_size": _VOCABULARY, "context_length": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "use_cache": False,
+        "vocab_size": _VOCABULARY, "context_length": 64, "hidden_size": 32, "num_hidden_layers": 2,
+            "intermediate_size": 64, "use_cache": False,
     }, words_alone),
     "xLSTM": _state_space("xLSTMForCausalLM", {
         "vocab_size": _VOCABULARY, "hidden_size": 32, "num_blocks": 2, "num_heads": 4, "chunk_size": 8, **_TOKEN_IDS, "use_cache": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
         if torch.float32 not in info.dtypes:
             continue
         for index in range(num_inputs(info)):
-            yield f"{info.name}, {index}", lambda info=info, index=index: make_case(info, index)
+            yield f"{info.name}, {index}", partial(make_case, info, index)
 
 
 def inputs_of(info: Any) -> list[Any]:

@@ -179,7 +179,7 @@ def _on_fakes(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
             fakes[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy.requires_grad_(tensor.requires_grad)
         return fakes[id(tensor)]
 
-    lent: list[tuple[Any, str, torch.Tensor]] = []
+    lent: list[tuple[Any, str, Any]] = []
     try:
         for module in model.modules():
             tables: tuple[Any, Any] = (module._parameters, module._buffers)
@@ -188,6 +188,11 @@ def _on_fakes(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
                     if tensor is not None:
                         lent.append((own, name, tensor))
                         own[name] = fake(tensor)
+        for module in model.modules():  # lists that hold parameters a second time, such as a recurrent network's
+            for name, value in list(vars(module).items()):
+                if isinstance(value, list) and any(id(item) in fakes for item in value):
+                    lent.append((vars(module), name, value))
+                    vars(module)[name] = [fakes.get(id(item), item) for item in value]
         fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
         with mode:
             yield fake_args, fake_kwargs

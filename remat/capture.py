@@ -60,6 +60,7 @@ def make_backend(
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            _refuse_opaque_memory(joint)
             step = read_joint(
                 joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()), model_bytes=model_bytes
             )
@@ -94,6 +95,15 @@ def _refuse_scans(module: fx.GraphModule) -> None:
         raise TraceError(
             "under torch.compile this model takes an associative scan in place of the plain model's loop, which rounds otherwise: a "
             "planned step could not equal the plain one; turn it off (Mamba in transformers: config.use_associative_scan=False)"
+        )
+
+
+def _refuse_opaque_memory(joint: fx.GraphModule) -> None:
+    """Refuses oneDNN's LSTM: what it keeps for its backward has no size before it ran, and none without autograd around it."""
+    if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in joint.graph.nodes):
+        raise TraceError(
+            "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be planned; build and train the model with "
+            "`torch.backends.mkldnn.set_flags(False)`, or on a GPU"
         )
 
 

@@ -12,7 +12,7 @@ def take_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def replay(operator: Any, state: torch.Tensor, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+def replay(operator: Any, state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
     """Runs `operator` with the generator in `state`, and leaves the generator as it was."""
     before = bytearray(take_state(device).numpy())  # outside of torch's allocator: no memory of the step's
     _set_state(device, state)

@@ -52,10 +52,12 @@ def capture_settings() -> Iterator[None]:
     """Dynamo's settings for capturing and running a planned step (config names of 2.13).
 
     One module may be compiled for any number of shapes, each with its plan, and anew where a hook
-    came or went. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
+    came or went. Recurrent networks are captured. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-    with dynamo_config.patch({**limits, "skip_nnmodule_hook_guards": False, "ignore_logger_methods": _logging_functions()}):
+    with dynamo_config.patch(
+        {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
+    ):
         yield
 
 
