@@ -2,11 +2,12 @@
 
     python -m experiments.coverage [MODEL ...]     # architectures: all, or those named
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
+    python -m experiments.coverage --missing       # what has no rows yet, of both: goes on where a run was stopped
 
 For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random stream
 against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead. What can't be
-captured must say so in a `TraceError`, whose first line stands in the table. Where the least budget is
-above 70 %, that row is left out. Plain PyTorch is compared with itself first.
+captured must say so in a `TraceError`, whose first line stands in the table. Plain PyTorch is compared with itself first.
+The least budget is `remat.minimum`'s; where it is above 70 % of keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -21,7 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from typing import Any
 import torch
 
 import remat
+from remat.solvers.auto import Auto
+from remat.solvers.minimum import Minimum, minimum
 
-from .comparison import is_same_step, least_bytes, peak_bytes
+from .comparison import is_same_step, peak_bytes
 from .coverage_models import ARCHITECTURES
 from .coverage_modules import module_cases
 from .environment import environment
@@ -39,6 +42,8 @@ from .models import Workload
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 SEED = 0
 _TIME_LIMIT_S = 3.0
+_EQUAL = "equal"
+_BELOW_LEAST = "below the least"
 _FAILED = "FAILED"
 
 
@@ -50,7 +55,8 @@ class Row:
         family: of architectures, or "torch.nn".
         name: of the model.
         budget: "100%", "70%" or "least"; empty where the step was refused.
-        outcome: "equal", "DIFFERENT", "plain PyTorch differs from itself", or the error's text.
+        outcome: "equal", "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "below the least" (a budget that can't
+            be met), "plain PyTorch differs from itself", or the error's text.
         predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
     """
 
@@ -66,9 +72,9 @@ class Row:
     wall_s: float = 0.0
 
     @property
-    def is_equal(self) -> bool:
-        """True where the planned step was the plain one."""
-        return self.outcome == "equal"
+    def is_good(self) -> bool:
+        """True where the planned step was the plain one within the predicted peak, or the budget can't be met."""
+        return self.outcome in (_EQUAL, _BELOW_LEAST)
 
 
 def main(arguments: list[str]) -> None:
@@ -76,7 +82,7 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name, family, make in _asked_for(arguments):
+    for name, family, make in _asked_for(arguments, known.keys()):
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
@@ -87,11 +93,17 @@ def main(arguments: list[str]) -> None:
     print(text)
 
 
-def _asked_for(arguments: list[str]) -> list[tuple[str, str, Callable[[], Workload]]]:
+def _asked_for(arguments: list[str], known: Container[str]) -> list[tuple[str, str, Callable[[], Workload]]]:
+    models = [(name, model.family, model.make) for name, model in ARCHITECTURES.items()]
     if arguments == ["--modules"]:
-        return [(name, "torch.nn", make) for name, make in module_cases()]
-    names = arguments or list(ARCHITECTURES)
-    return [(name, ARCHITECTURES[name].family, ARCHITECTURES[name].make) for name in names]
+        return _modules()
+    if arguments == ["--missing"]:
+        return [case for case in models + _modules() if case[0] not in known]
+    return [case for case in models if not arguments or case[0] in arguments]
+
+
+def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
+    return [(name, "torch.nn", make) for name, make in module_cases()]
 
 
 def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
@@ -104,42 +116,37 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
         if not is_same_step(copy.deepcopy(plain), copy.deepcopy(plain), SEED):
             return [replace(blank, outcome="plain PyTorch differs from itself")]
         graph = remat.trace(copy.deepcopy(plain.model), kwargs=plain.kwargs)
-        least = least_bytes(graph, time_limit_s=_TIME_LIMIT_S)
+        least = minimum(graph)
         keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
-        budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least}
-        return [_measure_at(blank, label, plain, graph, budget) for label, budget in budgets.items() if budget >= least]
+        budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least.peak_bytes}
+        return [_measure_at(replace(blank, budget=label), plain, graph, budget, least) for label, budget in budgets.items()]
     except remat.TraceError as error:
         return [replace(blank, outcome=f"TraceError: {_first_line(error)}")]
     except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table as a failure
         return [replace(blank, outcome=f"{_FAILED} {type(error).__name__}: {_first_line(error)}")]
 
 
-def _measure_at(blank: Row, label: str, plain: Workload, graph: remat.Graph, budget: int) -> Row:
+def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, least: Minimum) -> Row:
+    if budget < least.peak_bytes:
+        return replace(row, outcome=_BELOW_LEAST)
     torch._dynamo.reset()
     start = time.perf_counter()
-    solution = _solution(graph, budget)
+    solution = Auto(time_limit_s=_TIME_LIMIT_S).improve(graph, budget_bytes=budget, known_steps=[least.steps], least=least)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution), plain.kwargs)
     is_equal = all(is_same_step(planned, plain, seed) for seed in (1, 2))
+    measured_bytes = peak_bytes(planned)
+    within = _EQUAL if measured_bytes <= solution.peak_bytes else "ABOVE PREDICTED"
     return replace(
-        blank,
-        budget=label,
-        outcome="equal" if is_equal else "DIFFERENT",
+        row,
+        outcome=within if is_equal else "DIFFERENT",
         predicted_bytes=solution.peak_bytes,
-        measured_bytes=peak_bytes(planned),
+        measured_bytes=measured_bytes,
         plain_bytes=peak_bytes(plain),
         overhead=solution.overhead,
         num_operators=graph.num_operators,
         wall_s=time.perf_counter() - start,
     )
-
-
-def _solution(graph: remat.Graph, budget: int) -> remat.Solution:
-    """The plan at a budget, or at the least that the error says can be met."""
-    try:
-        return remat.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)
-    except remat.BudgetError as error:
-        return remat.solve(graph, error.minimum_bytes, time_limit_s=_TIME_LIMIT_S)
 
 
 def _first_line(error: Exception) -> str:
@@ -150,17 +157,27 @@ def _first_line(error: Exception) -> str:
 
 def table(rows: list[Row]) -> str:
     """Returns counts and rows as Markdown."""
-    names = {row.name: row for row in rows}
-    outcomes = Counter("equal" if row.is_equal else row.outcome.partition(":")[0] for row in names.values())
-    lines = [f"{count} {outcome}" for outcome, count in outcomes.most_common()]
+    modules = [row for row in rows if row.family == "torch.nn"]
+    models = [row for row in rows if row.family != "torch.nn"]
+    lines = [f"{len({row.name for row in models})} architectures: {_counts(models)}."]
+    lines += [f"{len({row.name for row in modules})} cases of torch.nn's modules: {_counts(modules)}."] if modules else []
     titles = ["family", "model", "budget", "outcome", "operators", "predicted peak", "measured peak", "of plain's", "overhead"]
     lines += ["", f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
     return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
 
 
+def _counts(rows: list[Row]) -> str:
+    """How many models there are of each outcome; a model's is that of its worst budget."""
+    worst: dict[str, str] = {}
+    for row in rows:
+        if worst.get(row.name, _EQUAL) == _EQUAL:
+            worst[row.name] = _EQUAL if row.is_good else row.outcome.partition(":")[0]
+    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(worst.values()).most_common())
+
+
 def _cells(row: Row) -> list[str]:
-    if not row.budget:
-        return [row.family, row.name, "", row.outcome.replace("|", "/"), "", "", "", "", ""]
+    if not row.measured_bytes:
+        return [row.family, row.name, row.budget, row.outcome.replace("|", "/"), "", "", "", "", ""]
     return [
         row.family,
         row.name,
