@@ -115,7 +115,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         return Simulation(np.zeros(0, np.int64), graph.resident_bytes, -1, 0.0)
     arrays = graph.arrays
     lives = lifetimes(graph, steps)
-    size = _effective_sizes(arrays, steps)
+    size = effective_sizes(arrays, steps)
     weight = size[lives.value].astype(np.float64)  # exact below 2**53 bytes
     count = len(steps)
     change = np.bincount(lives.first, weight, count + 2) - np.bincount(lives.last + 1, weight, count + 2)
@@ -186,7 +186,7 @@ def _latest_before(operator: NDArray[np.int64], position: NDArray[np.int64], ste
     return np.where((found >= 0) & (steps[latest] == operator), latest, -1)
 
 
-def _effective_sizes(arrays: Arrays, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+def effective_sizes(arrays: Arrays, steps: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sizes of values, 0 for those of a snapshot that no recomputation reads."""
     if not arrays.is_snapshot.any():
         return arrays.size_bytes

@@ -198,7 +198,7 @@ class _Reader:
             return ValueKind.BUFFER
         if place not in self.static_inputs:
             return ValueKind.INPUT
-        is_trained = isinstance(node.meta["val"], torch.nn.Parameter) or node.meta["val"].requires_grad
+        is_trained = self.results[self.num_forward_outputs + place] is not None  # the step returns its gradient
         return ValueKind.PARAMETER if is_trained else ValueKind.BUFFER
 
     def _add_unread(self, model_bytes: int) -> None:
