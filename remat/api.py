@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from . import torch_private
 from .budget import Budget, parse_budget
 from .capture import make_backend
 from .errors import RematError, ScheduleError, TraceError
+from .fakes import on_fakes
 from .graph import Graph
 from .report import Report
 from .runtime import (
@@ -135,8 +133,12 @@ def trace_step(
     *,
     costs: str | CostModel = "roofline",
     differentiate: str = "scalars",
+    on_device_type: str = "",
 ) -> TracedStep:
-    """Returns the graph together with the `torch.fx` graph it was read from; see `trace`."""
+    """Returns the graph together with the `torch.fx` graph it was read from; see `trace`.
+
+    `on_device_type` moves the fake copies to `cpu` or `cuda`, wherever the model is.
+    """
     _check_module(model)
     if not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
@@ -147,10 +149,9 @@ def trace_step(
         captured.append(step)
         raise _CapturedError
 
-    backend = make_backend(
-        plan, resolve_costs(costs, device_type(model)), lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model)
-    )
-    with _on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
+    model_costs = resolve_costs(costs, on_device_type or device_type(model))
+    with on_fakes(model, args, kwargs or {}, on_device_type) as (fake_args, fake_kwargs):
+        backend = make_backend(plan, model_costs, lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model))
         compiled = compile_call(model, backend)
         try:
             run_compiled(compiled, fake_args, fake_kwargs)
@@ -164,41 +165,6 @@ def trace_step(
 
 class _CapturedError(RematError):
     """Ends a trace once the graph is there: nothing has to run."""
-
-
-@contextmanager
-def _on_fakes(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Lends the model fake parameters and buffers, and gives them back whatever happens."""
-    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            copy = mode.from_tensor(tensor.detach(), static_shapes=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy.requires_grad_(tensor.requires_grad)
-        return fakes[id(tensor)]
-
-    lent: list[tuple[Any, str, Any]] = []
-    try:
-        for module in model.modules():
-            tables: tuple[Any, Any] = (module._parameters, module._buffers)
-            for own in tables:
-                for name, tensor in own.items():
-                    if tensor is not None:
-                        lent.append((own, name, tensor))
-                        own[name] = fake(tensor)
-        for module in model.modules():  # lists that hold parameters a second time, such as a recurrent network's
-            for name, value in list(vars(module).items()):
-                if isinstance(value, list) and any(id(item) in fakes for item in value):
-                    lent.append((vars(module), name, value))
-                    vars(module)[name] = [fakes.get(id(item), item) for item in value]
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
-        with mode:
-            yield fake_args, fake_kwargs
-    finally:
-        for own, name, tensor in lent:
-            own[name] = tensor
 
 
 def solve(

@@ -21,11 +21,12 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops.associative_scan import associative_scan_op  # 2.13
 from torch._ops import OpOverload, OpOverloadPacket  # 2.13
 from torch._prims_common import suggest_memory_format  # 2.13
-from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "aot_autograd",
     "backward_without_autocast",
