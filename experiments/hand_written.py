@@ -159,8 +159,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.token, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.layers = kind(16, 16, num_layers=2, dropout=0.2, batch_first=True)
+        self.token, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = kind(32, 32, num_layers=2, dropout=0.2, batch_first=True)
         self.head.weight = self.token.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,23 @@ def test_an_lstm_in_onednn_is_refused_and_torchs_own_is_planned() -> None:
             remat.checkpoint(Recurrent(), UNLIMITED, costs="flops")(x)
 
 
+def test_a_recurrent_cell_whose_gates_are_no_whole_vectors_is_refused() -> None:
+    """Captured, gates lie in memory otherwise than plain PyTorch's, and the kernels' loops end elsewhere: gradients differed in the last bit."""
+    model = nn.Sequential(nn.GRU(4, 16, num_layers=2))
+    with pytest.raises(remat.TraceError, match="multiple of 32 units"):
+        remat.checkpoint(model, UNLIMITED, costs="flops", differentiate="all")(torch.randn(3, 8, 4))
+    assert_is_plain(Workload(LastOfGRU(), {"x": torch.randn(3, 8, 4)}))
+
+
+class LastOfGRU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(4, 32, num_layers=2, dropout=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0].sin().pow(2).mean()  # type: ignore[no-any-return]
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .costs import CostModel
 from .origin import module_of, source_of
 from .phases import execution_order, is_backward_input, mark_phases, phase_of
 from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
+from .rounding import refuse_uneven_gates
 from .storages import Storages, tensors_of
 
 CPU_GENERATOR_BYTES = 5056  # torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's memory
@@ -80,6 +81,7 @@ def read_joint(
         static_inputs: places of parameters and buffers among the inputs.
         model_bytes: of all parameters and buffers of the model; what the step does not read is held all the same.
     """
+    refuse_uneven_gates(module.graph)
     storages = Storages()
     mark_phases(module.graph)
     clean(module, storages)
