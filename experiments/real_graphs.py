@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
+from experiments.large_models import DenseNet, UNet, UnrolledLSTM
 
 Step = tuple[nn.Module, dict[str, Any]]
 COSTS = "roofline:H100"
@@ -86,6 +87,30 @@ def mobilenet_v2() -> Step:
     return MobileNetV2ForImageClassification(MobileNetV2Config()), _images(256)
 
 
+def mixtral(num_layers: int) -> Step:
+    """Mixtral 8x7B (Jiang et al., 2024) in its width with fewer layers: eight experts, two a token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    ids = _tokens(2, 2048)
+    config = MixtralConfig(num_hidden_layers=num_layers, use_cache=False, output_router_logits=True)
+    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def densenet121() -> Step:
+    """DenseNet-121, 224 pixels."""
+    return DenseNet(), {"images": torch.zeros(64, 3, 224, 224), "labels": torch.zeros(64, dtype=torch.long)}
+
+
+def unet() -> Step:
+    """U-Net, 512 pixels."""
+    return UNet(), {"images": torch.zeros(4, 3, 512, 512), "labels": torch.zeros(4, 512, 512, dtype=torch.long)}
+
+
+def lstm(num_tokens: int) -> Step:
+    """Two layers of LSTM cells over a sequence."""
+    return UnrolledLSTM(), {"ids": _tokens(64, num_tokens)}
+
+
 def _images(batch: int, pixels: int = 224) -> dict[str, Any]:
     return {"pixel_values": torch.zeros(batch, 3, pixels, pixels), "labels": torch.zeros(batch, dtype=torch.long)}
 
@@ -100,8 +125,16 @@ STEPS: dict[str, Callable[[], Step]] = {
     "vit_large": vit_large,
     "resnet50": lambda: resnet([3, 4, 6, 3]),
     "resnet152": lambda: resnet([3, 8, 36, 3]),
+    "densenet121": densenet121,
+    "unet": unet,
     "mobilenet_v2": mobilenet_v2,
+    "lstm_100": lambda: lstm(100),
+    "mixtral_4": lambda: mixtral(4),
+    "gpt2_100": lambda: gpt2(100, 768, 12, 8),
+    "gpt2_200": lambda: gpt2(200, 768, 12, 8),
 }
+BENCHMARKED = tuple(name for name in STEPS if name not in ("gpt2_100", "gpt2_200"))
+DEEP = ("gpt2_12", "gpt2_24", "gpt2_48", "gpt2_100", "gpt2_200")  # one architecture from small to large
 
 
 _READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")  # while it is built, which fake tensors can't; small enough to be real
@@ -123,6 +156,15 @@ def graph_of(name: str, *, costs: str = COSTS) -> remat.Graph:
     with _half_precision(is_fake=not name.startswith(_READS_ITS_WEIGHTS)):
         model, kwargs = STEPS[name]()
     return remat.trace(model.train(), kwargs=kwargs, costs=costs)
+
+
+def cached_graph(name: str, folder: Path) -> remat.Graph:
+    """Returns the graph that was saved in `folder`, or traces and saves it."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        graph_of(name).save(path)
+    return remat.Graph.load(path)
 
 
 def main() -> None:

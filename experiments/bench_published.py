@@ -1,0 +1,157 @@
+"""Published instances at published budgets: our cost, bound and time beside what was printed for them.
+
+Every schedule is judged by the referee that lies beside the instances and knows nothing of this package. Only results in
+fixed order are compared; where a paper prints an overhead with one digit, its cost is known to that digit only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from experiments.bench_rows import CONSOLE, Row, Rows, geometric_mean, mean_row, new_table, overrun_text, percent, solve
+from remat.instance import read_instance
+from remat.solution import Solution
+
+TIME_LIMIT_S, GAP = 60.0, 0.0
+_NOT_COMPARED = ("free_order", "griewank", "checkpoint_all", "chen")  # another class of schedules, or a heuristic
+_LOG = logging.getLogger("bench")
+
+
+@dataclass(frozen=True)
+class Published:
+    """The best result that was printed for one instance and budget, in fixed order.
+
+    Attributes:
+        system: whose it is; empty where there is none.
+        cost: in the instance's unit; None where it is proved that no schedule fits.
+        is_rounded: known from an overhead with one digit.
+        seconds: what it took there.
+    """
+
+    system: str = ""
+    cost: float | None = None
+    is_rounded: bool = False
+    seconds: float | None = None
+
+
+def best_published(instance: Mapping[str, Any], label: str) -> Published:
+    """Returns the cheapest comparable result of an instance at one of its budgets; the fastest one on ties."""
+    found = []
+    for system, result in instance["published"].get(label, {}).items():
+        if any(word in system for word in _NOT_COMPARED):
+            continue
+        is_rounded = "cost" not in result
+        cost = instance["total_cost"] * (1 + result["overhead_percent"] / 100) if is_rounded else result["cost"]
+        found.append(Published(system, None if cost == "infeasible" else cost, is_rounded, result.get("seconds")))
+    return min(found, key=lambda one: (one.cost or 0.0, one.seconds or 0.0), default=Published())
+
+
+def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
+    """Solves every instance of `folder` (those in `names` where there are any) at every budget."""
+    referee = _referee(folder.parent / "referee.py")
+    for path in sorted(folder.glob("*.json")):
+        if not names or path.stem in names:
+            instance = json.loads(path.read_text())
+            for label in sorted(instance["budgets"], key=lambda label: -instance["budgets"][label]):
+                key = {"instance": path.stem, "budget": label}
+                rows.row(key, lambda path=path, instance=instance, label=label: _point(path, instance, label, referee, time_limit_s, gap))  # type: ignore[misc]
+
+
+def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleType | None, time_limit_s: float, gap: float) -> Row:
+    graph, budget = read_instance(path), int(instance["budgets"][label])
+    solution, row = solve(graph, budget, time_limit_s=time_limit_s, gap=gap)
+    published = best_published(instance, label)
+    row |= {
+        "operators": graph.num_operators,
+        "published_by": published.system,
+        "published_cost": published.cost,
+        "is_published_rounded": published.is_rounded,
+        "published_seconds": published.seconds,
+        "referee": _judge(referee, instance, solution) if referee else "absent",
+    }
+    return row | {"order": list(solution.schedule.steps) if solution.schedule else []}
+
+
+def _referee(path: Path) -> ModuleType | None:
+    if not path.is_file():
+        _LOG.warning("%s is not there: schedules are checked by the package's own validator only", path)
+        return None
+    spec = importlib.util.spec_from_file_location("referee", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution) -> str:
+    """Returns `valid`, or what the referee has against the schedule."""
+    if solution.schedule is None:
+        return "no schedule"
+    try:
+        peak, cost = referee.referee(instance["cost"], instance["size"], instance["edges"], list(solution.schedule.steps))
+    except ValueError as reason:
+        return str(reason)
+    if peak > solution.budget_bytes:
+        return f"peak {peak} is above the budget {solution.budget_bytes}"
+    is_same = peak == solution.peak_bytes and abs(cost - solution.cost_s) <= 1e-9 * cost
+    return "valid" if is_same else f"peak {peak} and cost {cost} are not what was said"
+
+
+def show(rows: Sequence[Row], time_limit_s: float) -> None:
+    """Prints the table, geometric means last."""
+    table = new_table(
+        f"Published instances, {time_limit_s:g} s each: % over keeping everything, peak in % of the budget",
+        ("instance", "budget", "overhead", "bound", "gap %", "s", "peak %", "cost", "published", "in s", "ours is"),
+        num_left=2,
+    )
+    for row in rows:
+        is_solved = row["cost"] is not None
+        peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
+        cost = _cost_text(row["cost"]) if is_solved else row["status"]
+        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
+        name = row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
+        table.add_row(name, row["budget"], *numbers, f"{row['seconds']:.1f}", peak, cost, *_published_cells(row))
+    mean_row(table, rows, "mean", {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"})
+    CONSOLE.print(table)
+    ratios = [row["cost"] / row["published_cost"] for row in rows if row["cost"] and row["published_cost"]]
+    above = [row for row in rows if row["cost"] and row["published_cost"] and row["cost"] > _allowed(row)]
+    CONSOLE.print(f"cost over the published one, geometric mean of {len(ratios)}: {geometric_mean(ratios):.5f}; above it: {len(above)}")
+    refused = [row for row in rows if row["referee"] not in ("valid", "no schedule", "absent")]
+    CONSOLE.print(f"refused by the referee: {len(refused)}; {overrun_text(rows, time_limit_s)}\n")
+
+
+def _published_cells(row: Row) -> Iterator[str]:
+    if not row["published_by"]:
+        yield from ("-", "-", "new" if row["cost"] else "")
+        return
+    seconds = f"{row['published_seconds']:,.0f}" if row["published_seconds"] is not None else "-"
+    if row["published_cost"] is None or row["cost"] is None:
+        is_same = row["published_cost"] is None and row["status"] == "infeasible"
+        yield from (
+            "infeasible" if row["published_cost"] is None else _cost_text(row["published_cost"]),
+            seconds,
+            "equal" if is_same else "?",
+        )
+        return
+    mark = "~" if row["is_published_rounded"] else ""
+    yield mark + _cost_text(row["published_cost"])
+    yield seconds
+    change = 100 * (row["cost"] / row["published_cost"] - 1)
+    is_equal = row["cost"] == row["published_cost"] or (row["is_published_rounded"] and abs(change) < 0.05)
+    yield "equal" if is_equal else f"{change:+.2f} %"
+
+
+def _allowed(row: Row) -> float:
+    """The published cost, with the half digit that a rounded one leaves open."""
+    return float(row["published_cost"]) * (1.0005 if row["is_published_rounded"] else 1.0)
+
+
+def _cost_text(cost: float) -> str:
+    return f"{cost:,.0f}" if cost < 1e8 else f"{cost:.5g}"

@@ -1,0 +1,174 @@
+"""Traced training steps of real size, roofline costs of an H100, bf16: our overhead and bound from 90 % to the least budget.
+
+Every baseline of the field runs on the same graph at the same budgets. What it reaches is compared at *its own simulated
+peak*: we are solved again with that peak as the budget, so that nobody is charged for memory he did not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.bench_rows import CONSOLE, Row, Rows, facts, geometric_mean, mean_row, new_table, overrun_text, percent, solve
+from experiments.peers import PEERS, solve_as_peer
+from experiments.real_graphs import BENCHMARKED, cached_graph
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solution import Solution
+from remat.solvers.auto import Auto
+from remat.solvers.minimum import Minimum, minimum
+
+TIME_LIMIT_S, GAP = 60.0, 0.001
+_SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything
+LEAST = "least"
+_MINIMUM_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One graph, and how it is solved."""
+
+    name: str
+    graph: Graph
+    plans: Path
+    time_limit_s: float
+    gap: float
+
+    def plan_path(self, label: str) -> Path:
+        return self.plans / f"{self.name}-{label.rstrip('%')}-{self.time_limit_s:g}s.json"
+
+    def known_plans(self) -> list[Solution]:
+        """The plans that earlier rows left for this very graph."""
+        paths = [self.plan_path(label) for label in (*(f"{share}%" for share in _SHARES), LEAST)]
+        found = [Solution.load(path) for path in paths if path.is_file()]
+        return [plan for plan in found if plan.fingerprint == self.graph.fingerprint]
+
+
+def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
+    """Solves every graph at every budget that can be met, then meets every baseline at its peak."""
+    plans = folder / "plans"
+    plans.mkdir(parents=True, exist_ok=True)
+    for name in names or BENCHMARKED:
+        case = _Case(name, cached_graph(name, folder), plans, time_limit_s, gap)
+        row = rows.row({"graph": name, "kind": "least"}, lambda case=case: _least(case.graph))  # type: ignore[misc]
+        budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
+        budgets = {label: size for label, size in budgets.items() if size >= row["peak_bytes"]} | {LEAST: row["peak_bytes"]}
+        for label, size in budgets.items():
+            key = {"graph": name, "kind": "auto", "budget": label}
+            rows.row(key, lambda case=case, label=label, size=size: _own(case, label, size))  # type: ignore[misc]
+        for peer in PEERS:
+            for label, size in budgets.items():
+                key = {"graph": name, "kind": "peer", "peer": peer, "budget": label}
+                found = rows.row(key, lambda case=case, peer=peer, size=size: _peer(case, peer, size))  # type: ignore[misc]
+                if found["cost"] is not None:
+                    key = {"graph": name, "kind": "auto at a peer's peak", "budget_bytes": found["peak_bytes"]}
+                    rows.row(key, lambda case=case, size=found["peak_bytes"]: _meet(case, size))  # type: ignore[misc]
+
+
+def _least(graph: Graph) -> Row:
+    found = minimum(graph, time_limit_s=_MINIMUM_LIMIT_S)
+    keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    return {
+        "operators": graph.num_operators,
+        "keep_all_bytes": keep_all_bytes,
+        "resident_bytes": graph.resident_bytes,
+        "peak_bytes": found.peak_bytes,
+        "peak_bound_bytes": found.lower_bound_bytes,
+    }
+
+
+def _own(case: _Case, label: str, budget_bytes: int) -> Row:
+    solution, row = solve(case.graph, budget_bytes, time_limit_s=case.time_limit_s, gap=case.gap)
+    if solution.is_solved:
+        solution.save(case.plan_path(label))
+    return row
+
+
+def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
+    found, seconds, reason = solve_as_peer(peer, case.graph, budget_bytes, time_limit_s=case.time_limit_s)
+    numbers = facts(found) if found else {"status": "no_solution", "cost": None, "budget_bytes": budget_bytes, "reason": reason}
+    return numbers | {"seconds": round(seconds, 3)}
+
+
+def _meet(case: _Case, budget_bytes: int) -> Row:
+    """Solves at a baseline's peak; what is known of other budgets helps, as it would a user who asks again."""
+    known = case.known_plans()
+    steps = [plan.schedule.steps for plan in known if plan.schedule is not None and plan.peak_bytes <= budget_bytes]
+    bound_s = max((plan.lower_bound_s for plan in known if plan.budget_bytes >= budget_bytes), default=0.0)
+    least = min((plan for plan in known if plan.schedule is not None), key=lambda plan: plan.peak_bytes, default=None)
+    floor = Minimum(least.peak_bytes, 0, least.schedule.steps) if least is not None and least.schedule is not None else None
+    solver = Auto(gap=case.gap, time_limit_s=case.time_limit_s)
+    solution = solver.improve(case.graph, budget_bytes=budget_bytes, known_steps=steps, known_bound_s=bound_s, least=floor)
+    return facts(solution) | {"seconds": round(solution.wall_s, 3)}
+
+
+def show(rows: Sequence[Row], time_limit_s: float) -> None:
+    """Prints ours by graph and budget, then the baselines at equal peak, geometric means last."""
+    least = {row["graph"]: row for row in rows if row["kind"] == "least"}
+    own = [row for row in rows if row["kind"] == "auto"]
+    table = new_table(
+        f"Traced training steps, {time_limit_s:g} s each: % over keeping everything, peak in % of the budget",
+        ("graph", "operators", "budget", "GiB", "overhead", "bound", "gap %", "s", "peak %"),
+    )
+    latest = ""
+    for row in own:
+        name = row["graph"]
+        head = (name, f"{least[name]['operators']:,}") if name != latest else ("", "")
+        latest = name
+        label = row["budget"]
+        label = f"least {100 * row['budget_bytes'] / least[name]['keep_all_bytes']:.1f}%" if label == LEAST else label
+        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
+        peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if row["peak_bytes"] else row["status"]
+        table.add_row(*head, label, f"{row['budget_bytes'] / 2**30:.2f}", *numbers, f"{row['seconds']:.1f}", peak)
+    kinds = {"operators": "", "budget": "", "GiB": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"}
+    mean_row(table, own, f"mean of {len(own)}", kinds)
+    CONSOLE.print(table)
+    CONSOLE.print(f"{overrun_text(own, time_limit_s)}\n")
+    _show_peers(rows, least)
+
+
+def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Returns each result of a baseline with ours at its peak; a schedule that it gives for several budgets once."""
+    ours = {(row["graph"], row["budget_bytes"]): row for row in rows if row["kind"] == "auto at a peer's peak"}
+    pairs: dict[tuple[str, str, int], tuple[Row, Row]] = {}
+    for row in rows:
+        if row["kind"] == "peer" and row["cost"] is not None and (row["graph"], row["peak_bytes"]) in ours:
+            pairs[row["graph"], row["peer"], row["peak_bytes"]] = (row, ours[row["graph"], row["peak_bytes"]])
+    return list(pairs.values())
+
+
+def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
+    table = new_table(
+        "The field at its own simulated peaks: % over keeping everything, geometric means",
+        ("graph", "baseline", "points", "theirs", "ours", "theirs/ours", "ours above", "least peak", "s"),
+        num_left=2,
+    )
+    pairs = _pairs(rows)
+    for name in least:
+        for peer in PEERS:
+            mine = [pair for pair in pairs if pair[0]["graph"] == name and pair[0]["peer"] == peer]
+            tried = [row for row in rows if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer]
+            if mine:
+                lowest = min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
+                table.add_row(name, peer, *_comparison(mine), f"{100 * lowest:.1f} %", f"{geometric_mean(r['seconds'] for r in tried):.1f}")
+            elif tried:
+                reason = "too large" if "MILP" in tried[0]["reason"] else "no blocks" if "block" in tried[0]["reason"] else "none fits"
+                table.add_row(name, peer, "0", *["-"] * 4, reason, f"{geometric_mean(r['seconds'] for r in tried):.1f}")
+    table.add_section()
+    for peer in PEERS:
+        if mine := [pair for pair in pairs if pair[0]["peer"] == peer]:
+            table.add_row("all", peer, *_comparison(mine), "", "", style="bold")
+    CONSOLE.print(table)
+    CONSOLE.print()
+
+
+def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, str]:
+    """Returns points, their overhead, ours, the ratio of costs, and at how many ours is above."""
+    both = [(theirs, ours) for theirs, ours in pairs if ours["cost"] is not None]
+    theirs_percent, ours_percent = (
+        100 * (geometric_mean(1 + pair[side]["overhead_percent"] / 100 for pair in both) - 1) if both else None for side in (0, 1)
+    )
+    ratio = geometric_mean(theirs["cost"] / ours["cost"] for theirs, ours in both)
+    above = len(pairs) - len(both) + sum(ours["cost"] > theirs["cost"] * (1 + 1e-9) for theirs, ours in both)
+    return str(len(pairs)), percent(theirs_percent), percent(ours_percent), f"{ratio:.4f}", str(above)
