@@ -56,6 +56,15 @@ def _refused(option: str) -> Iterator[None]:
         raise Refused(f"{option}: {reason}") from None
 
 
+@contextmanager
+def installed_extra() -> Iterator[None]:
+    """Refuses in one line what needs a package that is not installed; the error names the extra."""
+    try:
+        yield
+    except ImportError as reason:
+        raise Refused(str(reason)) from None
+
+
 def spread_budgets(graph: Graph, count: int) -> list[int]:
     """Returns `count` budgets, evenly from the smallest that is known to work to that of keeping everything."""
     from .solvers.minimum import minimum

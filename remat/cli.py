@@ -22,11 +22,13 @@ from .arguments import (
     check_folder,
     free_order_solver,
     import_callable,
+    installed_extra,
     keep_all_bytes,
     load_solutions,
     solver_named,
     spread_budgets,
 )
+from .budget import parse_budget
 from .errors import BudgetError, GraphError, SolverError, TraceError
 from .graph import Graph
 from .instance import read_instance
@@ -236,6 +238,70 @@ def plot(
 
 
 @app.command()
+def report(
+    instance: InstanceArgument,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What solve saved.")],
+    curve: Annotated[
+        Path | None, typer.Argument(metavar="[CURVE.json]", help="What frontier saved; without it, --points are solved.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    points: Annotated[int, typer.Option(min=0, help="Budgets to solve for the trade-off curve; 0 for none.")] = 8,
+    time_limit: Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")] = 3.0,
+    title: Annotated[str, typer.Option(help="Of the page; the graph's name without one.")] = "",
+) -> None:
+    """Write one HTML file that explains a plan: cost, memory over time, schedule, values and why. It needs no network.
+
+    Example:  remat report graph.json plan.json --output report.html
+
+    Example:  remat report graph.json plan.json frontier.json
+    """
+    from .report import Report
+    from .terminal import progress
+
+    check_folder(output)
+    graph = read_instance(instance)
+    chosen = [solution for solution in load_solutions(plan, graph) if solution.is_solved]
+    if not chosen:
+        raise Refused(f"{plan} has no schedule to report on; `remat solve --output` saves one")
+    solutions = load_solutions(curve, graph) if curve else []
+    if not solutions and points > 1:
+        with progress(f"auto, {instance.stem} in {points} budgets"):
+            from .solvers.frontier import frontier_solutions
+
+            method = solver_named("auto", time_limit_s=time_limit)
+            solutions = frontier_solutions(graph, spread_budgets(graph, points), method)
+    with installed_extra():
+        Report(graph, chosen[0]).save(output, curve=solutions, title=title or instance.stem)
+    typer.echo(f"saved to {output}")
+
+
+@app.command()
+def export(
+    instance: InstanceArgument,
+    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.json]", help="What solve saved; keeping everything without one.")] = None,
+    output: Annotated[Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")] = Path("snapshot.pickle"),
+) -> None:
+    """Export the predicted step: a memory snapshot for PyTorch's viewer, or a trace for Perfetto and Chrome.
+
+    Example:  remat export graph.json plan.json --output snapshot.pickle
+
+    Example:  remat export graph.json plan.json --output trace.json
+    """
+    from .export import EXPORT_SUFFIXES, save
+    from .schedule import Schedule
+
+    check_folder(output)
+    if output.suffix not in EXPORT_SUFFIXES:
+        raise Refused(f"--output {output}: an export ends in {' or '.join(EXPORT_SUFFIXES)}")
+    graph = read_instance(instance)
+    schedules = [s.schedule for s in load_solutions(plan, graph) if s.schedule is not None] if plan else [Schedule.keep_all(graph)]
+    if not schedules:
+        raise Refused(f"{plan} has no schedule to export; `remat solve --output` saves one")
+    save(graph, schedules[0], output)
+    typer.echo(f"saved to {output}")
+
+
+@app.command()
 def bench(
     instances: Annotated[list[Path] | None, typer.Argument(metavar="[INSTANCE.json]...", help="Without any, a small transformer.")] = None,
     budget: BudgetOption = "75%",
@@ -299,11 +365,38 @@ def sweep(
 
 
 @app.command()
-def doctor() -> None:
-    """Look at versions, devices, solvers and the cache, and solve a tiny problem.
+def doctor(
+    factory: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:CALLABLE]", help="Returns (model, args), on the meta device if you like.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="The device to fit on, such as H100; the one at hand by default.")] = "",
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="What the step may hold; all of the device's memory by default.")] = None,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, momentum, adafactor, adamw-8bit, ..., none.")] = "adamw",
+    reserve: Annotated[str | None, typer.Option(metavar="SIZE", help="Kept free, for communication buffers and other libraries.")] = None,
+    most_overhead: Annotated[float | None, typer.Option(metavar="PERCENT", help="Fail where the plan costs more extra compute.")] = None,
+    time_limit: TimeLimitOption = 20.0,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Look at this installation; or say whether a model's training step fits a device.
 
-    Exit status 0 where all is well, 1 where something needs mending.
+    Without a model: versions, devices, solvers, the cache, and a tiny problem solved. Exit status 0 where all is well, 1 where
+    something needs mending.
+
+    With a model: nothing is allocated and no device is needed. Exit status 0 it fits, 1 it fits with more overhead than asked for,
+    3 proved not to fit, 4 no plan found, 2 bad input.
+
+    Example:  remat doctor my_project.model:make --device H100 --optimizer adamw
     """
+    from .terminal import write_json
+
+    if factory is not None:
+        fit = _fit(factory, reserve, device=device, budget=budget, optimizer=optimizer, time_limit_s=time_limit)
+        if format_ is Format.JSON:
+            write_json(fit.record())
+        else:
+            typer.echo(str(fit))
+        is_dear = most_overhead is not None and bool(fit) and 100 * fit.overhead > most_overhead
+        raise typer.Exit(1 if is_dear else EXIT_CODES[fit.status])
     from rich.console import Console
 
     from .doctor import examine
@@ -320,6 +413,20 @@ def doctor() -> None:
 def main() -> None:
     """Runs the command line."""
     app(prog_name="remat")
+
+
+def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
+    from .terminal import progress
+
+    model, args = import_callable(factory)()
+    with progress(f"tracing and planning {factory}"):
+        from .fits import Question
+
+        try:
+            question = Question.of(model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options)
+            return question.answer(question.trace(args))
+        except ValueError as reason:
+            raise Refused(str(reason)) from None
 
 
 def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: float) -> Solution:

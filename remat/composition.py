@@ -83,10 +83,14 @@ class Composition:
         category = _categories(graph, schedule, value, first, last)
         size = effective_sizes(graph.arrays, steps)[value]
         bytes_of = np.zeros((len(order), len(steps)), np.int64)
-        for place in range(len(order)):
-            mine = category == place
-            bytes_of[place] = _over_time(first[mine], last[mine], size[mine], len(steps))
-        for kind, place in ((ValueKind.PARAMETER, Category.PARAMETERS), (ValueKind.BUFFER, Category.INPUTS), (ValueKind.INPUT, Category.INPUTS)):
+        for index in range(len(order)):
+            mine = category == index
+            bytes_of[index] = _over_time(first[mine], last[mine], size[mine], len(steps))
+        for kind, place in (
+            (ValueKind.PARAMETER, Category.PARAMETERS),
+            (ValueKind.BUFFER, Category.INPUTS),
+            (ValueKind.INPUT, Category.INPUTS),
+        ):
             bytes_of[order.index(place)] += sum(v.size_bytes for v in graph.values if v.kind is kind)
         bytes_of[order.index(Category.WORKSPACE)] += graph.arrays.workspace_bytes[steps]
         parts = cls(graph, bytes_of, value, first, last, category)
@@ -110,9 +114,7 @@ class Composition:
         """Returns the values in memory while a step runs, largest first; resident ones are not listed."""
         is_held = (self.first <= step) & (step <= self.last)
         order = list(Category)
-        held = [
-            Held(int(self.value[i]), order[self.category[i]], int(self.first[i]), int(self.last[i])) for i in np.flatnonzero(is_held)
-        ]
+        held = [Held(int(self.value[i]), order[self.category[i]], int(self.first[i]), int(self.last[i])) for i in np.flatnonzero(is_held)]
         return sorted(held, key=lambda h: -self.graph.values[h.value].size_bytes)
 
 

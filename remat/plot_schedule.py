@@ -68,7 +68,7 @@ def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
 
 def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     steps = schedule.array
-    is_first = _is_first(steps)
+    is_first = is_first_time(steps)
     area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))  # points squared, near one cell
     step = np.arange(len(steps)) + 0.5
     for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):  # the rarer ones a little larger
@@ -84,7 +84,8 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     axes.legend(handles=handles, loc="upper left", fontsize=9, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
 
 
-def _is_first(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+def is_first_time(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns, for each step, whether its operator was not computed before."""
     is_first = np.zeros(len(steps), np.bool_)
     is_first[np.unique(steps, return_index=True)[1]] = True
     return is_first
@@ -99,7 +100,7 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
                 text, (0, graph.num_forward - 0.5), xycoords=("axes fraction", "data"), xytext=(5, offset),
                 textcoords="offset points", fontsize=8.5, color=GREY,
             )  # fmt: skip
-    groups = _module_groups(graph)
+    groups = module_groups(graph)
     if not 2 <= len(groups) <= _MAX_GROUPS:
         return
     for _, _, stop in groups:
@@ -108,7 +109,7 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
     axes.tick_params(axis="y", length=0, labelsize=8)
 
 
-def _module_groups(graph: Graph) -> list[tuple[str, int, int]]:
+def module_groups(graph: Graph) -> list[tuple[str, int, int]]:
     """Returns (module, first operator, end) of each stretch of forward operators of one block.
 
     A block is a module up to its first number, `model.layers.3`, or the outermost module where there is none.

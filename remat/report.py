@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -56,12 +57,18 @@ class Report:
         solution: its plan.
         measured_peak_bytes: measured at the first step; None before its backward ran.
         captured_s: how long the first call took: capturing, planning and compiling.
+        breaks: where `torch.compile` cut the step, and why; empty where it was captured whole.
+        num_pieces: how many compiled pieces a step runs.
+        unplanned_bytes: what the step was measured to hold between its pieces, and the plan leaves room for.
     """
 
     graph: Graph
     solution: Solution
     measured_peak_bytes: int | None = None
     captured_s: float = 0.0
+    breaks: tuple[str, ...] = ()
+    num_pieces: int = 1
+    unplanned_bytes: int = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -105,6 +112,21 @@ class Report:
         operators = self.graph.operators
         return self._groups((i, operators[i].writes, times * operators[i].cost_s) for i, times in self.recomputed.items())
 
+    def save(self, path: str | Path, *, curve: Sequence[Solution] = (), title: str = "") -> None:
+        """Writes the report as one HTML file that needs no network.
+
+        Args:
+            path: where to write it.
+            curve: solutions for other budgets, from `remat.frontier`; they make the trade-off curve.
+            title: of the page; the file's name without one.
+
+        Raises:
+            ImportError: Bokeh is not installed; the message names the extra.
+        """
+        from .html_report import write_html  # Bokeh takes a second to import
+
+        write_html(self, path, curve=curve, title=title)
+
     def _groups(self, items: Iterable[tuple[int, tuple[int, ...], float]]) -> list[Group]:
         found: dict[tuple[str, str, str], list[tuple[list[Value], float]]] = defaultdict(list)
         for index, written, cost_s in items:
@@ -126,6 +148,12 @@ class Report:
             console.print(_group_table("saved for the backward", self.saved_groups()))
             if self.recomputed:
                 console.print(_group_table("computed again in the backward", self.recomputed_groups()))
+            if self.breaks:
+                console.print(f"{self.num_pieces} compiled pieces under one budget; torch.compile cut the step at")
+                for place in self.breaks:
+                    console.print(f"- {place}")
+            if self.unplanned_bytes:
+                console.print(f"{describe_bytes(self.unplanned_bytes)} between the pieces are not planned: the plan leaves room for them")
             for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
                 console.print(f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}")
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -164,11 +192,28 @@ def _group_table(title: str, groups: list[Group]) -> Table:
     for name, width in (("of", 3), ("bytes", 9)):
         table.add_column(name, justify="right", no_wrap=True, width=width)
     for group in groups[:_ROWS]:
-        dtype = group.dtype.replace("float", "f").replace("int", "i")
-        shape = f"{dtype}[{','.join(map(str, group.shape))}]" if dtype else ""
-        target = group.target.removeprefix("aten.").removesuffix(".default")
+        shape, target = shape_text(group.dtype, group.shape), short_target(group.target)
         table.add_row(group.module or "(top)", target, shape, group.source.split(": ")[0], str(group.count), format_bytes(group.size_bytes))
     rest = groups[_ROWS:]
     if rest:
         table.add_row("...", "", "", "", str(sum(group.count for group in rest)), format_bytes(sum(group.size_bytes for group in rest)))
     return table
+
+
+def short_target(target: str) -> str:
+    """Returns an operator's name for people.
+
+    >>> short_target("aten.mm.default")
+    'mm'
+    """
+    return target.removeprefix("aten.").removesuffix(".default")
+
+
+def shape_text(dtype: str, shape: Sequence[int]) -> str:
+    """Returns type and shape for people.
+
+    >>> shape_text("bfloat16", (8, 1024))
+    'bf16[8,1024]'
+    """
+    kind = dtype.replace("uint", "u").replace("float", "f").replace("int", "i")
+    return f"{kind}[{','.join(map(str, shape))}]" if dtype else ""
