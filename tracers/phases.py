@@ -17,12 +17,13 @@ def mark_phases(graph: fx.Graph) -> None:
     """Tags each node of a joint graph "is_forward" or "is_backward".
 
     AOTAutograd tags all that the forward made, and tags changes of inputs apart. What the backward of a
-    custom `autograd.Function` made has no tag: without one, or with another, a node belongs to the backward.
+    custom `autograd.Function` made has no tag: without one, or with another, a node belongs to the backward,
+    except where the forward reads it (a number that Python read off a tensor becomes operators without a tag).
 
     Raises:
         TraceError: the backward changes an input or a buffer.
     """
-    for node in graph.nodes:
+    for node in reversed(graph.nodes):
         tag = node.meta.get(_TAG)
         is_change = node.target is _COPY
         if is_change and tag in ("is_backward", "must_be_in_backward"):
@@ -31,6 +32,7 @@ def mark_phases(graph: fx.Graph) -> None:
                 "that writes in its backward), and what is computed again could then see the change; write it in the forward"
             )
         is_forward = tag in ("is_forward", "must_be_in_forward") or is_change or (tag is None and node.op != "call_function")
+        is_forward = is_forward or any(user.op != "output" and user.meta[_TAG] == "is_forward" for user in node.users)
         node.meta[_TAG] = "is_forward" if is_forward else "is_backward"
 
 

@@ -31,6 +31,6 @@ def refuse_uneven_gates(graph: fx.Graph) -> None:
             is_uneven = row_bytes % _VECTORS_BYTES and part.numel() * part.itemsize >= _VECTORS_BYTES
             if part.device.type == "cpu" and part.is_floating_point() and not part.is_contiguous() and is_uneven:
                 raise TraceError(
-                    f"a recurrent cell on the CPU has gates of {part.shape[-1]} units, which are no whole vectors: captured, it would round "
-                    f"otherwise than plain PyTorch does; take a multiple of {_VECTORS_BYTES // part.itemsize} units, or train it on a GPU"
+                    f"recurrent cells on the CPU have gates of {part.shape[-1]} units, no whole vectors: captured, they would round "
+                    f"otherwise than plain PyTorch does; take a multiple of {_VECTORS_BYTES // part.itemsize} units, or train on a GPU"
                 )

@@ -1,0 +1,79 @@
+"""Planned steps for tests: a solver that answers with given steps, and what a step leaves behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import remat
+from remat.runtime import PlannedCall
+from remat.solvers.base import Solver
+from remat.solvers.on_demand import steps_on_demand
+from remat.torch_private import get_call
+
+Steps = Callable[[remat.Graph], Sequence[int]]
+UNLIMITED = 1 << 50
+
+
+@final
+@dataclass(frozen=True)
+class Given(Solver):
+    """Answers with the steps it is told to."""
+
+    steps_of: Steps
+
+    def solve(self, graph: remat.Graph, *, budget_bytes: int) -> remat.Solution:
+        return remat.Solution.of_steps(graph, budget_bytes, self.steps_of(graph), lower_bound_s=0.0, solver="given", wall_s=0.0)
+
+
+def keep_all(graph: remat.Graph) -> Sequence[int]:
+    return range(graph.num_operators)
+
+
+def keep_nothing(graph: remat.Graph) -> Sequence[int]:
+    return steps_on_demand(graph, [])
+
+
+def repeat_anything(seed: int) -> Steps:
+    """Anything that was computed is computed again at any time, in the forward too, and many times."""
+
+    def steps(graph: remat.Graph) -> Sequence[int]:
+        chance = random.Random(seed)
+        found: list[int] = []
+        for index in range(graph.num_operators):
+            found.append(index)
+            again = [i for i in set(found) if graph.operators[i].is_recomputable and not graph.operators[i].is_snapshot]
+            found += chance.sample(again, min(len(again), chance.choice([0, 1, 2])))
+        return found
+
+    return steps
+
+
+def planned(model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars") -> nn.Module:
+    return remat.checkpoint(model, UNLIMITED, solver=Given(steps_of), costs="flops", differentiate=differentiate)
+
+
+def call_of(model: nn.Module) -> PlannedCall:
+    call = get_call(model)
+    assert isinstance(call, PlannedCall)
+    return call
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Equal to the bit."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def state_after(model: nn.Module, *args: Any, seed: int = 1) -> list[Any]:
+    """Everything a step leaves: loss, random state, gradients, buffers."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = model(*args)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return [loss.detach(), torch.get_rng_state(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}]
