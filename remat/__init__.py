@@ -22,6 +22,8 @@ from .validate import Violation, validate
 
 if TYPE_CHECKING:
     from .api import checkpoint, frontier, report, solve, trace, unwrap, wrap
+    from .fits import Fit, fits
+    from .max_batch import Batches, max_batch
     from .measure import Measurement, measure
     from .report import Report
     from .solvers import SOLVER_NAMES, make_solver
@@ -33,6 +35,8 @@ __version__ = "0.1.0"
 # What needs torch or a solver is imported when it is first asked for: `remat solve` on a plain graph starts without torch.
 _LAZY = {
     **dict.fromkeys(("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "api"),
+    **dict.fromkeys(("Fit", "fits"), "fits"),
+    **dict.fromkeys(("Batches", "max_batch"), "max_batch"),
     **dict.fromkeys(("Measurement", "measure"), "measure"),
     "Report": "report",
     **dict.fromkeys(("SOLVER_NAMES", "make_solver"), "solvers"),
@@ -42,7 +46,9 @@ _LAZY = {
 
 __all__ = [
     "SOLVER_NAMES",
+    "Batches",
     "BudgetError",
+    "Fit",
     "Graph",
     "GraphError",
     "Measurement",
@@ -61,9 +67,11 @@ __all__ = [
     "ValueKind",
     "Violation",
     "checkpoint",
+    "fits",
     "format_bytes",
     "frontier",
     "make_solver",
+    "max_batch",
     "measure",
     "minimum",
     "parse_budget",

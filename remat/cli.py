@@ -370,7 +370,9 @@ def doctor(
         str | None, typer.Argument(metavar="[MODULE:CALLABLE]", help="Returns (model, args), on the meta device if you like.")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="The device to fit on, such as H100; the one at hand by default.")] = "",
-    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="What the step may hold; all of the device's memory by default.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the step may hold; all of the device's memory by default.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, momentum, adafactor, adamw-8bit, ..., none.")] = "adamw",
     reserve: Annotated[str | None, typer.Option(metavar="SIZE", help="Kept free, for communication buffers and other libraries.")] = None,
     most_overhead: Annotated[float | None, typer.Option(metavar="PERCENT", help="Fail where the plan costs more extra compute.")] = None,

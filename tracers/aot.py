@@ -29,7 +29,7 @@ from .rounding import refuse_uneven_gates
 from .storages import Storages, tensors_of
 
 CPU_GENERATOR_BYTES = 5056  # torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's memory
-_CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
+CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class _Reader:
         for node in order:
             if node.op == "call_function" and node not in self.value_of:
                 self._add_node(node)
+        self._add_tangents()  # where the backward computes nothing, such as that of `x + noise`
         self._add_unread(model_bytes)
         outputs = [self.value_of[node] for node in self.results if isinstance(node, fx.Node)]
         graph = Graph(
@@ -166,7 +167,7 @@ class _Reader:
         size_bytes = tensor.untyped_storage().nbytes()
         if tensor.device.type != self.device_type:
             return 0
-        return -(-size_bytes // _CUDA_GRANULARITY_BYTES) * _CUDA_GRANULARITY_BYTES if self.device_type == "cuda" else size_bytes
+        return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES if self.device_type == "cuda" else size_bytes
 
     def _add_value(self, name: str, tensor: torch.Tensor, kind: ValueKind) -> int:
         self.values.append(Value(name, self._size(tensor), kind, tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch.")))

@@ -1,0 +1,213 @@
+"""Will it fit: predicted before any time on a device, against what a real step of training holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import remat
+from remat.cli import app
+from remat.max_batch import _largest
+from remat.optimizer_memory import OPTIMIZERS, optimizer_memory
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()  # type: ignore[no-any-return]
+
+
+def batch_of(size: int) -> tuple[torch.Tensor]:
+    return (torch.randn(size, 16, WIDTH),)
+
+
+@pytest.fixture(scope="module")
+def fit() -> remat.Fit:
+    return remat.fits(Net(), batch_of(64), device="cpu", budget="60%")
+
+
+def test_a_plan_within_the_budget_is_found_and_its_parts_sum_to_its_peak(fit: remat.Fit) -> None:
+    assert fit and fit.planned is not None and fit.solution is not None
+    assert fit.planned.total == fit.solution.peak_bytes + fit.held.total <= fit.budget_bytes < fit.keep_all.total
+    assert fit.budget_bytes == int(0.6 * fit.keep_all.total)
+    assert fit.bound_bytes <= fit.minimum_bytes <= fit.planned.total
+    assert 0 < fit.overhead < 0.4
+    model_bytes = sum(p.nbytes for p in Net().parameters())
+    assert fit.planned.parameters == model_bytes == fit.held.gradient_bytes
+    assert fit.planned.optimizer == optimizer_memory("adamw", Net().parameters()).state_bytes
+
+
+def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
+    """A whole step of plain PyTorch, optimizer and its state included, on the CPU's allocator."""
+    model, (x,) = Net(), batch_of(64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    held = state + sum(p.nbytes for p in model.parameters()) + x.nbytes
+    assert abs(remat.measure(step).peak_bytes + held - max(fit.keep_all.total, fit.optimizer_step_bytes)) <= 512
+
+
+def test_a_model_on_the_meta_device_gives_the_same_answer(fit: remat.Fit) -> None:
+    with torch.device("meta"):
+        model = Net()
+    args = (torch.empty(64, 16, WIDTH, device="meta"),)
+    found = remat.fits(model, args, device="cpu", budget="60%")
+    assert found.graph == fit.graph and found.keep_all == fit.keep_all
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_seventy_billion_parameters_need_no_memory() -> None:
+    with torch.device("meta"):
+        model = Net(depth=2, width=1 << 16)
+    found = remat.fits(model, (torch.empty(1, 16, 1 << 16, device="meta"),), device="H100", time_limit_s=2.0)
+    assert not found and found.status is remat.Status.INFEASIBLE and found.planned is None
+    assert found.keep_all.parameters > 250 << 30
+    assert "shard them over more than" in found.verdict
+
+
+def test_another_device_rounds_and_keeps_no_generator_state() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 1))
+    found = remat.fits(model, (torch.randn(2, 3),), device="H100", optimizer="none")
+    assert found.graph.device == "cuda" and found.graph.costs == "roofline:H100"
+    assert all(value.size_bytes % 512 == 0 for value in found.graph.values)
+    assert {v.size_bytes for v in found.graph.values if v.name.endswith("_generator")} == {0}
+
+
+def test_attention_with_dropout_is_the_fused_kernel_on_a_gpu() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
+
+    q = torch.randn(1, 2, 256, 16, requires_grad=True)
+    found = remat.fits(Attention(), (q,), device="H100", optimizer="none")
+    assert found.keep_all.activations < 2 * 256 * 256 * 4  # no probability of each pair is saved
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    found = remat.fits(Net(), batch_of(64), device="cpu", budget="200KiB", time_limit_s=1.0)
+    assert not found and found.solution is None and found.overhead == float("inf")
+    assert "does not fit (proved)" in str(found)
+    assert remat.fits(Net(), batch_of(64), device="cpu", budget=found.minimum_bytes, time_limit_s=1.0)
+
+
+def test_accumulated_gradients_and_a_reserve_are_held_too(fit: remat.Fit) -> None:
+    found = remat.fits(Net(), batch_of(64), device="cpu", time_limit_s=1.0, is_accumulating=True, reserve_bytes=12345)
+    assert found.keep_all.total == fit.keep_all.total + fit.held.gradient_bytes + 12345
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop"])
+def test_memory_of_optimizers_is_what_they_take(name: str) -> None:
+    parameters = [nn.Parameter(torch.zeros(48, 32)) for _ in range(3)] + [nn.Parameter(torch.zeros(7))]
+    predicted = optimizer_memory(name, parameters)
+    optimizer = OPTIMIZERS[name](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    assert state == predicted.state_bytes
+    assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64  # scalars of the step
+
+
+def test_any_optimizer_is_measured() -> None:
+    class Three(torch.optim.Optimizer):
+        def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("states", [torch.zeros_like(p) for _ in range(3)])
+
+    parameters = [nn.Parameter(torch.zeros(100))]
+    assert optimizer_memory(Three, parameters).state_bytes == 1200
+    assert optimizer_memory("adamw-8bit", [nn.Parameter(torch.zeros(1 << 16))]).state_bytes == 2 * (1 << 16) + 2 * 4 * 256
+    frozen = [nn.Parameter(torch.zeros(100), requires_grad=False)]
+    assert optimizer_memory("adamw", frozen).state_bytes == 0
+    with pytest.raises(TypeError, match="made a list"):
+        optimizer_memory(list, parameters)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown optimizer 'adm'; known are none, sgd"):
+        optimizer_memory("adm", parameters)
+
+
+@pytest.mark.parametrize(("size_of", "budget", "expected"), [
+    (lambda b: 100 + 10 * b, 205, 10),
+    (lambda b: 100 + 10 * b, 99, 0),
+    (lambda b: 100 + 10 * b, 10**9, 1000),
+    (lambda b: b * b, 50, 7),
+    (lambda b: 512 * -(-b // 7), 5120, 70),
+])  # fmt: skip
+def test_the_largest_batch_is_found_in_few_probes(size_of: Callable[[int], int], budget: int, expected: int) -> None:
+    probes: list[int] = []
+
+    def probe(batch: int) -> int:
+        probes.append(batch)
+        return size_of(batch)
+
+    assert _largest(probe, budget, 1000) == expected
+    assert len(probes) <= 14 and len(set(probes)) == len(probes)
+
+
+def test_largest_and_best_batch() -> None:
+    found = remat.max_batch(Net(depth=1), batch_of, "2MiB", device="T4", optimizer="sgd", points=2, time_limit_s=0.5)
+    sizes = [row.batch for row in found.rows]
+    assert sizes == sorted(sizes) and sizes[-1] == found.largest and sizes[0] < sizes[-1]
+    assert all(row.fit.planned is not None and row.fit.planned.total <= 2 << 20 for row in found.rows)
+    assert not remat.fits(Net(depth=1), batch_of(found.largest + 2), device="T4", optimizer="sgd", budget="2MiB", time_limit_s=0.5)
+    assert found.best.samples_per_s == max(row.samples_per_s for row in found.rows)
+    assert "largest that fits" in str(found)
+    assert json.loads(json.dumps(found.record()))["largest"] == found.largest
+
+
+def test_not_even_one_sample() -> None:
+    with pytest.raises(remat.BudgetError, match="does not fit") as caught:
+        remat.max_batch(Net(), batch_of, "100KiB", device="T4")
+    assert caught.value.minimum_bytes > 100 << 10
+    with pytest.raises(ValueError, match="percentage"):
+        remat.max_batch(Net(), batch_of, "60%", device="T4")
+
+
+def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import torch", "def make():", "    return torch.nn.Linear(64, 64, device='meta'), (torch.empty(8, 64, device='meta'),)"]
+    (tmp_path / "ci_model.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["doctor", "ci_model:make", "--device", "L4", *options])
+        return result.exit_code, result.output
+
+    try:
+        code, text = run()
+        assert code == 0 and "Linear in 22.4 GiB of L4: fits, keeping everything." in text
+        code, text = run("--budget", "1KiB", "--format", "json")
+        assert code == 3 and json.loads(text)["fits"] is False
+        code, text = run("--device", "abacus")
+        assert code == 2 and "unknown device 'abacus'" in text
+    finally:
+        sys.modules.pop("ci_model", None)
