@@ -2,13 +2,14 @@
 
 1. Keeping everything, where it fits: optimal.
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
-3. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
+3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time.
+4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
-4. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
-5. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
-6. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
-7. Many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing improves.
-8. Exact search around the best (`neighbourhood`).
+5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
+6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
+7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
+8. Many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing improves.
+9. Exact search around the best (`neighbourhood`).
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
 are cut by nodes and iterations before they are cut by time, so that a seed gives one answer on every machine that is fast
@@ -32,8 +33,9 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
+from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
-from .minimum import Minimum, minimum, peak_bound, working_set_bytes
+from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
 from .progress import Progress
 from .refinement import Refinement
@@ -50,6 +52,8 @@ _MODEL_LIMIT_S = 12.0  # of one window model
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
 _REFINING_SHARE = 0.4  # of the time that is then left
 _MOST_OPERATORS_TO_RESTART = 3_000
+_LEAST_OPERATORS_TO_PRICE = 500
+_PRICING_SHARE = 0.4  # of the time
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
@@ -132,8 +136,10 @@ class Auto(Solver):
     def _run(self, search: Search, least: Minimum | None) -> bool:
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
         starts: list[Sequence[int]] = []
+        if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search, starts):
+            return False
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
-        if search.budget_bytes < working_set_bytes(search.graph) or not self._refine(search, refinement, starts):
+        if not self._refine(search, refinement, starts):
             return False
         self._solve_greedily(search, starts, least)
         self._anneal(search, starts[-1:], _FIRST_ROUNDS)
@@ -147,16 +153,35 @@ class Auto(Solver):
             self._anneal(search, starts, self.rounds)
         return True
 
+    def _price(self, search: Search, starts: list[Sequence[int]]) -> bool:
+        """Takes bound and schedules from prices for memory; False where the budget is proved infeasible."""
+        if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
+            return True
+        lagrangian = Lagrangian(search.graph, budget_bytes=search.budget_bytes)
+        deadline = time.perf_counter() + search.left_s * _PRICING_SHARE
+        search.raise_bound(lagrangian.raise_bound(deadline=deadline))
+        if search.bound_s > HOPELESS * search.graph.cost_s and self._is_infeasible(search):
+            return False
+        for steps in lagrangian.schedules(deadline=deadline):
+            if not search.offer(steps):
+                starts.append(steps)
+            if search.is_over:
+                break
+        return True
+
+    @staticmethod
+    def _is_infeasible(search: Search) -> bool:
+        keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
+        return peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
+
     def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
         """Raises the bound and adds a start by the next model; False where the budget is proved infeasible."""
-        if refinement.is_over:
+        if refinement.is_over or search.is_over:
             return True
         limit_s = min(_MODEL_LIMIT_S, search.left_s / 2)
         step = refinement.solve(deadline=time.perf_counter() + limit_s, cutoff_s=search.cost_s)
         if step.bound_s == math.inf:
-            keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
-            peak = peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False)
-            return peak <= search.budget_bytes
+            return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)
         if step.steps is not None:
             starts.insert(0, step.steps)
@@ -166,7 +191,8 @@ class Auto(Solver):
     @staticmethod
     def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
         """Offers the greedy's schedules, and that of the least budget where none of them fits."""
-        can_run = is_eviction_ready() or search.left_s > COMPILER_S
+        is_small = search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
+        can_run = is_small and (is_eviction_ready() or search.left_s > COMPILER_S)
         for rule in Rule if can_run else ():
             if search.is_over:
                 return

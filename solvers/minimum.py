@@ -23,11 +23,12 @@ from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
-from .on_demand import forward_length
+from .on_demand import forward_length, steps_on_demand
 from .search import keeps_regions
 from .window import WindowModel
 
 MAX_FACTOR = 8.0
+MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
 _PRECISION = 1 / 512  # of the keep-all peak, where the bisection ends
 _LIMIT_S = 1.0
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
@@ -63,7 +64,12 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
     best_peak, best_steps = keep_all, np.arange(graph.num_operators)
     step = max(int(keep_all * _PRECISION), 1)
-    for rule in Rule if is_eviction_ready() or time_limit_s > COMPILER_S else ():
+    if graph.num_operators > MOST_OPERATORS_TO_EVICT:
+        everything = np.array(steps_on_demand(graph, ()))
+        peak = simulate(graph, Schedule.from_steps(graph, everything.tolist())).peak_bytes
+        best_peak, best_steps = min((best_peak, best_steps), (peak, everything), key=lambda pair: pair[0])
+    can_evict = graph.num_operators <= MOST_OPERATORS_TO_EVICT and (is_eviction_ready() or time_limit_s > COMPILER_S)
+    for rule in Rule if can_evict else ():
         low, high = floor, best_peak
         while high - low > step and time.perf_counter() < deadline:
             middle = (low + high) // 2
@@ -102,21 +108,29 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
 def working_set_bytes(graph: Graph) -> int:
     """The largest working set: what one operator reads, writes and works with, or all results, and what is resident; O(E)."""
     accounting, arrays = Accounting(graph), graph.arrays
-    own = accounting.own.copy()
-    for v in range(graph.num_operators):
-        candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
-        own[v] -= accounting.size[candidates].max(initial=0.0)
+    taken = np.zeros(graph.num_operators)
+    np.maximum.at(taken, np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)), accounting.size[arrays.reuse])
+    own = accounting.own - taken
     results = accounting.size[np.unique(arrays.output)].sum()
     return graph.resident_bytes + int(max(own.max(initial=0.0), results))
 
 
 def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:
-    """A lower bound on the peak of every schedule of the fixed order: working sets, and the window model (its LP)."""
+    """A lower bound on the peak of every schedule of the fixed order: working sets, and the window model (its LP).
+
+    On large graphs the memory rows of the backward alone, with all that can be recomputed: none can be met with less.
+    """
     floor = min(working_set_bytes(graph), keep_all_bytes)
     boundary = forward_length(graph)
     if not 0 < boundary < graph.num_operators:
         return floor
     windows = [(0, boundary), (boundary, graph.num_operators)]
     model = WindowModel(graph, windows, priced=windows, budget_bytes=keep_all_bytes, is_peak=True)
+    if graph.num_operators > MOST_OPERATORS_TO_EVICT:
+        again = model.again[windows[1]]
+        point = np.zeros(model.program.num_columns)
+        point[again[again >= 0]] = 1.0
+        needed = graph.resident_bytes + int(model.usage(point, windows[1]).max())
+        return min(max(floor, needed), keep_all_bytes)
     outcome = LazyRows(model).solve(deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed)
     return min(max(floor, model.peak_bytes(outcome)), keep_all_bytes)

@@ -34,13 +34,15 @@ def values_always_kept(graph: Graph) -> set[int]:
     a result of the graph (a caller holds it) or a value that another region reads (a region is
     computed again only in its own backward, so that reader would wait in vain).
     """
-    kept = {index for index, value in enumerate(graph.values) if value.is_resident}
-    outputs = set(graph.outputs)
-    for op in graph.operators:
-        is_held = any(v in outputs or any(graph.operators[u].region != op.region for u in graph.users_of[v]) for v in op.writes)
-        if is_held or op.is_snapshot or not op.is_recomputable:
-            kept.update(op.writes)
-    return kept
+    arrays, count = graph.arrays, graph.num_operators
+    region = np.array([op.region for op in graph.operators], np.int64)
+    is_held = np.zeros(len(graph.values), np.bool_)
+    is_held[arrays.output] = True
+    reader = np.repeat(np.arange(count), np.diff(arrays.read_start))
+    is_held[arrays.read[region[reader] != region[arrays.producer[arrays.read]]]] = True
+    is_once = np.append(arrays.is_pinned | arrays.is_snapshot, True)  # the last is for what no operator writes
+    is_once[arrays.producer[is_held]] = True
+    return set(np.flatnonzero(is_once[arrays.producer]).tolist())
 
 
 def steps_on_demand(graph: Graph, kept: Collection[int], *, later: Mapping[int, Collection[int]] | None = None) -> list[int]:
@@ -64,9 +66,13 @@ def steps_on_demand(graph: Graph, kept: Collection[int], *, later: Mapping[int, 
         if later is not None and index in later and index > boundary:
             stays = always.union(later[index])
             is_available = [is_there and value in stays for value, is_there in enumerate(is_available)]
-        _make_available(graph, index, is_available, steps)
+        operator = graph.operators[index]
+        for value in operator.reads:
+            if not is_available[value]:
+                _make_available(graph, index, is_available, steps)
+                break
         steps.append(index)
-        for value in graph.operators[index].writes:
+        for value in operator.writes:
             is_available[value] = True
     return steps
 

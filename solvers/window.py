@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -79,6 +80,7 @@ class WindowModel:
         self.again: dict[Window, Ints] = {}
         self.through: dict[Window, Ints] = {}
         self._readers: dict[Window, Ints] = {}
+        self._taken: dict[Window, tuple[Floats, Floats]] = {}
         for window in self.windows:
             self._add_columns(window, is_priced=window in priced)
         for window in self.windows:
@@ -240,21 +242,28 @@ class WindowModel:
     def _own(self, window: Window, gone: Floats) -> Floats:
         """Bytes of the operators' own working sets, less what they may take over in place."""
         start, end = window
-        own, size, last = self.accounting.own[start:end].copy(), self.accounting.size, self._readers[window]
-        arrays = self.graph.arrays
-        for v in range(start, end) if len(arrays.reuse) else ():
-            candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
-            if len(candidates):
-                sure, excess = self._reusable(v, candidates, last, size)
-                own[v - start] -= sure + float(np.dot(excess, gone[candidates]))
-        return own
+        sure, excess = self._reused(window)
+        taken = np.zeros(end - start)
+        if len(excess):
+            inside = slice(self.graph.arrays.reuse_start[start], self.graph.arrays.reuse_start[end])
+            taken += np.bincount(self._reuser[inside] - start, (excess * gone[self.graph.arrays.reuse])[inside], end - start)
+        return np.asarray(self.accounting.own[start:end] - sure - taken)
 
-    @staticmethod
-    def _reusable(v: int, candidates: Ints, last: Ints, size: Floats) -> tuple[float, Floats]:
-        """What `v` may take over for sure, and what more where a candidate is computed again."""
-        is_last = last[candidates] <= v
-        sure = float(size[candidates[is_last]].max(initial=0.0))
-        return sure, np.where(is_last, 0.0, np.maximum(size[candidates] - sure, 0.0))
+    @cached_property
+    def _reuser(self) -> Ints:
+        """For each entry of `arrays.reuse`, the operator that may take it over."""
+        return np.repeat(np.arange(self.graph.num_operators), np.diff(self.graph.arrays.reuse_start))
+
+    def _reused(self, window: Window) -> tuple[Floats, Floats]:
+        """What each operator of `window` may take over for sure, and by entry of `arrays.reuse` what more where that is computed again."""
+        if window not in self._taken:
+            arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
+            is_last = last[arrays.reuse] <= self._reuser
+            sure = np.zeros(self.graph.num_operators)
+            np.maximum.at(sure, self._reuser[is_last], size[arrays.reuse[is_last]])
+            excess = np.where(is_last, 0.0, np.maximum(size[arrays.reuse] - sure[self._reuser], 0.0))
+            self._taken[window] = (sure[window[0] : window[1]], excess)
+        return self._taken[window]
 
     @staticmethod
     def values_at(columns: Ints, point: Floats) -> Floats:
@@ -263,6 +272,15 @@ class WindowModel:
 
     def add_memory_row(self, window: Window, v: int) -> None:
         """Adds row (6) of operator `v` of `window`, scaled by the budget."""
+        coefficient, constant = self.memory_row(window, v)
+        limit = self.budget * self.relative_limit
+        if self.peak_column >= 0:
+            coefficient[self.peak_column], limit = -self.budget, 0.0
+        columns = np.flatnonzero(coefficient)
+        self.program.add_row(columns, coefficient[columns] / self.budget, upper=(limit - constant) / self.budget)
+
+    def memory_row(self, window: Window, v: int) -> tuple[Floats, float]:
+        """Returns the coefficients, by column, and the constant of the left side of (6) in bytes."""
         arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
         is_read = np.zeros(len(size), np.bool_)
         is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
@@ -276,15 +294,8 @@ class WindowModel:
             column = self.kept_columns(window[1]) if v == window[1] - 1 else self.through[window]
             over = np.flatnonzero(is_held & (last < v) & (column >= 0))
             np.add.at(coefficient, column[over], size[over])
-        candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
-        if len(candidates):
-            sure, excess = self._reusable(v, candidates, last, size)
-            constant -= sure
-            is_there = again[candidates] >= 0
-            np.add.at(coefficient, again[candidates[is_there]], -excess[is_there])
-        limit = self.budget * self.relative_limit
-        if self.peak_column >= 0:
-            coefficient[self.peak_column], limit = -self.budget, 0.0
-        columns = np.flatnonzero(coefficient)
-        upper = limit - constant
-        self.program.add_row(columns, coefficient[columns] / self.budget, upper=upper / self.budget)
+        sure, excess = self._reused(window)
+        constant -= float(sure[v - window[0]])
+        candidates = slice(arrays.reuse_start[v], arrays.reuse_start[v + 1])
+        np.add.at(coefficient, again[arrays.reuse[candidates]], -np.where(again[arrays.reuse[candidates]] >= 0, excess[candidates], 0.0))
+        return coefficient, constant

@@ -184,6 +184,7 @@ class _Tape:
     values: list[Value] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     saved_by: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (forward operator, what its backward reads)
+    states: set[int] = field(default_factory=set)  # what snapshots write
     outputs: list[int] = field(default_factory=list)
 
     def value(self, name: str, size_bytes: int, kind: ValueKind = ValueKind.INTERMEDIATE) -> int:
@@ -205,6 +206,7 @@ class _Tape:
         """Appends the saved state of a random generator, which only recomputations need."""
         state = self.value(name, 16)
         self.operators.append(Operator(name, 0.0, (), (state,), pinned="reads the random generator", is_snapshot=True))
+        self.states.add(state)
         return state
 
     def backward(self, loss: int) -> Graph:
@@ -213,7 +215,7 @@ class _Tape:
         for index, needed in reversed(self.saved_by):
             op = self.operators[index]
             reads = dict.fromkeys([*(gradient_of[v] for v in op.writes if v in gradient_of), *needed])
-            targets = [v for v in op.reads if self.values[v].kind is not ValueKind.INPUT and not self._is_state(v)]
+            targets = [v for v in op.reads if self.values[v].kind is not ValueKind.INPUT and v not in self.states]
             writes = [self.value(f"grad.{op.name}.{v}", self.values[v].size_bytes) for v in targets]
             if writes:
                 self.operators.append(
@@ -223,9 +225,6 @@ class _Tape:
                 gradient_of[value] = self._accumulate(gradient_of[value], written) if value in gradient_of else written
         self.outputs += [g for v, g in gradient_of.items() if self.values[v].kind is ValueKind.PARAMETER]
         return Graph(tuple(self.values), tuple(self.operators), (loss, *self.outputs))
-
-    def _is_state(self, value: int) -> bool:
-        return any(op.is_snapshot and value in op.writes for op in self.operators)
 
     def _accumulate(self, old: int, new: int) -> int:
         total = self.value(f"sum.{old}.{new}", self.values[new].size_bytes)
