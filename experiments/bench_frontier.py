@@ -42,9 +42,9 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
 
 def _curve(graph: Graph, solver: Auto) -> Row:
     began = time.perf_counter()
-    first, last = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budgets = [first + (last - first) * i // (_NUM_POINTS - 1) for i in range(_NUM_POINTS)]
-    solutions = frontier_solutions(graph, budgets, solver)
+    least, last = minimum(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budgets = [least.peak_bytes + (last - least.peak_bytes) * i // (_NUM_POINTS - 1) for i in range(_NUM_POINTS)]
+    solutions = frontier_solutions(graph, budgets, solver, least=least)
     seconds = time.perf_counter() - began
     points = [[facts(s)[column] for column in _COLUMNS] for s in solutions]
     costs, bounds = [s.cost_s for s in solutions], [s.lower_bound_s for s in solutions]

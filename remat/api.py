@@ -205,16 +205,15 @@ def frontier(
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
         budgets: budgets, or how many to take between the least known to be met and keeping everything.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        time_limit_s: for each budget.
+        time_limit_s: of one solve; `auto` shares what it finds, so that 20 budgets take at most some five of them.
     """
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    keep_all, least = simulate(graph, Schedule.keep_all(graph)).peak_bytes, minimum(graph)
     if isinstance(budgets, int):
-        least = minimum(graph).peak_bytes
-        asked = [least + (keep_all - least) * i // max(1, budgets - 1) for i in range(budgets)]
+        asked = [least.peak_bytes + (keep_all - least.peak_bytes) * i // max(1, budgets - 1) for i in range(budgets)]
     else:
         asked = [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets]
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
-    return frontier_solutions(graph, asked, method)
+    return frontier_solutions(graph, asked, method, least=least)
 
 
 def report(model: nn.Module) -> Report:

@@ -1,22 +1,28 @@
-"""The trade-off curve: many budgets at once, monotone, what is found for one used for the others.
+"""The trade-off curve: many budgets for the price of a few solves, cost and bound monotone in the budget.
 
-A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. So budgets
-are solved from the smallest up, each starting from the schedules found before; afterwards every budget takes the
-cheapest schedule that fits it and the best bound of the larger ones. Cost and bound then never rise with the budget.
+A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
+solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
+a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
+Then the few budgets with the largest gaps, no two next to each other, are solved with all of the time limit. So 20 budgets take at most 20
+shares and three limits, and less where gaps close early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph
-from ..solution import Solution
+from ..solution import Solution, Status
 from .auto import Auto
 from .base import Solver
 from .minimum import Minimum, minimum
 
 _POINT_LIMIT_S = 6.0
+_NUM_FULL = 3  # solves with all of the time limit
+_SHARE = 1 / 8  # of it, for the first look at a budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,50 +34,112 @@ class _Found:
     steps: tuple[int, ...]
 
 
-def frontier_solutions(graph: Graph, budgets: Iterable[int], solver: Solver | None = None) -> list[Solution]:
+def frontier_solutions(
+    graph: Graph, budgets: Iterable[int], solver: Solver | None = None, *, least: Minimum | None = None
+) -> list[Solution]:
     """Returns one solution a budget, in the order of `budgets`, costs and bounds monotone in the budget.
 
     Args:
         graph: any graph.
         budgets: in bytes, resident bytes included.
-        solver: `Auto` with a modest time limit a budget where None; any solver works, `Auto` shares best.
+        solver: `Auto` with a modest time limit a budget where None; any solver works, and only `Auto` shares its time.
+        least: what `minimum` says of `graph`, where it was asked before.
     """
-    used = solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S)
+    curve = _Curve(graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), least or minimum(graph))
     asked = list(budgets)
-    least = minimum(graph)
-    found: list[_Found] = []
-    solved: dict[int, Solution] = {}
-    for budget in sorted(set(asked)):
-        solution = _solve(graph, budget, used, found, least)
-        solved[budget] = solution
+    for budget in _by_halves(sorted(set(asked))):
+        curve.solve(budget, share=_SHARE)
+    for _ in range(_NUM_FULL):
+        if curve.solved:
+            curve.solve(curve.worst(), share=1.0)
+    return [curve.solution(budget) for budget in asked]
+
+
+def _by_halves(items: Sequence[int]) -> Iterator[int]:
+    """Yields the last item, the first, the middle, the middles of the halves and so on; each once.
+
+    >>> list(_by_halves([0, 1, 2, 3, 4, 5, 6, 7, 8]))
+    [8, 0, 4, 2, 6, 1, 3, 5, 7]
+    """
+    yield from dict.fromkeys([*items[-1:], *items[:1]])
+    spans = [(0, len(items) - 1)]
+    while spans:
+        inner = [(low, (low + high) // 2, high) for low, high in spans if high - low > 1]
+        yield from (items[middle] for _, middle, _ in inner)
+        spans = [half for low, middle, high in inner for half in ((low, middle), (middle, high))]
+
+
+class _Curve:
+    """What is known of one graph: schedules by peak, bounds by budget."""
+
+    def __init__(self, graph: Graph, solver: Solver, least: Minimum) -> None:
+        self._graph = graph
+        self._solver = solver
+        self._least = least
+        self._gap = solver.gap if isinstance(solver, Auto) else 0.0
+        self._found: list[_Found] = []
+        self._bounds: dict[int, float] = {}
+        self._wall_s: dict[int, float] = {}
+        self._infeasible_bytes = -1  # the largest budget proved infeasible
+        self.solved: list[int] = []
+
+    def solve(self, budget: int, *, share: float) -> None:
+        """Solves for a budget within a share of the time limit, or does not where what is known suffices."""
+        if self._is_known(budget):
+            return
+        began = time.perf_counter()
+        solver = self._solver
+        solution = self._improve(solver, budget, share) if isinstance(solver, Auto) else solver.solve(self._graph, budget_bytes=budget)
+        self._wall_s[budget] = self._wall_s.get(budget, 0.0) + time.perf_counter() - began
+        self._bounds[budget] = max(self._bounds.get(budget, 0.0), solution.lower_bound_s)
         if solution.schedule is not None:
-            found.append(_Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps))
-    return _monotone(graph, asked, solved, found, used)
+            self._found.append(_Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps))
+        elif solution.status is Status.INFEASIBLE:
+            self._infeasible_bytes = max(self._infeasible_bytes, budget)
+        if share < 1 and isinstance(solver, Auto) and budget >= self._least.peak_bytes:
+            self.solved.append(budget)
 
+    def worst(self) -> int:
+        """Returns the budget with the largest gap of those solved for a share only, and takes it and its neighbours out."""
+        budget = max(self.solved, key=self._open_gap)
+        order = sorted(self.solved)
+        place = order.index(budget)
+        self.solved = order[: max(place - 1, 0)] + order[place + 2 :]
+        return budget
 
-def _solve(graph: Graph, budget: int, solver: Solver, found: Sequence[_Found], least: Minimum) -> Solution:
-    if not isinstance(solver, Auto):
-        return solver.solve(graph, budget_bytes=budget)
-    if budget < least.peak_bytes:  # unlikely to be met; a short look is enough
-        solver = replace(solver, rounds=min(solver.rounds, 1))
-    return solver.improve(graph, budget_bytes=budget, known_steps=[f.steps for f in found[-3:]], least=least)
+    def _open_gap(self, budget: int) -> float:
+        best = self._cheapest(budget)
+        return math.inf if best is None else 1 - self._bound_s(budget) / max(best.cost_s, 1e-300)
 
+    def _is_known(self, budget: int) -> bool:
+        is_close = self._open_gap(budget) <= self._gap + 1e-9
+        return isinstance(self._solver, Auto) and (is_close or budget <= self._infeasible_bytes)
 
-def _monotone(graph: Graph, asked: Sequence[int], solved: dict[int, Solution], found: Sequence[_Found], solver: Solver) -> list[Solution]:
-    """Gives each budget the cheapest schedule that fits it and the best bound of those that are larger."""
-    gap = solver.gap if isinstance(solver, Auto) else 0.0
-    bound_s = graph.cost_s
-    result: dict[int, Solution] = {}
-    for budget in sorted(solved, reverse=True):
-        mine = solved[budget]
-        bound_s = max(bound_s, mine.lower_bound_s)
-        fitting = [f for f in found if f.peak_bytes <= budget]
-        best = min(fitting, key=lambda f: f.cost_s, default=None)
-        if best is None:
-            result[budget] = mine
-            continue
-        is_better = not mine.is_solved or best.cost_s < mine.cost_s or bound_s > mine.lower_bound_s
-        if is_better:
-            mine = Solution.of_steps(graph, budget, best.steps, lower_bound_s=bound_s, solver=mine.solver, wall_s=mine.wall_s, gap=gap)
-        result[budget] = mine
-    return [result[budget] for budget in asked]
+    def _improve(self, solver: Auto, budget: int, share: float) -> Solution:
+        solver = replace(solver, time_limit_s=share * solver.time_limit_s)
+        if budget < self._least.peak_bytes:  # unlikely to be met; a short look is enough
+            solver = replace(solver, rounds=min(solver.rounds, 1))
+        best = self._cheapest(budget)
+        known = [self._least.steps, best.steps] if best is not None else [self._least.steps]
+        return solver.improve(self._graph, budget_bytes=budget, known_steps=known, known_bound_s=self._bound_s(budget), least=self._least)
+
+    def _cheapest(self, budget: int) -> _Found | None:
+        fitting = [found for found in self._found if found.peak_bytes <= budget]
+        return min(fitting, key=lambda found: found.cost_s, default=None)
+
+    def _bound_s(self, budget: int) -> float:
+        """The best bound of this budget and the larger ones."""
+        return max((bound for size, bound in self._bounds.items() if size >= budget and math.isfinite(bound)), default=self._graph.cost_s)
+
+    def solution(self, budget: int) -> Solution:
+        """Returns the cheapest schedule that fits with the best bound that holds."""
+        best, bound_s, wall_s, solver = self._cheapest(budget), self._bound_s(budget), self._wall_s.get(budget, 0.0), repr(self._solver)
+        if best is not None:
+            return Solution.of_steps(
+                self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap, solver=solver, wall_s=wall_s,
+                minimum_bytes=self._least.peak_bytes,
+            )  # fmt: skip
+        status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
+        return Solution.without_schedule(
+            self._graph, budget, status, solver=solver, wall_s=wall_s, lower_bound_s=bound_s, minimum_bytes=self._least.peak_bytes
+        )

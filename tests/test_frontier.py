@@ -1,0 +1,104 @@
+"""The trade-off curve: monotone, valid, bounded by the exact optimum, and no dearer than a few solves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import remat
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solution import Solution, Status
+from remat.solvers.auto import Auto
+from remat.solvers.chen import ChenGreedy
+from remat.solvers.frontier import frontier_solutions
+from remat.solvers.milp import MILP
+from remat.solvers.minimum import minimum
+from remat.tracers.synthetic import chain, random_layered, transformer
+from remat.validate import validate
+
+QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
+
+
+def spread(graph: Graph, count: int) -> list[int]:
+    first, last = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    return [first + (last - first) * i // (count - 1) for i in range(count)]
+
+
+def check(graph: Graph, budgets: Sequence[int], solutions: Sequence[Solution]) -> None:
+    """Each schedule fits, and neither cost nor bound rises with the budget."""
+    assert [s.budget_bytes for s in solutions] == list(budgets)
+    for s in solutions:
+        assert s.schedule is not None
+        assert validate(graph, s.schedule, budget_bytes=s.budget_bytes) == []
+    ordered = sorted(solutions, key=lambda s: s.budget_bytes)
+    for numbers in ([s.cost_s for s in ordered], [s.lower_bound_s for s in ordered]):
+        assert numbers == sorted(numbers, reverse=True)
+
+
+@pytest.mark.parametrize("graph", [random_layered(14, seed=3), transformer(2)], ids=["layered", "transformer"])
+def test_the_curve_is_monotone_and_valid(graph: Graph) -> None:
+    budgets = spread(graph, 8)
+    check(graph, budgets[::-1], frontier_solutions(graph, budgets[::-1], QUICK))
+
+
+def test_its_bounds_are_below_the_optimum_at_every_budget() -> None:
+    graph = random_layered(6, seed=1, width=2)
+    budgets = spread(graph, 6)
+    for solution in frontier_solutions(graph, budgets, QUICK):
+        best = MILP(time_limit_s=20).solve(graph, budget_bytes=solution.budget_bytes)
+        assert best.status is Status.OPTIMAL
+        assert solution.lower_bound_s <= best.cost_s * (1 + 1e-9)
+        assert solution.cost_s >= best.cost_s * (1 - 1e-9)
+
+
+def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for, not what a busy machine takes: shares of the time limit, and few whole ones."""
+    allowed: list[float] = []
+    improve = Auto.improve
+
+    def counted(self: Auto, graph: Graph, **options: Any) -> Solution:
+        allowed.append(self.time_limit_s)
+        return improve(self, graph, **options)
+
+    monkeypatch.setattr(Auto, "improve", counted)
+    graph = random_layered(30, seed=2)
+    budgets = spread(graph, 20)
+    check(graph, budgets, frontier_solutions(graph, budgets, Auto(gap=1e-6, rounds=1, time_limit_s=0.8)))
+    assert sum(allowed) <= 5.5 * 0.8
+
+
+def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the peak of keeping everything there is one answer, and below a budget proved infeasible none."""
+    asked: list[int] = []
+    improve = Auto.improve
+
+    def counted(self: Auto, graph: Graph, *, budget_bytes: int, **options: Any) -> Solution:
+        asked.append(budget_bytes)
+        return improve(self, graph, budget_bytes=budget_bytes, **options)
+
+    monkeypatch.setattr(Auto, "improve", counted)
+    graph = chain(9)
+    most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    solutions = frontier_solutions(graph, [1, 2, most, most + 1, most + 2], QUICK)
+    assert [s.status for s in solutions] == [Status.INFEASIBLE] * 2 + [Status.OPTIMAL] * 3
+    assert all(s.minimum_bytes == minimum(graph).peak_bytes for s in solutions)
+    assert len(asked) <= 4
+
+
+def test_other_solvers_have_curves_too() -> None:
+    graph = chain(25)
+    budgets = spread(graph, 5)
+    solutions = frontier_solutions(graph, budgets, ChenGreedy())
+    costs = [s.cost_s for s in solutions if s.is_solved]
+    assert len(costs) > 1
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_front_door_spreads_budgets_from_the_least_to_all() -> None:
+    graph = chain(12)
+    solutions = remat.frontier(graph, 4, time_limit_s=0.5)
+    assert [s.budget_bytes for s in solutions] == spread(graph, 4)
+    check(graph, spread(graph, 4), solutions)
