@@ -93,5 +93,7 @@ class _Run:
 
     def go_on(self, hot: float | None, moves: int, should_stop: Callable[[], bool] | None) -> None:
         """Anneals from the best so far, or from the last state where none fits."""
+        if should_stop is not None and should_stop():
+            return
         start = self._current if self.local.best_steps is None else self.local.best_steps
         self._current = self.local.run(start, Round(moves, hot or self._hot, _COLD), should_stop=should_stop)
