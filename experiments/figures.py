@@ -1,0 +1,63 @@
+"""What the figures' scripts share: models that take no memory, where results go, and how a picture is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from experiments.environment import environment
+from remat.plot import save
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@contextmanager
+def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """What is built inside takes no memory and has `dtype` by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
+    """Writes `results/NAME.json`: the environment and a record."""
+    RESULTS.mkdir(exist_ok=True)
+    content = {"environment": environment(seed=seed), **record}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(name: str) -> dict[str, Any]:
+    """Returns what `write` wrote."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def draw(name: str, figure: Figure) -> None:
+    """Writes `results/NAME.png`."""
+    save(figure, RESULTS / f"{name}.png")
+
+
+def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 3) -> None:
+    """Adds one legend for all axes below the picture, each label once."""
+    found: dict[str, Any] = {}
+    for one in [axes] if isinstance(axes, Axes) else axes:
+        found |= dict(zip(*reversed(one.get_legend_handles_labels()), strict=True))
+    figure.legend(list(found.values()), list(found), loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
+
+
+def table(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
+    """Returns a Markdown table; the first column is text, the others numbers."""
+    lines = ["| " + " | ".join(headings) + " |", "| --- |" + " ---: |" * (len(headings) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
