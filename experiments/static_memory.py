@@ -1,0 +1,165 @@
+"""Static memory planning: the values of a training step placed in one arena, and what in-place and sharing save.
+
+    python -m experiments.static_memory [--time-limit S]
+
+For an MLP, ResNet-50, an LSTM written out over 32 steps and a GPT, each where everything is kept and at 60 % of that:
+
+- *own memory*: each value has memory of its own for the whole step.
+- *shared*: memory is taken when a value is computed and given back after its last read (liveness counting).
+- *in place*: an elementwise operator may also write over an input that dies with it. This is what the simulator counts
+  and the executor does; what is live at once is a lower bound on every arena.
+- placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by size (Pisarchyk and Lee,
+  2020, arXiv:2001.03288); and of our search over orders (`remat.arena.search`); over the lower bound.
+
+Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json` and `.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import remat
+from experiments.figures import draw, legend_below, table, write
+from experiments.models import gpt, resnet50
+from remat.arena import Blocks, greedy_by_size, in_time_order, search
+from remat.budget import format_bytes
+from remat.graph import Graph
+from remat.plot_style import BLUE, GREEN, LINES, ORANGE, new_figure, quiet
+from remat.schedule import Schedule
+
+SEED = 0
+BUDGET = "60%"
+
+
+class LSTM(nn.Module):
+    """A long short-term memory written out: one cell, a number of steps, the mean square of the last state as its loss."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.width = width
+        self.gates = nn.Linear(2 * width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss; `x` is (steps, batch, width)."""
+        hidden = cell = x.new_zeros(x.shape[1], self.width)
+        for moment in x.unbind(0):
+            into, keep, new, out = self.gates(torch.cat([moment, hidden], 1)).chunk(4, 1)
+            cell = torch.sigmoid(keep) * cell + torch.sigmoid(into) * torch.tanh(new)
+            hidden = torch.sigmoid(out) * torch.tanh(cell)
+        return hidden.square().mean()
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU and dropout; a cross-entropy as its loss."""
+
+    def __init__(self, num_layers: int = 12, width: int = 512) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the mean cross-entropy."""
+        for layer in self.layers:
+            x = functional.dropout(functional.relu(layer(x)), 0.1)
+        return functional.cross_entropy(x, labels)
+
+
+def mlp_graph() -> Graph:
+    """Twelve layers of width 512, 1,024 examples."""
+    return remat.trace(MLP(), kwargs={"x": torch.randn(1024, 512), "labels": torch.zeros(1024, dtype=torch.long)})
+
+
+def lstm_graph() -> Graph:
+    """Width 256, 32 steps, 64 sequences."""
+    return remat.trace(LSTM(), (torch.randn(32, 64, 256),))
+
+
+def resnet_graph() -> Graph:
+    """ResNet-50, 16 images of 96 x 96."""
+    workload = resnet50()
+    return remat.trace(workload.model, kwargs=dict(workload.kwargs))
+
+
+def gpt_graph() -> Graph:
+    """Six layers of width 128, 8 x 128 tokens."""
+    workload = gpt()
+    return remat.trace(workload.model, kwargs=dict(workload.kwargs))
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {"MLP": mlp_graph, "ResNet-50": resnet_graph, "LSTM, 32 steps": lstm_graph, "GPT": gpt_graph}
+
+
+def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, Any]:
+    """Returns the bytes of each way of laying out a schedule's values."""
+    blocks = Blocks.of(graph, schedule)
+    arenas = {
+        "as values come": in_time_order(blocks),
+        "greedy by size": greedy_by_size(blocks),
+        "our search": search(blocks, time_limit_s=time_limit_s, seed=SEED),
+    }
+    apart = Blocks.of(graph, schedule, in_place=False)
+    return {
+        "blocks": len(blocks.first),
+        "own memory": int(apart.size_bytes.sum()),
+        "shared": apart.live_bytes,
+        "in place": blocks.live_bytes,
+        "arenas": {name: blocks.arena_bytes(offset) for name, offset in arenas.items()},
+    }
+
+
+def picture(rows: list[dict[str, Any]]) -> None:
+    """Draws the savings, and the fragmentation beside them."""
+    figure = new_figure("One training step's values in memory: what sharing and working in place save", width=12, height=5.6)
+    left, right = figure.subplots(1, 2)
+    at = np.arange(len(rows))
+    quiet(left, y_label="memory (% of no sharing)")
+    for place, (kind, label, colour) in enumerate(
+        (("shared", "shared: freed after the last read", ORANGE), ("in place", "shared, and in place", BLUE))
+    ):
+        bars = left.bar(at + 0.4 * (place - 0.5), [100 * row[kind] / row["own memory"] for row in rows], 0.38, color=colour, label=label)
+        left.bar_label(bars, fmt="%.0f", fontsize=8)
+    quiet(right, y_label="arena over the lower bound (%)")
+    for place, (kind, colour) in enumerate(zip(rows[0]["arenas"], (LINES[3], GREEN, LINES[5]), strict=True)):
+        heights = [100 * (row["arenas"][kind] / row["in place"] - 1) for row in rows]
+        bars = right.bar(at + 0.27 * (place - 1), heights, 0.26, color=colour, label=f"arena: {kind}")
+        right.bar_label(bars, fmt="%.1f", fontsize=7)
+    for axes in (left, right):
+        axes.set_xticks(at, [f"{row['model']}, {row['schedule']}" for row in rows], rotation=35, ha="right", fontsize=8.5)
+    legend_below(figure, [left, right])
+    draw("static_memory", figure)
+
+
+def main() -> None:
+    """Traces, plans, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each search and solve (default: 10)")
+    time_limit_s = parser.parse_args().time_limit
+    rows: list[dict[str, Any]] = []
+    for name, make in GRAPHS.items():
+        torch.manual_seed(SEED)
+        graph = make()
+        solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
+        assert solution.schedule is not None
+        for label, schedule in (("everything kept", Schedule.keep_all(graph)), (f"at {BUDGET}", solution.schedule)):
+            rows.append({"model": name, "schedule": label, "operators": graph.num_operators, **planned(graph, schedule, time_limit_s)})
+    write("static_memory", {"time_limit_s": time_limit_s, "rows": rows}, seed=SEED)
+    picture(rows)
+    cells = [
+        [
+            f"{row['model']}, {row['schedule']}",
+            *(format_bytes(row[kind]) for kind in ("own memory", "shared", "in place")),
+            *(f"{100 * (size / row['in place'] - 1):.2f} %" for size in row["arenas"].values()),
+        ]
+        for row in rows
+    ]
+    print(table(cells, ["", "own memory", "shared", "in place", *(f"over it: {kind}" for kind in rows[0]["arenas"])]))
+
+
+if __name__ == "__main__":
+    main()
