@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from .errors import ScheduleError
 from .graph import Phase
-from .random_state import replay, take_state
+from .random_state import draw, replay, take_state
 from .schedule import Schedule, lifetimes
 from .tracers.aot import TracedStep, is_part
 from .tracers.phases import is_backward_input
@@ -187,9 +187,9 @@ class _Writer:
             return before[argument] if argument in before else self.read(argument)
 
         new_args, new_kwargs = map_arg(args, place), map_arg(kwargs, place)
-        if index in self.step.generator_states and not is_first:
+        if index in self.step.generator_states and self.plan.is_repeated[index]:
             state = self._snapshot(self.step.generator_states[index])
-            new_args, target = (target, state, _device_of(node), *new_args), replay
+            new_args, target = (target, state, _device_of(node), *new_args), draw if is_first else replay
         made = self.graph.call_function(target, new_args, new_kwargs)
         made.meta = dict(node.meta)
         for value in op.writes:

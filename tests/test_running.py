@@ -260,7 +260,8 @@ def test_each_operator_runs_as_often_as_the_schedule_says(name: str, schedule: s
             expected["aten::clone"] += 1
         elif op.target not in ("snapshot", "tangent", "generator_state"):
             target: Any = piece.step.nodes[index].target
-            expected[target._schema.name.rstrip("_")] += 1
+            is_redrawn = index in repeated and target is torch.ops.aten.native_dropout.default
+            expected.update(["aten::bernoulli", "aten::mul", "aten::mul"] if is_redrawn else [target._schema.name.rstrip("_")])
     assert {operator: count.runs[operator] for operator in expected} == dict(expected)
 
 
@@ -270,7 +271,7 @@ def test_operators_run_in_the_schedules_order() -> None:
     piece = call_of(model).pieces[0]
     assert piece.solution.schedule is not None
     nodes = [*piece.split.forward.graph.nodes, *piece.split.backward.graph.nodes]
-    ran = [node.args[0] if node.target.__name__ == "replay" else node.target for node in nodes if node.op == "call_function"]
+    ran = [node.args[0] if node.target.__name__ in ("draw", "replay") else node.target for node in nodes if node.op == "call_function"]
     names = [target._schema.name.rstrip("_") for target in ran if isinstance(target, torch._ops.OpOverload)]
     steps = [piece.step.nodes[i].target for i in piece.solution.schedule.steps if i in piece.step.operator_of.values()]
     wanted = [target._schema.name.rstrip("_") for target in steps if isinstance(target, torch._ops.OpOverload)]

@@ -249,16 +249,18 @@ class _Reader:
         pinned = pinned_reason(node, self.device_type)
         if not pinned and any(key in self.kept_storages for key in fresh):
             pinned = "its result leaves the forward, and is kept anyway"
+        cost = self.costs.measure(node)
+        workspace_bytes = cost.workspace_bytes
         if not pinned and is_random(node):
             reads = (*reads, self._add_generator_state(node))
-        cost = self.costs.measure(node)
+            workspace_bytes = max(workspace_bytes, self._moving_on_bytes(node))
         index = self._append(
             Operator(
                 name=node.name,
                 cost_s=cost.cost_s,
                 reads=reads,
                 writes=writes,
-                workspace_bytes=cost.workspace_bytes,
+                workspace_bytes=workspace_bytes,
                 phase=phase_of(node),
                 pinned=pinned,
                 target=str(node.target),
@@ -327,6 +329,13 @@ class _Reader:
         self._append(op, node)
         self.generator_states[len(self.operators)] = value  # of the random operator, which comes next
         return value
+
+    def _moving_on_bytes(self, node: fx.Node) -> int:
+        """What moving the default generator on takes beside the results; dropout does so before it writes its first (`random_state`)."""
+        if self.device_type != "cpu":
+            return 0
+        is_dropout = node.target is torch.ops.aten.native_dropout.default
+        return max(0, CPU_GENERATOR_BYTES - (self._size(tensors_of(node)[0]) if is_dropout else 0))
 
     def _find_in_place_forms(self, index: int, node: fx.Node) -> None:
         op = self.operators[index]
