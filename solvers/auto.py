@@ -33,6 +33,7 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
+from .interrupt import heeding_interrupts, is_interrupted
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
 from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, working_set_bytes
@@ -113,8 +114,9 @@ class Auto(Solver):
         search.raise_bound(known_bound_s)
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
-        if not search.is_over and not self._run(search, least):
-            return self._without_schedule(search, Status.INFEASIBLE, least)
+        with heeding_interrupts():
+            if not search.is_over and not self._run(search, least):
+                return self._without_schedule(search, Status.INFEASIBLE, least)
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION, least)
         return Solution.of_steps(
@@ -236,7 +238,7 @@ class Auto(Solver):
             known = [range(search.graph.num_operators), *starts[:_STARTS_TO_RESTART]]
             if search.steps is not None:
                 known.append(search.steps)
-            restarts.run(known, should_stop=lambda: search.elapsed_s > until_s)
+            restarts.run(known, should_stop=lambda: is_interrupted() or search.elapsed_s > until_s)
             for _, steps in restarts.pool[:1]:
                 search.offer(steps.tolist())
             stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1

@@ -32,6 +32,7 @@ from .accounting import Ints
 from .auto import Auto
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED, is_ready
+from .interrupt import heeding_interrupts
 from .occurrences import lay_out
 from .order_bound import order_bound_s
 from .order_moves import EARLIER_FROM, EARLIER_TO, FIXED, LATER_FROM, LATER_TO, anneal_free
@@ -82,13 +83,14 @@ class FreeOrder(Solver):
         """Returns the best schedule found in any order, with a bound for every order."""
         search = FreeSearch(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
         search.offer(range(graph.num_operators))
-        if not search.is_over:
-            limit_s = min(_BOUND_SHARE * self.time_limit_s, _BOUND_LIMIT_S)
-            bound_s = order_bound_s(graph, budget_bytes, time_limit_s=limit_s)
-            if bound_s == math.inf:
-                return self._without_schedule(search, Status.INFEASIBLE)
-            search.raise_bound(bound_s)
-            self._anneal(search)
+        with heeding_interrupts():
+            if not search.is_over:
+                limit_s = min(_BOUND_SHARE * self.time_limit_s, _BOUND_LIMIT_S)
+                bound_s = order_bound_s(graph, budget_bytes, time_limit_s=limit_s)
+                if bound_s == math.inf:
+                    return self._without_schedule(search, Status.INFEASIBLE)
+                search.raise_bound(bound_s)
+                self._anneal(search)
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION)
         return Solution.of_steps(

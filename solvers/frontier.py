@@ -4,7 +4,7 @@ A schedule that fits a budget fits each larger one, and a bound proved for a bud
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
 Then the few budgets with the largest gaps, no two next to each other, are solved with all of the time limit. So 20 budgets take at most 20
-shares and three limits, and less where gaps close early.
+shares and three limits, and less where gaps close early. Ctrl-C ends it with the budgets that were solved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..graph import Graph
 from ..solution import Solution, Status
 from .auto import Auto
 from .base import Solver
+from .interrupt import heeding_interrupts, is_interrupted
 from .minimum import Minimum, minimum
 
 _POINT_LIMIT_S = 6.0
@@ -47,11 +48,12 @@ def frontier_solutions(
     """
     curve = _Curve(graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), least or minimum(graph))
     asked = list(budgets)
-    for budget in _by_halves(sorted(set(asked))):
-        curve.solve(budget, share=_SHARE)
-    for _ in range(_NUM_FULL):
-        if curve.solved:
-            curve.solve(curve.worst(), share=1.0)
+    with heeding_interrupts():
+        for budget in _by_halves(sorted(set(asked))):
+            curve.solve(budget, share=_SHARE)
+        for _ in range(_NUM_FULL):
+            if curve.solved:
+                curve.solve(curve.worst(), share=1.0)
     return [curve.solution(budget) for budget in asked]
 
 
@@ -85,7 +87,7 @@ class _Curve:
 
     def solve(self, budget: int, *, share: float) -> None:
         """Solves for a budget within a share of the time limit, or does not where what is known suffices."""
-        if self._is_known(budget):
+        if self._is_known(budget) or is_interrupted():
             return
         began = time.perf_counter()
         solver = self._solver

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import SolverError
 from .checkmate_model import ModelArrays
+from .interrupt import stop_when_interrupted
 
 Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
 _MAX_POINTS = 20
@@ -108,6 +109,7 @@ class Highs:
         solver.setOptionValue("primal_feasibility_tolerance", min(self.tolerance, 1e-7))
         if self.max_nodes:
             solver.setOptionValue("mip_max_nodes", self.max_nodes)
+        stop_when_interrupted(solver)
         return highspy, solver
 
 

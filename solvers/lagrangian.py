@@ -22,7 +22,6 @@ closures for keeping or recomputing is known, the memory rows and the splicing a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ import numpy as np
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .accounting import Bools, Floats
+from .interrupt import is_past
 from .linear import Program
 from .min_cut import Cut, MinCut
 from .on_demand import forward_length, steps_on_demand
@@ -123,7 +123,7 @@ class Lagrangian:
             else:
                 yield self._keeping(used[-1].cut, used[-1].cut, 0, True)
                 share, too_much = share * max(self.budget_bytes / peak, 0.5) * _STEP, share
-            if time.perf_counter() > deadline:
+            if is_past(deadline):
                 return
             if not self._solve(share, deadline):
                 return
@@ -136,9 +136,9 @@ class Lagrangian:
         for _ in range(_MOST_CUTS):
             prices, promised = self._master(share)
             value = self._price(prices, share)
-            if value >= promised - _PRECISION or time.perf_counter() > deadline:
+            if value >= promised - _PRECISION or is_past(deadline):
                 self._mix = self._mixed(share)
-                if time.perf_counter() > deadline or not self._add_violated(share):
+                if is_past(deadline) or not self._add_violated(share):
                     break
             if value > HOPELESS:
                 return False
@@ -257,7 +257,7 @@ class Lagrangian:
         light = next(k for k, point in enumerate(used) if self._peak_bytes(point) <= self.budget_bytes)
         yield self._keeping(used[light].cut, used[light].cut, 0, True)
         for is_first in (True, False) if light else ():
-            if time.perf_counter() < deadline:
+            if not is_past(deadline):
                 yield from self._splices(used[light - 1].cut, used[light].cut, is_first)
 
     def _splices(self, heavy: Cut, light: Cut, is_first: bool) -> Iterator[list[int]]:

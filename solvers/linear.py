@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .accounting import Floats, Ints
+from .interrupt import stop_when_interrupted
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Program:
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
         self._pass_to(solver, is_relaxed=is_relaxed)
+        stop_when_interrupted(solver)
         solver.run()
         outcome = self._read(solver, is_relaxed=is_relaxed)
         return outcome if cutoff is None else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)

@@ -30,6 +30,7 @@ from ..validate import validate
 from .base import Solver
 from .eviction import Rule, steps_with_eviction
 from .highs_backend import Backend, Highs
+from .interrupt import heeding_interrupts
 from .on_demand import forward_length, steps_on_demand
 from .progress import ProgressCallback
 from .rounding import relax, round_to_steps
@@ -94,9 +95,10 @@ def solve_exactly(
         return Solution.without_schedule(graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s)
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
     iterator = iter(starts)
-    while not search.is_closed and (steps := next(iterator, None)) is not None:
-        search.offer(steps)
-    search.run()
+    with heeding_interrupts():
+        while not search.is_closed and (steps := next(iterator, None)) is not None:
+            search.offer(steps)
+        search.run()
     wall_s = time.monotonic() - began
     if search.steps is None:
         status = Status.INFEASIBLE if search.is_infeasible else Status.NO_SOLUTION

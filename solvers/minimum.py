@@ -21,6 +21,7 @@ from ..schedule import Schedule, simulate
 from .accounting import Accounting, Ints
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, is_eviction_ready, steps_with_eviction
+from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
 from .on_demand import forward_length, steps_on_demand
@@ -71,7 +72,7 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     can_evict = graph.num_operators <= MOST_OPERATORS_TO_EVICT and (is_eviction_ready() or time_limit_s > COMPILER_S)
     for rule in Rule if can_evict else ():
         low, high = floor, best_peak
-        while high - low > step and time.perf_counter() < deadline:
+        while high - low > step and not is_past(deadline):
             middle = (low + high) // 2
             steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR)
             if steps is None or not keeps_regions(graph, steps.tolist()):
@@ -87,14 +88,14 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
 def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> Ints:
     """Returns steps with a smaller peak, by annealing under budgets ever closer below the least one so far."""
     share = _FIRST_SHARE
-    while share > _LAST_SHARE and peak_bytes > floor and time.perf_counter() < deadline:
+    while share > _LAST_SHARE and peak_bytes > floor and not is_past(deadline):
         target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
         local = LocalSearch(graph, budget_bytes=target, seed=0)
         if not local.is_ready and deadline - time.perf_counter() < COMPILER_S:
             break
 
         def should_stop(local: LocalSearch = local) -> bool:
-            return local.best_steps is not None or time.perf_counter() > deadline
+            return local.best_steps is not None or is_past(deadline)
 
         local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
         if local.best_steps is None:

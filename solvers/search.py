@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..validate import validate
+from .interrupt import is_interrupted
 from .progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
@@ -37,8 +38,8 @@ class Search:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit."""
-        return self.deadline_s - time.perf_counter()
+        """Seconds until the time limit; none after Ctrl-C."""
+        return 0.0 if is_interrupted() else self.deadline_s - time.perf_counter()
 
     @property
     def is_proved(self) -> bool:

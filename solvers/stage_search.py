@@ -29,6 +29,7 @@ from ..schedule import Schedule, simulate
 from ..validate import validate
 from .checkmate_model import CheckmateModel, add_moment, add_stage_cut, moment_bytes, stage_model
 from .highs_backend import Answer, Backend
+from .interrupt import is_interrupted
 from .ordered_stage import add_ordered_stage
 from .progress import Progress, ProgressCallback
 from .stage_form import StageForm
@@ -78,8 +79,8 @@ class StageSearch:
 
     @property
     def remaining_s(self) -> float:
-        """Time left."""
-        return self.limits.time_limit_s - (time.monotonic() - self.began)
+        """Time left; none after Ctrl-C."""
+        return 0.0 if is_interrupted() else self.limits.time_limit_s - (time.monotonic() - self.began)
 
     @property
     def is_closed(self) -> bool:

@@ -1,0 +1,65 @@
+"""Ctrl-C during a solve: the solve ends soon and returns the best it has; a second Ctrl-C is what it always is.
+
+Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its callbacks, which are
+such instructions; compiled loops return several times a second. So the handler only takes a note, no exception comes
+from the middle of anything, and whoever searches asks for the note where he asks for the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LOGGER = logging.getLogger(__name__)
+_NOTE = threading.Event()  # signals belong to the process, and so does this
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """Turns the first Ctrl-C inside into a note, where it would have been a `KeyboardInterrupt`.
+
+    Does nothing outside of the main thread, inside another `heeding_interrupts`, and where the program has a handler of its own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _take_note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_interrupted():
+            _LOGGER.warning("interrupted: the solve ended with the best it had")
+        _NOTE.clear()
+
+
+def _take_note(*_: Any) -> None:
+    _NOTE.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_interrupted() -> bool:
+    """True from Ctrl-C until the solve that heeds it ends."""
+    return _NOTE.is_set()
+
+
+def is_past(deadline: float) -> bool:
+    """True where `time.perf_counter` is past `deadline`, or Ctrl-C was pressed."""
+    return is_interrupted() or time.perf_counter() > deadline
+
+
+def stop_when_interrupted(solver: Any) -> None:
+    """Makes a `highspy.Highs` end at its next callback after Ctrl-C; costs nothing that can be measured."""
+
+    def stop(event: Any) -> None:
+        if is_interrupted():
+            event.interrupt()
+
+    solver.cbSimplexInterrupt += stop
+    solver.cbMipInterrupt += stop

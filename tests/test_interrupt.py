@@ -1,0 +1,131 @@
+"""Ctrl-C in real processes: the best so far is the answer, soon; what was not asked to heed it is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solvers.interrupt import heeding_interrupts, is_interrupted
+from remat.tracers.synthetic import random_layered
+from remat.validate import validate
+
+LIMIT_S = 60.0
+SOON_S = 20.0  # a busy machine has time to compute what it is at
+SCRIPT = """
+import sys, time
+from remat.graph import Graph
+from remat.solvers import make_solver
+
+def tell(moment):
+    if moment.cost_s is not None:
+        print("found", flush=True)
+
+graph = Graph.load(sys.argv[1])
+solver = make_solver(sys.argv[2], time_limit_s=float(sys.argv[4]), gap=0.0, progress=tell)
+solution = solver.solve(graph, budget_bytes=int(sys.argv[3]))
+print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=True)
+"""
+
+
+def problem(folder: Path, num_nodes: int) -> tuple[Path, Graph, int]:
+    """Saves a graph that keeps a method busy for a while, and returns it with a budget."""
+    graph = random_layered(num_nodes, seed=3, is_training=False)
+    path = folder / "graph.json"
+    graph.save(path)
+    return path, graph, simulate(graph, Schedule.keep_all(graph)).peak_bytes * 80 // 100
+
+
+@pytest.mark.parametrize(("solver", "num_nodes"), [("auto", 150), ("milp", 40), ("free-order", 70)])
+def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes: int) -> None:
+    path, graph, budget = problem(tmp_path, num_nodes)
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(path), solver, str(budget), str(LIMIT_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "found\n"
+        time.sleep(0.5)  # into the next model, or the next round of annealing
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=SOON_S)
+    assert process.returncode == 0, errors
+    assert time.monotonic() - asked < SOON_S
+    _, status, peak, cost_s = output.splitlines()[-1].split()
+    assert status == "feasible"
+    assert int(peak) <= budget
+    assert float(cost_s) >= graph.cost_s
+    assert "interrupted" in errors
+
+
+def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
+    """Its progress, on a terminal of its own, says when there is something to print."""
+    path, graph, budget = problem(tmp_path, 150)
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "remat", "solve", str(path), "--budget", str(budget), "--gap", "0", "--time-limit", str(LIMIT_S)]
+    process = subprocess.Popen([*command, "--format", "json"], stdout=subprocess.PIPE, stderr=end, text=True)
+    os.close(end)
+    seen = b""
+    while b"found +" not in seen:
+        seen += os.read(terminal, 4096)
+    process.send_signal(signal.SIGINT)
+    drain = threading.Thread(target=_read_all, args=(terminal,), daemon=True)
+    drain.start()
+    output, _ = process.communicate(timeout=SOON_S)
+    drain.join()
+    os.close(terminal)
+    assert process.returncode == 0
+    answer = json.loads(output)
+    assert answer["status"] == "feasible"
+    assert validate(graph, Schedule.from_steps(graph, answer["order"]), budget_bytes=budget) == []
+
+
+def _read_all(terminal: int) -> None:
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:  # the other end is closed
+        return
+
+
+def test_only_the_first_interrupt_is_heeded() -> None:
+    with heeding_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        assert is_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not is_interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with heeding_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert not is_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+def test_other_threads_have_no_handler_to_set() -> None:
+    results: list[bool] = []
+
+    def work() -> None:
+        with heeding_interrupts():
+            results.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [True]
