@@ -12,7 +12,11 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _blocks() -> list[tuple[str, str]]:
-    documents = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+    documents = [
+        ROOT / "README.md",
+        *sorted(ROOT.glob("*/README.md")),
+        *sorted(path for path in ROOT.glob("docs/*.md") if path.name != "README.md"),
+    ]
     return [(f"{path.relative_to(ROOT)}-{i}", code) for path in documents for i, code in enumerate(BLOCK.findall(path.read_text()))]
 
 

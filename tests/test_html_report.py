@@ -22,7 +22,7 @@ from remat.solution import Solution
 from remat.solvers import make_solver
 from remat.tracers.synthetic import FAMILIES, transformer
 
-BROWSER = Path(__file__).with_name("browser.py")
+BROWSER = Path(__file__).parents[1] / "experiments" / "browser.py"
 has_browser = importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineCore")
 
 

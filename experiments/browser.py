@@ -1,6 +1,6 @@
 """Opens a page in a real headless Chromium (QtWebEngine), runs a script in it, and prints what came of it as JSON.
 
-    python tests/browser.py PAGE.html 'JavaScript' [PICTURE.png [WIDTH HEIGHT]]
+    python -m experiments.browser PAGE.html 'JavaScript' [PICTURE.png [WIDTH HEIGHT]]
 
 The script's value is JSON text; while it is empty, the page is not ready and the script is run again. Network access is
 refused, and each attempt is told. Needs the extra `browser`.
