@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,11 +205,12 @@ def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
 
     Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
     captured; and it keeps what it compiled by code object, which here belongs to this module only.
+    The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch 2.13).
     """
     _install_capturing_hooks(module)
-    namespace: dict[str, Any] = {"self": module, "call_plain": torch_private.call_plain}
-    exec("def step(*args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
-    return torch.compile(namespace["step"], backend=backend, fullgraph=True, dynamic=False)
+    namespace: dict[str, Any] = {"call_plain": torch_private.call_plain}
+    exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
+    return partial(torch.compile(namespace["step"], backend=backend, fullgraph=True, dynamic=False), module)
 
 
 def _install_capturing_hooks(module: nn.Module) -> None:
