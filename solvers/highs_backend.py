@@ -1,4 +1,4 @@
-"""HiGHS behind the stage models: arrays in, points and a dual bound out."""
+"""HiGHS behind the stage models: arrays in, points and a dual bound out, safe against its tolerances (`dual_bound`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import SolverError
 from .checkmate_model import ModelArrays
+from .dual_bound import LinearProgram, branching_margin, proves_infeasible, safe_bound
 from .interrupt import stop_when_interrupted
 
 Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
@@ -78,12 +79,21 @@ class Highs:
         is_finished = status == highspy.HighsModelStatus.kOptimal
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
             points.append((info.objective_function_value, np.array(solver.getSolution().col_value)))
-        bound = info.mip_dual_bound if model.is_integer.any() else info.objective_function_value if is_finished else -math.inf
         ranked = sorted(points[-_MAX_POINTS:], key=lambda pair: pair[0])
-        return Answer(float(bound), tuple(point for _, point in ranked), is_finished)
+        bound = self._bound(solver, model, ranked[0][0] if ranked else math.inf)
+        return Answer(bound, tuple(point for _, point in ranked), is_finished)
+
+    def _bound(self, solver: Any, model: ModelArrays, best: float) -> float:
+        """Returns the dual bound; columns without an upper bound are costs, and stay below the best point's."""
+        if not model.is_integer.any():
+            return _dual_bound(solver, model)
+        largest = max(best - model.offset, 1.0)
+        return float(solver.getInfo().mip_dual_bound) - branching_margin(
+            np.zeros(len(model.cost)), model.column_upper, self.tolerance, largest
+        )
 
     def relax(self, model: ModelArrays, *, time_limit_s: float) -> Answer:
-        """Returns the optimum of the LP relaxation; without a bound where a limit stopped it."""
+        """Returns the optimum of the LP relaxation, with the bound that its duals prove."""
         if len(model.cost) == 0:
             return _without_columns(model)
         highspy, solver = self._solver(time_limit_s)
@@ -91,10 +101,11 @@ class Highs:
         _run(highspy, solver)
         status = solver.getModelStatus()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-            return Answer(math.inf, (), True)
+            is_proved = proves_infeasible(solver, _program(model))
+            return Answer(math.inf if is_proved else -math.inf, (), is_proved)
         if status != highspy.HighsModelStatus.kOptimal:
             return Answer(-math.inf, (), False)
-        return Answer(float(solver.getInfo().objective_function_value), (np.array(solver.getSolution().col_value),), True)
+        return Answer(_dual_bound(solver, model), (np.array(solver.getSolution().col_value),), True)
 
     def _solver(self, time_limit_s: float) -> tuple[Any, Any]:
         try:
@@ -111,6 +122,25 @@ class Highs:
             solver.setOptionValue("mip_max_nodes", self.max_nodes)
         stop_when_interrupted(solver)
         return highspy, solver
+
+
+def _program(model: ModelArrays) -> LinearProgram:
+    columns, rows = len(model.cost), len(model.row_upper)
+    return LinearProgram(
+        cost=model.cost,
+        lower=np.zeros(columns),
+        upper=model.column_upper,
+        row_lower=np.full(rows, -math.inf),
+        row_upper=model.row_upper,
+        row_start=model.row_start.astype(np.int64),
+        index=model.index.astype(np.int64),
+        value=model.value,
+    )
+
+
+def _dual_bound(solver: Any, model: ModelArrays) -> float:
+    solution = solver.getSolution()
+    return model.offset + safe_bound(_program(model), np.array(solution.row_dual)) if solution.dual_valid else -math.inf
 
 
 def _without_columns(model: ModelArrays) -> Answer:

@@ -1,7 +1,8 @@
 """Mixed-integer programs from arrays, solved by HiGHS on one thread.
 
 Building through arrays instead of expressions is what makes models of 20,000 rows take milliseconds. Only dual bounds
-leave this module as bounds; an LP that hit a limit has none.
+leave this module as bounds, made safe against HiGHS's tolerances (`dual_bound`): an LP's is derived again from its duals, with
+rounding downwards, also where a limit stopped it; a MIP's is HiGHS's own less what the tolerances can have added.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .accounting import Floats, Ints
+from .dual_bound import LinearProgram, branching_margin, proves_infeasible, safe_bound
 from .interrupt import stop_when_interrupted
 
 
@@ -98,45 +100,68 @@ class Program:
         solver.setOptionValue("mip_max_nodes", node_limit)
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
-        self._pass_to(solver, is_relaxed=is_relaxed)
+        program = self._arrays()
+        self._pass_to(solver, program, is_relaxed=is_relaxed)
         stop_when_interrupted(solver)
         solver.run()
-        outcome = self._read(solver, is_relaxed=is_relaxed)
+        is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
+        outcome = _read_relaxed(solver, program) if is_continuous else _read(solver, program)
         return outcome if cutoff is None else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)
 
-    def _pass_to(self, solver: highspy.Highs, *, is_relaxed: bool) -> None:
-        length = np.concatenate(self._length) if self._length else np.zeros(0, np.int64)
-        index = np.concatenate(self._index) if self._index else np.zeros(0, np.int64)
-        start = np.zeros(len(length) + 1, np.int64)
-        np.cumsum(length, out=start[1:])
+    def _arrays(self) -> LinearProgram:
+        length = np.concatenate([*self._length, np.zeros(0, np.int64)])
+        return LinearProgram(
+            cost=np.concatenate([*self._cost, np.zeros(0)]),
+            lower=np.concatenate([*self._lower, np.zeros(0)]),
+            upper=np.concatenate([*self._upper, np.zeros(0)]),
+            row_lower=np.concatenate([*self._row_lower, np.zeros(0)]),
+            row_upper=np.concatenate([*self._row_upper, np.zeros(0)]),
+            row_start=np.concatenate([[0], np.cumsum(length)]),
+            index=np.concatenate([*self._index, np.zeros(0, np.int64)]),
+            value=np.concatenate([*self._value, np.zeros(0)]),
+        )
+
+    def _pass_to(self, solver: highspy.Highs, program: LinearProgram, *, is_relaxed: bool) -> None:
         integer = np.zeros(self.num_columns, np.int64) if is_relaxed else np.concatenate(self._is_integer)
-        empty = np.zeros(0)
         solver.passModel(
             self.num_columns,
             self.num_rows,
-            len(index),
+            len(program.index),
             int(highspy.MatrixFormat.kRowwise),
             int(highspy.ObjSense.kMinimize),
             0.0,
-            np.concatenate(self._cost),
-            np.concatenate(self._lower),
-            np.concatenate(self._upper),
-            np.concatenate(self._row_lower) if self._row_lower else empty,
-            np.concatenate(self._row_upper) if self._row_upper else empty,
-            start[:-1].astype(np.int32),
-            index.astype(np.int32),
-            np.concatenate(self._value) if self._value else empty,
+            program.cost,
+            program.lower,
+            program.upper,
+            program.row_lower,
+            program.row_upper,
+            program.row_start[:-1].astype(np.int32),
+            program.index.astype(np.int32),
+            program.value,
             integer.astype(np.int32),
         )
 
-    def _read(self, solver: highspy.Highs, *, is_relaxed: bool) -> Outcome:
-        status, info = solver.getModelStatus(), solver.getInfo()
-        is_solved = status == highspy.HighsModelStatus.kOptimal
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return Outcome(math.inf, None, True)
-        has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        point = np.array(solver.getSolution().col_value) if has_point else None
-        is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
-        unsolved = -math.inf if is_continuous else info.mip_dual_bound
-        bound = info.objective_function_value if is_continuous and is_solved else unsolved
-        return Outcome(float(bound), point, is_solved)
+
+def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
+    """What branch and bound left."""
+    status, info = solver.getModelStatus(), solver.getInfo()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Outcome(math.inf, None, True)
+    tolerance = float(solver.getOptionValue("mip_feasibility_tolerance")[1])
+    margin = branching_margin(program.lower, program.upper, tolerance, 1.0)
+    return Outcome(float(info.mip_dual_bound) - margin, _point(solver), status == highspy.HighsModelStatus.kOptimal)
+
+
+def _read_relaxed(solver: highspy.Highs, program: LinearProgram) -> Outcome:
+    """What the simplex method left; the bound is derived from its duals, whatever it says of them."""
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Outcome(math.inf if proves_infeasible(solver, program) else -math.inf, None, True)
+    solution = solver.getSolution()
+    bound = safe_bound(program, np.array(solution.row_dual)) if solution.dual_valid else -math.inf
+    return Outcome(bound, _point(solver), status == highspy.HighsModelStatus.kOptimal)
+
+
+def _point(solver: highspy.Highs) -> Floats | None:
+    is_feasible = solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return np.array(solver.getSolution().col_value) if is_feasible else None

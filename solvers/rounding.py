@@ -32,7 +32,7 @@ from .highs_backend import Highs
 from .stage_form import StageForm, stage_form
 
 ALLOWANCES = (0.0, 0.05, 0.1, 0.2, 0.3)
-_ROUNDOFF = 1e-6  # relative; what an LP's tolerances can add to its objective
+_ROUNDOFF = 1e-9  # relative; coefficients are rounded when sizes are divided by the budget (`dual_bound` sees to the tolerances)
 
 
 @final

@@ -124,7 +124,7 @@ def test_checkmates_own_accounting_is_never_below_the_optimum(case: tuple[Graph,
     graph, budget_bytes = case
     best = brute_force(graph, budget_bytes)
     if stage_form(graph, budget_bytes).fits_every_operator:
-        assert _ordered_optimum(graph, budget_bytes) >= (math.inf if best is None else best) - 1e-6
+        assert _ordered_optimum(graph, budget_bytes) >= (math.inf if best is None else best) - 1e-3  # what a bound leaves to tolerances
 
 
 @st.composite
