@@ -52,7 +52,7 @@ def _torch() -> Iterator[Finding]:
     tested = f"tested on {first[0]}.{first[1]} to {last[0]}.{last[1]}"
     yield Finding("torch", is_known, torch.__version__ if is_known else f"{torch.__version__}; remat is {tested}")
     if not torch.cuda.is_available():
-        yield Finding("cuda", None, "no GPU is visible; plans for one can be made here, and models run on the CPU")
+        yield Finding("cuda", None, "no GPU is visible; models run on the CPU, plans work for any device")
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -101,19 +101,22 @@ def show_solution(graph: Graph, solution: Solution) -> None:
 
 
 def show_solutions(graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = "") -> None:
-    """Writes several solutions as a table, one a row."""
-    units = Units.of(graph)
+    """Writes several solutions as a table, one a row. A budget that all of them share stands above it."""
+    units, rows = Units.of(graph), list(labelled)
+    budgets = {solution.budget_bytes for _, solution in rows}
+    is_shared = len(budgets) == 1 and len(rows) > 1
+    if is_shared:
+        title = f"{title}: {units.size_text(budgets.pop())}" if title else f"budget {units.size_text(budgets.pop())}"
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "status", "budget", "peak", "overhead", "proved least", "gap", "time"):
-        table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=name != "proved least")
-    for label, solution in labelled:
+    for name in ("", "status", *(() if is_shared else ("budget",)), "peak", "overhead", "at least", "gap", "time"):
+        table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=True)
+    for label, solution in rows:
         numbers = ["-"] * 4
         if solution.is_solved:
-            least = max(0.0, solution.lower_bound_s / solution.keep_all_cost_s - 1) if solution.keep_all_cost_s else 0.0
-            percents = [_percent(x) for x in (solution.overhead, least, solution.gap)]
+            percents = [_percent(x) for x in (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)]
             numbers = [units.size_text(solution.peak_bytes), *percents]
-        status = f"[{_COLOUR[solution.status]}]{solution.status}[/]"
-        table.add_row(label, status, units.size_text(solution.budget_bytes), *numbers, f"{solution.wall_s:.2f} s")
+        budget = [] if is_shared else [units.size_text(solution.budget_bytes)]
+        table.add_row(label, f"[{_COLOUR[solution.status]}]{solution.status}[/]", *budget, *numbers, f"{solution.wall_s:.2f} s")
     Console().print(table)
 
 

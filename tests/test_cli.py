@@ -251,3 +251,37 @@ def test_python_m_remat_is_the_same(plain: Path) -> None:
     done = call("solve", plain, "--budget", "lots")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
+
+
+WIDE = ["bench", "INSTANCE", "--budget", "90%", "--solver", "chen-sqrt", "--solver", "pytorch-knapsack", "--solver", "recompute-attention"]
+COMMANDS = {
+    "bench": WIDE,
+    "solve": ["solve", "INSTANCE", "--budget", "90%", "--solver", "chen-sqrt"],
+    "frontier": ["frontier", "INSTANCE", "--points", "3", "--solver", "chen-sqrt"],
+    "sweep": ["sweep", "INSTANCE", "--budget", "90%", "--budget", "1MiB", "--solver", "chen-sqrt", "--jobs", "1"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_output_fits_a_terminal_of_80_columns_without_colour(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    step = transformer(2, width=2**16)
+    step.with_costs([op.cost_s * 1e-4 for op in step.operators], costs="roofline:H100").save(tmp_path / "instance.json")
+    result = run(*["instance.json" if argument == "INSTANCE" else argument for argument in COMMANDS[command]])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+
+
+def test_report_and_export_write_what_solve_saved(run: Run, tmp_path: Path) -> None:
+    step = transformer(2, width=2**16)
+    step.save(tmp_path / "graph.json")
+    assert run("solve", "graph.json", "--budget", "90%", "--solver", "pytorch-knapsack", "--output", "plan.json").exit_code == 0
+    assert run("report", "graph.json", "plan.json", "--points", "0", "--output", "page.html").exit_code == 0
+    assert "graph" in (tmp_path / "page.html").read_text()
+    assert run("export", "graph.json", "plan.json", "--output", "trace.json").exit_code == 0
+    assert run("export", "graph.json", "--output", "all.pickle").exit_code == 0
+    assert_refused(run("export", "graph.json", "--output", "a.txt"), ".pickle", ".json")
