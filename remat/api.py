@@ -9,10 +9,12 @@ from torch import nn
 
 from . import torch_private
 from .budget import Budget, parse_budget
-from .capture import make_backend
+from .capture import GraphBreak, device_type, make_backend
 from .errors import RematError, ScheduleError, TraceError
 from .fakes import on_fakes
 from .graph import Graph
+from .pieces import JoinedStep
+from .piecewise import Piecewise
 from .report import Report
 from .runtime import (
     FixedPlan,
@@ -21,11 +23,11 @@ from .runtime import (
     Plans,
     check_gradient,
     compile_call,
-    device_type,
     model_bytes,
     nothing_to_differentiate,
     run_compiled,
     solve_graph,
+    tensors_in,
 )
 from .schedule import Schedule, simulate
 from .solution import Solution
@@ -119,11 +121,16 @@ def trace(
     """Returns the graph of one training step of `model(*args, **kwargs)`.
 
     Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the model changes.
+    Where `torch.compile` cuts the step into pieces, they are joined to one graph; what lies between them, such as a
+    `print`, then runs once, on fake tensors.
 
     Raises:
-        TraceError: the step can't be captured as one graph, or has nothing to differentiate.
+        TraceError: the step can't be captured, has nothing to differentiate, or does between two pieces what needs data.
     """
-    return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
+    try:
+        return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
+    except GraphBreak as found:
+        return trace_pieces(model, args, kwargs, costs=costs, found=found).graph
 
 
 def trace_step(
@@ -161,6 +168,25 @@ def trace_step(
     if not captured:
         raise TraceError(nothing_to_differentiate(model))
     return captured[0]
+
+
+def trace_pieces(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, costs: str | CostModel, found: GraphBreak
+) -> JoinedStep:
+    """Returns the pieces of a step that can't be captured whole, joined; `found` says why it can't."""
+    runner = Piecewise(model, None, resolve_costs(costs, device_type(model)))
+    with on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
+        compiled = compile_call(model, runner.backend, is_whole=False)
+        try:
+            runner.run(lambda: run_compiled(compiled, fake_args, fake_kwargs), tensors_in(fake_args, fake_kwargs))
+        except RuntimeError as error:
+            raise TraceError(
+                f"{found}\nIts pieces can't be traced without data either ({type(error).__name__}: {error}). "
+                "remat.checkpoint finds them in the first real step."
+            ) from error
+    if runner.joined is None:
+        raise TraceError(nothing_to_differentiate(model))
+    return runner.joined
 
 
 class _CapturedError(RematError):
@@ -225,6 +251,12 @@ def report(model: nn.Module) -> Report:
     call = torch_private.get_call(model)
     if not isinstance(call, PlannedCall):
         raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
+    if call.piecewise is not None and call.piecewise.last in call.piecewise.plans:
+        plan = call.piecewise.plans[call.piecewise.last]
+        breaks = tuple(call.piecewise.breaks)
+        return Report(
+            plan.step.graph, plan.solution, plan.meter.peak_bytes, call.captured_s, breaks, len(plan.step.runs), plan.unplanned_bytes
+        )
     if not call.pieces:
         raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
     piece = call.pieces[-1]

@@ -19,7 +19,7 @@ from .measure import FirstStepMeter
 from .plain_kernels import plain_kernels
 from .rewrite import SplitStep, split
 from .solution import Solution
-from .torch_private import aot_autograd, backward_without_autocast, is_associative_scan, is_graph_kept
+from .torch_private import aot_autograd, backward_without_autocast, is_associative_scan, is_graph_kept, with_autocast_cache
 from .tracers.aot import TracedStep, read_joint
 from .tracers.costs import CostModel
 
@@ -34,6 +34,14 @@ class Piece:
     solution: Solution
     split: SplitStep
     meter: FirstStepMeter
+
+
+class GraphBreak(TraceError):
+    """The step can't be captured as one graph; `place` says why, in a line."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def make_backend(
@@ -53,14 +61,14 @@ def make_backend(
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _refuse_scans(module)
+        refuse_scans(module)
         refused = _detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            _refuse_opaque_memory(joint)
+            refuse_opaque_memory(joint)
             step = read_joint(
                 joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()), model_bytes=model_bytes
             )
@@ -77,19 +85,19 @@ def make_backend(
             return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return _once(pieces[-1].meter.backward(compile_graph(graph)))
+            return runs_once(pieces[-1].meter.backward(compile_graph(graph)))
 
         trace_and_compile = aot_autograd(
             fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
         )
-        with backward_without_autocast(), plain_kernels():
+        with backward_without_autocast(), with_autocast_cache(), plain_kernels():
             compiled = trace_and_compile(module, example_inputs)
         return _refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
 
 
-def _refuse_scans(module: fx.GraphModule) -> None:
+def refuse_scans(module: fx.GraphModule) -> None:
     """Refuses what sums in another order where `torch.compile` runs it: its gradients are not the plain model's."""
     if any(is_associative_scan(node.target) for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         raise TraceError(
@@ -98,7 +106,7 @@ def _refuse_scans(module: fx.GraphModule) -> None:
         )
 
 
-def _refuse_opaque_memory(joint: fx.GraphModule) -> None:
+def refuse_opaque_memory(joint: fx.GraphModule) -> None:
     """Refuses oneDNN's LSTM: what it keeps for its backward has no size before it ran, and none without autograd around it."""
     if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in joint.graph.nodes):
         raise TraceError(
@@ -107,7 +115,7 @@ def _refuse_opaque_memory(joint: fx.GraphModule) -> None:
         )
 
 
-def _once(backward: BoxedFunction) -> BoxedFunction:
+def runs_once(backward: BoxedFunction) -> BoxedFunction:
     """Refuses to run where the graph is to be kept: what is saved may be overwritten in place, and dies at its last use."""
 
     def run(args: list[Any]) -> Any:
@@ -183,3 +191,9 @@ def _refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int
 def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
     """True where a parameter or an input asks for a gradient."""
     return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
+
+
+def device_type(module: nn.Module) -> str:
+    """The type of the device that a module's parameters and buffers are on, `cuda` where any is."""
+    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    return "cuda" if "cuda" in types else "cpu"

@@ -14,13 +14,13 @@ from torch import fx, nn
 
 from . import torch_private
 from .budget import Budget, describe_bytes, parse_budget
-from .capture import Piece, Planner, make_backend, needs_gradient
+from .capture import GraphBreak, Piece, device_type, make_backend, needs_gradient
 from .errors import BudgetError, RematError, ScheduleError, TraceError
 from .graph import Graph
+from .piecewise import Piecewise, Step
 from .schedule import Schedule, simulate
 from .solution import Solution, Status
 from .solvers import Solver, make_solver
-from .tracers.aot import TracedStep
 from .tracers.costs import CostModel, resolve_costs
 
 
@@ -105,13 +105,13 @@ class Plans:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._known: dict[Graph, Solution] = {}
+        self._known: dict[tuple[Graph, int], Solution] = {}
 
-    def __call__(self, step: TracedStep) -> Solution:
-        """Returns the solution for a captured step."""
+    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
+        """Returns the solution for a captured step, `unplanned_bytes` are held back beside the reserve."""
         key = step.graph.fingerprint
-        options = self.options
-        found = next((s for g, s in self._known.items() if g.fingerprint == key and g == step.graph), None)
+        options, held_bytes = self.options, self.options.reserve_bytes + unplanned_bytes
+        found = next((s for (g, held), s in self._known.items() if held == held_bytes and g.fingerprint == key and g == step.graph), None)
         if found is None:
             found = solve_graph(
                 step.graph,
@@ -119,9 +119,9 @@ class Plans:
                 solver=options.solver,
                 time_limit_s=options.time_limit_s,
                 gap=options.gap,
-                reserve_bytes=options.reserve_bytes,
+                reserve_bytes=held_bytes,
             )
-            self._known[step.graph] = found
+            self._known[step.graph, held_bytes] = found
         return found
 
 
@@ -131,8 +131,16 @@ class FixedPlan:
 
     solution: Solution
 
-    def __call__(self, step: TracedStep) -> Solution:
+    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
         """Returns the solution where it was made for this very step."""
+        if unplanned_bytes:
+            raise BudgetError(
+                f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between its compiled pieces the step holds "
+                f"{describe_bytes(unplanned_bytes)} more than its budget; solve for a budget that is smaller by so much",
+                budget_bytes=self.solution.budget_bytes,
+                minimum_bytes=self.solution.budget_bytes + unplanned_bytes,
+                is_proved=False,
+            )
         if self.solution.schedule is None:
             raise ScheduleError(f"this solution has no schedule to run: its status is {self.solution.status}")
         if step.graph.fingerprint != self.solution.fingerprint:
@@ -148,29 +156,25 @@ class PlannedCall:
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
-    and again for every new shape.
+    and again for every new shape. A module that can't be captured whole runs piece by piece.
     """
 
-    def __init__(self, module: nn.Module, plan: Planner, costs: str | CostModel, *, differentiate: str) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
+        self.module, self.plan = module, plan
+        self.costs = resolve_costs(costs, device_type(module))
         self.pieces: list[Piece] = []
+        self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
-        backend = make_backend(
-            plan,
-            resolve_costs(costs, device_type(module)),
-            self.pieces.append,
-            differentiate=differentiate,
-            model_bytes=model_bytes(module),
-        )
+        backend = make_backend(plan, self.costs, self.pieces.append, differentiate=differentiate, model_bytes=model_bytes(module))
         self._compiled = compile_call(module, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return torch_private.call_plain(self.module, *args, **kwargs)
-        if not self.pieces:
+        if not self.pieces and self.piecewise is None:
             return self._first_call(args, kwargs)
-        return run_compiled(self._compiled, args, kwargs)
+        return self._run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is a plain module: its plan stays with the original."""
@@ -179,17 +183,26 @@ class PlannedCall:
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         check_gradient(self.module, args, kwargs)
         start = time.perf_counter()
-        result = run_compiled(self._compiled, args, kwargs)
+        result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
-        if not self.pieces:
+        if not self.pieces and not (self.piecewise and self.piecewise.plans):
             raise TraceError(nothing_to_differentiate(self.module))
         return result
 
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if self.piecewise is None:
+            try:
+                return run_compiled(self._compiled, args, kwargs)
+            except GraphBreak as found:
+                self.piecewise = Piecewise(self.module, self.plan, self.costs)
+                self.piecewise.breaks[found.place] = None
+                self._compiled = compile_call(self.module, self.piecewise.backend, is_whole=False)
+        return self.piecewise.run(lambda: run_compiled(self._compiled, args, kwargs), tensors_in(args, kwargs))
 
-def device_type(module: nn.Module) -> str:
-    """The type of the device that a module's parameters and buffers are on, `cuda` where any is."""
-    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
-    return "cuda" if "cuda" in types else "cpu"
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Returns the tensors among a call's arguments."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def model_bytes(module: nn.Module) -> int:
@@ -200,8 +213,8 @@ def model_bytes(module: nn.Module) -> int:
     return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
 
 
-def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
-    """Returns `module(...)` compiled as one graph, through a frame of its own.
+def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> Callable[..., Any]:
+    """Returns `module(...)` compiled, as one graph or in pieces, through a frame of its own.
 
     Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
     captured; and it keeps what it compiled by code object, which here belongs to this module only.
@@ -210,7 +223,7 @@ def compile_call(module: nn.Module, backend: Any) -> Callable[..., Any]:
     _install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": torch_private.call_plain}
     exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
-    return partial(torch.compile(namespace["step"], backend=backend, fullgraph=True, dynamic=False), module)
+    return partial(torch.compile(namespace["step"], backend=backend, fullgraph=is_whole, dynamic=False), module)
 
 
 def _install_capturing_hooks(module: nn.Module) -> None:
@@ -225,8 +238,7 @@ def _install_capturing_hooks(module: nn.Module) -> None:
 
 def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises `TraceError` where neither a parameter nor an input asks for a gradient."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    if not needs_gradient(module, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+    if not needs_gradient(module, tensors_in(args, kwargs)):
         raise TraceError(nothing_to_differentiate(module))
 
 
@@ -249,9 +261,10 @@ def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise cause from None
         if torch_private.is_graph_break(error):
             first = str(error).strip().split("\n\n")[0]
-            raise TraceError(
+            raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {first}\n"
-                "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place)."
+                "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place).",
+                first.split("\n")[0],
             ) from error
         if cause is not error:  # a backend's failure: AOTAutograd could not trace the step, or we could not
             raise TraceError(f"this step can't be traced and planned: {type(cause).__name__}: {cause}") from error
@@ -280,7 +293,7 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     reason = torch_private.compile_reason(module)
     if reason is not None and reason.graph_break:
         raise TraceError(
-            f"the step has a graph break ({reason.reason}), and one budget is for one graph; use torch.compile(fullgraph=True)"
+            f"the step has a graph break ({reason.reason}), and this door plans one graph at a time; remat.checkpoint plans the pieces together"
         )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")

@@ -23,12 +23,16 @@ from torch._ops import OpOverload, OpOverloadPacket  # 2.13
 from torch._prims_common import suggest_memory_format  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
+from torch.multiprocessing.reductions import StorageWeakRef  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "aot_autograd",
+    "at_end_of_backward",
     "backward_without_autocast",
     "call_plain",
     "capture_settings",
@@ -36,14 +40,19 @@ __all__ = [
     "corrected_fakes",
     "get_call",
     "is_associative_scan",
+    "is_compiled_node",
+    "is_dense",
     "is_graph_break",
     "is_graph_kept",
     "is_profiling",
     "run_counting_allocations",
+    "saved_tensors",
+    "sequence_number",
     "set_call",
     "suggest_memory_format",
     "unwrap_failure",
     "with_python_kernels",
+    "without_leaf_warnings",
     "without_modes",
 ]
 
@@ -63,6 +72,14 @@ def capture_settings() -> Iterator[None]:
 
 
 @contextmanager
+def without_leaf_warnings() -> Iterator[None]:
+    """Dynamo looks at `.grad` of what one piece hands to the next, which is no leaf (2.13): no fault of the model's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+        yield
+
+
+@contextmanager
 def backward_without_autocast() -> Iterator[None]:
     """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`, 2.13)."""
     with functorch_config.patch(backward_pass_autocast="off"):
@@ -72,6 +89,11 @@ def backward_without_autocast() -> Iterator[None]:
 def is_associative_scan(target: object) -> bool:
     """True for the higher-order operator (`associative_scan_op`, 2.13)."""
     return target is associative_scan_op
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True where a tensor fills its memory without gaps or overlaps, in any order (`is_non_overlapping_and_dense`, 2.13)."""
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
 
 
 def is_graph_kept() -> bool:
@@ -107,7 +129,9 @@ def unwrap_failure(error: BaseException) -> BaseException:
 
 
 def is_graph_break(error: BaseException) -> bool:
-    """True where dynamo could not capture the step as one graph (`exc.Unsupported` and kin, 2.13)."""
+    """True where dynamo could not capture the step as one graph (`exc.Unsupported` and kin, 2.13), or only data can tell what it does."""
+    if isinstance(unwrap_failure(error), GuardOnDataDependentSymNode):
+        return True
     return isinstance(error, dynamo_exc.TorchDynamoException) and not isinstance(error, dynamo_exc.BackendCompilerFailed)
 
 
@@ -200,3 +224,29 @@ def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[flo
         if str(record.kind()) == "memory_alloc" and record.cpu_memory_usage()
     ]
     return result, found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` once the backward that runs is over, as DDP and FSDP2 do (`queue_callback`, 2.13)."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+def sequence_number(node: Any) -> int:
+    """The place of an autograd node in the order of the forward (`Node._sequence_nr`, 2.13)."""
+    return int(node._sequence_nr())
+
+
+def is_compiled_node(node: Any) -> bool:
+    """True for the autograd node of a piece that AOTAutograd compiled (`CompiledFunction`, 2.13)."""
+    return hasattr(node, "_aot_id") or type(node).__name__ == "CompiledFunctionBackward"
+
+
+def saved_tensors(node: Any) -> list[torch.Tensor]:
+    """Returns the tensors that an autograd node keeps for its backward (attributes `_saved_*`, 2.13)."""
+    found: list[torch.Tensor] = []
+    for name in dir(node):
+        if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_tensors")):
+            value = getattr(node, name)
+            found += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+    return [tensor for tensor in found if tensor.layout == torch.strided]

@@ -139,7 +139,7 @@ def _run(
             for k in range(read_start[op], read_start[op + 1]):
                 locks[read[k]] -= 1
             if taken >= 0:
-                held -= _forget(taken, cost, size, producer, read_start, read, in_memory, again)
+                held -= _forget(taken, cost, size, producer, read_start, read, is_pinned, in_memory, again)
             depth -= 1
             if depth > 0:
                 above = stack[depth - 1]
@@ -172,10 +172,20 @@ def _take_over(
 
 
 @inner
-def _forget(value: int, cost: Floats, size: Ints, producer: Ints, read_start: Ints, read: Ints, in_memory: Bools, again: Floats) -> int:
-    """Takes `value` out of memory, notes what getting it back costs, and returns its bytes."""
+def _forget(
+    value: int,
+    cost: Floats,
+    size: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    is_pinned: Bools,
+    in_memory: Bools,
+    again: Floats,
+) -> int:
+    """Takes `value` out of memory, notes what getting it back costs (what is pinned never comes back), and returns its bytes."""
     p = producer[value]
-    again[value] = cost[p]
+    again[value] = np.inf if is_pinned[p] else cost[p]
     for k in range(read_start[p], read_start[p + 1]):
         if not in_memory[read[k]]:
             again[value] += again[read[k]]
@@ -239,8 +249,7 @@ def _make_room(
         return held
     for value in range(len(size)):
         if in_memory[value] and producer[value] >= 0 and locks[value] == 0 and need[value] >= _FAR:
-            in_memory[value] = False
-            held -= size[value]
+            held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
     while held > room:
         best, best_score = -1, np.inf
         for value in range(len(size)):
@@ -263,7 +272,7 @@ def _make_room(
         if best < 0:
             break
         p = producer[best]
-        held -= _forget(best, cost, size, producer, read_start, read, in_memory, again)
+        held -= _forget(best, cost, size, producer, read_start, read, is_pinned, in_memory, again)
         first = need[best]
         for k in range(read_start[p], read_start[p + 1]):
             need[read[k]] = min(need[read[k]], first)

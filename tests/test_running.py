@@ -628,26 +628,6 @@ def test_outputs_without_a_gradient_are_nothing_to_differentiate() -> None:
         planned(Argmax())(torch.randn(4, 8))
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.linear(x)
-        if hidden.sum() > 0:
-            hidden = hidden.sin()
-        return hidden.sum()
-
-
-def test_a_graph_break_is_a_clear_error() -> None:
-    model, x = Breaks(), torch.randn(4, 8)
-    with pytest.raises(remat.TraceError, match=r"can't capture this step as one graph"):
-        planned(model)(x)
-    with pytest.raises(remat.TraceError, match=r"can't capture this step as one graph"):
-        remat.trace(model, (x,))
-
-
 def test_a_budget_that_cant_be_met_says_what_can() -> None:
     model, x = MODELS["mlp"]()
     plain = copy.deepcopy(model)

@@ -1,0 +1,457 @@
+"""Running a step in pieces: recorded once, planned as one, each run with its own halves.
+
+The first step finds the pieces. Until they are known each runs with the least memory it can do with, and
+copies what it hands over, since what follows may change it. With the forward over, all runs are joined to
+one graph (`pieces`), planned under one budget, and from the next step on each runs its part of the plan.
+A step that takes another path runs the rest of it with the least memory, and is planned for the next time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from . import torch_private
+from .budget import describe_bytes
+from .capture import device_type, refuse_opaque_memory, refuse_scans, runs_once
+from .errors import TraceError
+from .executor import BoxedFunction, compile_graph
+from .graph import Graph, Value, ValueKind
+from .measure import StepMeter
+from .pieces import JoinedStep, Kept, Place, Run, composed, join
+from .plain_kernels import plain_kernels
+from .rewrite import split
+from .schedule import Schedule, simulate
+from .solution import Solution
+from .solvers.minimum import minimum
+from .tracers.aot import CUDA_GRANULARITY_BYTES, TracedStep, read_joint
+from .tracers.costs import CostModel
+from .tracers.phases import is_backward_input
+from .tracers.storages import tensors_of
+
+_LOG = logging.getLogger(__name__)
+Copied = frozenset[tuple[str, int]]  # ("input" or "result", place): what a piece copies, since something outside changes it
+
+
+class Step(Protocol):
+    """What is planned: a captured step, or several joined."""
+
+    @property
+    def graph(self) -> Graph:
+        """Its operators and storages."""
+
+
+class StepPlanner(Protocol):
+    """Step -> solution; `unplanned_bytes` are held back for what the graph does not know."""
+
+    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
+        """Returns the solution for a step."""
+
+
+class Piece:
+    """A graph that dynamo captured, its halves under each schedule it was given, and the functions that AOTAutograd calls."""
+
+    def __init__(self, runner: Piecewise, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]) -> None:
+        self.runner, self.joint, self.num_forward, self.static_inputs = runner, joint, num_forward, tuple(static_inputs)
+        self.num_tangents = sum(_is_tangent(node) for node in joint.graph.find_nodes(op="placeholder"))
+        self._steps: dict[Copied, TracedStep] = {}
+        self._numbers: dict[tuple[Copied, Schedule], int] = {}
+        self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
+        self._provisional: tuple[int, Schedule] | None = None
+
+    def step(self, copied: Copied) -> TracedStep:
+        """Returns the piece with copies of some inputs and results."""
+        if copied not in self._steps:
+            module = _with_copies(self.joint, self.num_forward, copied)
+            self._steps[copied] = read_joint(module, self.num_forward, self.runner.costs, static_inputs=self.static_inputs)
+        return self._steps[copied]
+
+    def number(self, copied: Copied, schedule: Schedule) -> int:
+        """Returns the number of the halves that run `schedule`; random generators stay as they are."""
+        if (copied, schedule) not in self._numbers:
+            with torch.random.fork_rng([torch.cuda.current_device()] if self.runner.device_type == "cuda" else []):
+                halves = split(self.step(copied), schedule)
+                forward, backward = compile_graph(halves.forward), runs_once(compile_graph(halves.backward))
+            self._numbers[copied, schedule] = len(self._halves)
+            self._halves.append((forward, backward))
+        return self._numbers[copied, schedule]
+
+    @property
+    def provisional_copies(self) -> Copied:
+        """Every tensor that the piece is given or hands over, and that is not the model's own."""
+        if self.runner.is_trace:
+            return frozenset()
+        inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+        places = [("input", i) for i, node in enumerate(inputs) if i not in self.static_inputs and _is_dense(node)]
+        results: Any = self.joint.graph.output_node().args[0]
+        made = [("result", i) for i, node in enumerate(results[: self.num_forward]) if _is_dense(node) and node.op == "call_function"]
+        return frozenset(places + made)
+
+    def provisional(self) -> tuple[int, Schedule]:
+        """The halves that hold the least memory, and their schedule; on fake tensors, those that keep everything."""
+        if self._provisional is None:
+            graph = self.step(self.provisional_copies).graph
+            if self.runner.is_trace:
+                schedule = Schedule.keep_all(graph)
+            else:
+                schedule = Schedule.from_steps(graph, minimum(graph, time_limit_s=_PROVISIONAL_S).steps)
+            self._provisional = (self.number(self.provisional_copies, schedule), schedule)
+        return self._provisional
+
+    def run_forward(self, args: list[Any]) -> Any:
+        """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
+        session = self.runner.session
+        number, turn = session.begin(self, args)
+        results = self._halves[number][0](args)
+        session.end(results[: self.num_forward])
+        token = torch.empty((0, number, turn))
+        return (*results[: self.num_forward], token, *results[self.num_forward :])
+
+    def run_backward(self, args: list[Any]) -> Any:
+        """Runs the backward half that belongs to the forward that saved `args`."""
+        _, number, turn = args.pop(0).shape
+        return self.runner.meter.backward(self._halves[number][1], args, turn, self.num_tangents)
+
+
+_PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
+
+
+def _is_dense(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and torch_private.is_dense(value)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a piece runs to copy a tensor that something outside changes; no operator, so that cleaning leaves it."""
+    return tensor.clone()
+
+
+def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.GraphModule:
+    """Returns the joint graph once more, with copies of inputs, and of results, that are dense."""
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
+    results: Any = graph.graph_copy(joint.graph, copy)
+    results = list(results)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+    last = graph.find_nodes(op="placeholder")[-1]
+    for kind, place in sorted(copied):
+        source = inputs[place] if kind == "input" else results[place]
+        with graph.inserting_after(last if kind == "input" else source):
+            made = graph.call_function(copy_of, (source,))
+        made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
+        if kind == "result":
+            results[place] = made
+        else:
+            source.replace_all_uses_with(made, delete_user_cb=lambda user, made=made, source=source: not _writes(user, made, source))
+    graph.output(tuple(results))
+    graph.output_node().meta = dict(joint.graph.output_node().meta)
+    return fx.GraphModule(joint, graph)
+
+
+def _writes(user: fx.Node, made: fx.Node, source: fx.Node) -> bool:
+    """True for the copy itself, and for what writes into the input."""
+    return user is made or (user.target is torch.ops.aten.copy_.default and user.args[0] is source)
+
+
+@dataclass
+class JoinedPlan:
+    """The plan of one path.
+
+    Attributes:
+        step: the joined step.
+        solution: its solution.
+        numbers: which halves each run takes.
+        copies: what each run copies, since something outside changes it.
+        unplanned_bytes: held back for what runs between the pieces.
+        meter: measures the first step that runs the plan.
+    """
+
+    step: JoinedStep
+    solution: Solution
+    numbers: tuple[int, ...]
+    copies: tuple[Copied, ...]
+    unplanned_bytes: int
+    meter: StepMeter
+
+
+class Session:
+    """One forward: which pieces ran, what they were given, and what they returned."""
+
+    def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: tuple[Piece, ...]) -> None:
+        self.runner, self.plan, self.path = runner, plan, path
+        self.pieces: list[Piece] = []
+        self.numbers: list[int] = []
+        self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
+        self.versions: list[tuple[int, str, int, Any, int]] = []  # run, kind, place, reference to the tensor, its version
+        self.storages: list[Any] = []  # weak: an address tells storages apart as long as somebody refers to it
+        self._inputs: tuple[Place | None, ...] = ()
+
+    def begin(self, piece: Piece, args: Sequence[Any]) -> tuple[int, int]:
+        """Returns the number of the halves to run, and which run of the step this is."""
+        turn = len(self.pieces)
+        if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
+            self.plan = None  # another path than the last time: the rest runs with the least memory
+        number = piece.provisional()[0] if self.plan is None else self.plan.numbers[turn]
+        self.pieces.append(piece)
+        self.numbers.append(number)
+        self._inputs = self._note("input", args)
+        return number, turn
+
+    def end(self, results: Sequence[Any]) -> None:
+        """Notes what the run returned, and the versions of all that it was given and returned."""
+        self.places.append((self._inputs, self._note("result", results)))
+
+    def _note(self, kind: str, tensors: Sequence[Any]) -> tuple[Place | None, ...]:
+        turn = len(self.pieces) - 1
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self.storages.append(torch_private.StorageWeakRef(tensor.untyped_storage()))
+                if not isinstance(tensor, nn.Parameter):
+                    reference = weakref.ref(tensor) if self.plan else (lambda tensor=tensor: tensor)
+                    self.versions.append((turn, kind, place, reference, tensor._version))
+        return tuple(Place.of(t) if isinstance(t, torch.Tensor) and t.layout == torch.strided else None for t in tensors)
+
+    def changed(self) -> list[Copied]:
+        """For each run, what was changed after it."""
+        found: list[set[tuple[str, int]]] = [set() for _ in self.pieces]
+        for turn, kind, place, reference, version in self.versions:
+            tensor = reference()
+            if tensor is not None and tensor._version != version and (kind, place) in self.pieces[turn].provisional_copies:
+                found[turn].add((kind, place))
+        return list(map(frozenset, found))
+
+
+class Piecewise:
+    """A module that `torch.compile` cuts into pieces: records them, plans them together, and runs them."""
+
+    def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
+        self.module, self.plan_of, self.costs = module, plan, costs
+        self.device_type = device_type(module)
+        self.is_trace = plan is None
+        self.breaks: dict[str, None] = {}
+        self.plans: dict[tuple[Piece, ...], JoinedPlan] = {}
+        self.last: tuple[Piece, ...] = ()
+        self.joined: JoinedStep | None = None
+        self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined  # how parameters come and go
+        self._pieces: dict[str, Piece] = {}
+        self._local = threading.local()
+
+    @property
+    def is_running(self) -> bool:
+        """True inside of a forward of the module, in this thread."""
+        return getattr(self._local, "session", None) is not None
+
+    @property
+    def session(self) -> Session:
+        """The forward that runs in this thread."""
+        session: Session | None = getattr(self._local, "session", None)
+        if session is None:
+            raise TraceError("a piece of a planned step runs outside of its module's call; call the module itself")
+        return session
+
+    @property
+    def meter(self) -> StepMeter:
+        """Measures the plan of the last path."""
+        return self.plans[self.last].meter if self.last in self.plans else _NO_METER
+
+    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The `torch.compile` backend: makes a piece of each graph."""
+        refuse_scans(module)
+        self._note_break(torch_private.compile_reason(module))
+        pieces: list[Piece] = []
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            refuse_opaque_memory(joint)
+            piece = self._piece(Piece(self, joint, num_fwd_outputs, static_lifetime_input_indices or ()))
+            pieces.append(piece)
+            step = piece.step(piece.provisional_copies)
+            halves = split(step, Schedule.keep_all(step.graph))
+            return halves.forward, halves.backward
+
+        def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
+            return _boxed(pieces[-1].run_forward) if pieces else compile_graph(graph)
+
+        def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
+            return _boxed(pieces[-1].run_backward)
+
+        with torch_private.backward_without_autocast(), plain_kernels():
+            compiled: Callable[..., Any] = torch_private.aot_autograd(
+                fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
+            )(module, example_inputs)
+        return compiled
+
+    def _piece(self, piece: Piece) -> Piece:
+        """A piece that dynamo compiled before, and again since some Python value is another, is the same piece."""
+        text = signature(piece)
+        return self._pieces.setdefault(text, piece) if text else piece
+
+    def _note_break(self, reason: Any) -> None:
+        if reason is not None and reason.graph_break:
+            place = reason.user_stack[-1] if reason.user_stack else None
+            where = f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else ""
+            self.breaks[reason.reason.strip().split("\n")[0] + where] = None
+
+    def run(self, call: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        """Runs one forward by `call`; plans it where its path is new.
+
+        Args:
+            call: runs the compiled module.
+            inputs: the tensors among the module's arguments.
+        """
+        self._keep_within_budget()
+        for known in self.plans.values():
+            known.meter.forget()
+        plan = self.plans.get(self.last)
+        session = Session(self, plan, self.last)
+        with self._open(session), torch_private.without_leaf_warnings():
+            result = plan.meter.forward(call) if plan else call()
+        path = tuple(session.pieces)
+        if plan and path != self.last:
+            plan.meter.forget()
+        if path and path not in self.plans:
+            self._plan(session, result, inputs)
+        self.last = path
+        return result
+
+    @contextmanager
+    def _open(self, session: Session) -> Any:
+        before = getattr(self._local, "session", None)
+        self._local.session = session
+        try:
+            yield
+        finally:
+            self._local.session = before
+
+    def _plan(self, session: Session, result: Any, inputs: Iterable[Any]) -> None:
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        storages = frozenset(t.untyped_storage()._cdata for t in results)
+        resident = resident_values(self.module, inputs, self.device_type)
+        kept = kept_by_eager(results)
+
+        def joined_with(copies: Sequence[Copied]) -> JoinedStep:
+            runs = [Run(piece.step(copied), *places) for piece, copied, places in zip(session.pieces, copies, session.places, strict=True)]
+            return self.adjust(join(runs, storages, resident, kept), len(resident))
+
+        copies = session.changed()
+        self.joined = joined_with(copies)
+        if self.plan_of is None:
+            return
+        first = joined_with([piece.provisional_copies for piece in session.pieces])
+        self._install(session.pieces, copies, self.joined)
+        self._warn(first, [piece.provisional()[1] for piece in session.pieces], self.plans[tuple(session.pieces)].solution)
+
+    def _install(self, pieces: Sequence[Piece], copies: Sequence[Copied], joined: JoinedStep, unplanned_bytes: int = 0) -> None:
+        assert self.plan_of is not None
+        solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes)
+        assert solution.schedule is not None, "planners answer with a schedule or raise"
+        schedules = joined.schedules(solution.schedule)
+        numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(pieces, copies, schedules, strict=True))
+        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, joined.freed_bytes)
+        self.plans[tuple(pieces)] = JoinedPlan(joined, solution, numbers, tuple(copies), unplanned_bytes, meter)
+
+    def _warn(self, first: JoinedStep, schedules: Sequence[Schedule], solution: Solution) -> None:
+        peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
+        if peak_bytes > solution.budget_bytes:
+            _LOG.warning(
+                "the first step, which found the pieces, held about %s, above the budget of %s; the next ones run planned",
+                describe_bytes(peak_bytes),
+                describe_bytes(solution.budget_bytes),
+            )
+
+    def _keep_within_budget(self) -> None:
+        """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""
+        for path, plan in list(self.plans.items()):
+            measured = plan.meter.peak_bytes
+            allowed = plan.solution.budget_bytes + plan.unplanned_bytes
+            if measured is None or measured <= allowed:
+                continue
+            excess = measured - allowed
+            _LOG.warning(
+                "the step held %s, which is %s more than its budget: what runs between its pieces is not planned; planning again with less",
+                describe_bytes(measured),
+                describe_bytes(excess),
+            )
+            self._install(path, plan.copies, plan.step, plan.unplanned_bytes + excess)
+
+
+_NO_METER = StepMeter("cpu", 0, ())
+
+
+def _boxed(call: BoxedFunction) -> BoxedFunction:
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
+    return run
+
+
+def signature(piece: Piece) -> str:
+    """Returns a text that two pieces share only if they compute the same; empty where constants are part of one."""
+    lines = [f"{piece.num_forward} {piece.static_inputs}"]
+    for node in piece.joint.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output") or isinstance(node.target, torch._ops.HigherOrderOperator):
+            return ""
+        layouts = [Place.of(t).layout for t in tensors_of(node) if t.layout == torch.strided]
+        lines.append(
+            f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} {node.meta.get('desc')} {node.meta.get('partitioner_tag')}"
+        )
+    return "\n".join(lines)
+
+
+def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
+    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of type `kind` with their bytes."""
+    rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
+    named = [
+        *((name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER) for name, p in module.named_parameters()),
+        *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
+        *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
+    ]
+    found: dict[int, Value] = {}
+    for name, tensor, value_kind in named:
+        if tensor.layout == torch.strided:
+            size_bytes = -(-tensor.untyped_storage().nbytes() // rounded_to) * rounded_to if tensor.device.type == kind else 0
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(tensor.untyped_storage()._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
+    return found
+
+
+def kept_by_eager(results: Iterable[torch.Tensor]) -> list[Kept]:
+    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
+
+    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
+    """
+    runs, eager, seen = [], [], set()
+    waiting = [t.grad_fn for t in results if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+        saved = torch_private.saved_tensors(node)
+        if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and torch_private.is_compiled_node(node):
+            runs.append(torch_private.sequence_number(node))
+        elif saved:
+            eager.append((torch_private.sequence_number(node), saved))
+    found: dict[tuple[int, int], Kept] = {}
+    for number, saved in eager:
+        gap = sum(run < number for run in runs)
+        for tensor in saved:
+            storage = tensor.untyped_storage()
+            found[gap, storage._cdata] = Kept(gap, storage._cdata, storage.nbytes())
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]

@@ -1,0 +1,332 @@
+"""A step that `torch.compile` cuts into pieces is planned as one, and is the plain step."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat.piecewise import Piecewise
+from remat.runtime import PlannedCall
+from remat.torch_private import get_call
+
+WIDTH, ROWS = 16, 256
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Dropout, batch norm, and enough that is cheap to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.norm = nn.Dropout(0.2), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.up(x))
+        out: torch.Tensor = self.norm(x + self.dropout(self.down(torch.tanh(hidden) * hidden)))
+        return out
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x).pow(2).mean()
+        return out
+
+
+class Broken(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch._dynamo.graph_break()
+        return self.loss(self.blocks[3](self.blocks[2](x)))
+
+
+class Prints(Base):
+    """Reads numbers off tensors: Python's own state changes at every step, and dynamo compiles anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        self.seen.append(x.abs().max().item())
+        sys.stdout.write(f"{self.seen[-1]:.3f}")
+        return self.loss(self.blocks[1](x))
+
+
+class Loop(Base):
+    """A break within a loop: dynamo gives the frame up, its other operators run eagerly; blocks share their compiled code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(float(x.detach().sum()))
+        return self.loss(x.sin())
+
+
+class InPlace(Base):
+    """What a piece handed over is changed afterwards, by the next piece and by an eager operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x.mul_(0.5)
+        x[:3] = 0
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch.compiler.disable(x.mul_)(2.0)
+        return self.loss(self.blocks[2](x))
+
+
+class Buffer(Base):
+    """A buffer that one piece reads and a later one changes."""
+
+    count: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (self.blocks[0](x) + self.count).sin()
+        torch._dynamo.graph_break()
+        self.count.mul_(3).add_(1)
+        torch._dynamo.graph_break()
+        return self.loss(self.blocks[1](x) * self.count)
+
+
+class Skips(Base):
+    """Two pieces read what a third made: its gradient is a sum; a parameter that two pieces read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        second = self.blocks[1](first.sin())
+        torch._dynamo.graph_break()
+        return self.loss(self.blocks[0](second + first))
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda module, args, out: self.seen.append(out.detach().sum().item()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.blocks[2](self.blocks[1](self.blocks[0](x))))
+
+
+class Random(Base):
+    """Random numbers in pieces, and one that becomes a Python number; a piece whose backward computes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        scale = torch.rand(())
+        torch._dynamo.graph_break()
+        x = x + torch.randn_like(x)
+        torch._dynamo.graph_break()
+        return self.loss(self.blocks[1](x * scale))
+
+
+class Views(Base):
+    """An eager operator takes part of what a piece made, and keeps a tensor for its own backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        part = torch.compiler.disable(lambda t: (t[1:] * 2).exp())(x)
+        return self.loss(self.blocks[1](part))
+
+
+class Branches(Base):
+    """Which block runs is decided by the data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](x)
+        hidden = self.blocks[1](hidden) if x[0, 0] > 0 else self.blocks[2](hidden)
+        return self.loss(self.blocks[3](hidden))
+
+
+class ManyResults(Base):
+    """A loss beside what a piece before it made, which gets no gradient of its own."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        logits = self.head(self.blocks[1](hidden))
+        return {"loss": logits.pow(2).mean(), "logits": logits, "hidden": hidden}
+
+
+MODELS: dict[str, Callable[[], Base]] = {
+    m.__name__: m for m in (Broken, Prints, Loop, InPlace, Buffer, Skips, Hooked, Random, Views, Branches, ManyResults)
+}
+
+
+def batch(seed: int) -> torch.Tensor:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    x[0, 0] = 1.0 if seed % 2 else -1.0
+    return x
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """Runs a step; its loss, gradients and buffers, and the next random number."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    loss = loss_of(model(x))
+    loss.backward()
+    assert x.grad is not None
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), torch.rand(1), x.grad, *gradients, *(b.clone() for b in model.buffers())]
+
+
+def runner_of(model: nn.Module) -> Piecewise:
+    call = get_call(model)
+    assert isinstance(call, PlannedCall)
+    assert call.piecewise is not None
+    return call.piecewise
+
+
+def peak_of_a_step(model: nn.Module, x: torch.Tensor) -> int:
+    """Measured from outside: allocated in a step, and what is there before it."""
+    model.zero_grad()
+    held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
+    return remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes + held
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_in_pieces_is_the_plain_step_within_its_budget(name: str) -> None:
+    """Naive: what a later piece changes is read again; a piece's plan is that of its first run; each piece has a budget of its own."""
+    model, plain = MODELS[name](), MODELS[name]()
+    plain.load_state_dict(model.state_dict())
+    remat.checkpoint(model, "50%", costs="flops", time_limit_s=1.0)
+    for seed in (0, 2, 1, 3):
+        got, expected = state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours, theirs)
+    runner = runner_of(model)
+    plan = runner.plans[runner.last]
+    assert len(plan.step.runs) > 1
+    assert plan.solution.overhead > 0
+    x = batch(3).requires_grad_()
+    assert peak_of_a_step(model, x) <= plan.solution.budget_bytes + plan.unplanned_bytes
+    assert len({op.region for op in plan.step.graph.operators}) > 1
+
+
+def test_the_predicted_peak_is_the_allocators_where_nothing_eager_runs_between() -> None:
+    model, x = Broken(), batch(0)
+    remat.checkpoint(model, "60%", costs="flops", time_limit_s=1.0)
+    for _ in range(2):
+        loss_of(model(x)).backward()
+    report = remat.report(model)
+    assert report.measured_peak_bytes == report.solution.peak_bytes == peak_of_a_step(model, x)
+    assert report.num_pieces == 3
+    assert "test_graph_breaks.py" in str(report)
+    assert "3 compiled pieces under one budget" in str(report)
+
+
+def test_a_trace_goes_through_the_breaks_and_its_plan_runs() -> None:
+    model, x = Broken(), batch(0)
+    plain = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    graph = remat.trace(model, (x,), costs="flops")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    remat.wrap(model, remat.solve(graph, "60%", time_limit_s=1.0), costs="flops")
+    for seed in range(3):
+        losses = []
+        for each in (model, plain):
+            torch.manual_seed(seed)
+            losses.append(loss_of(each(x)))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_trace_of_what_needs_data_says_so() -> None:
+    with pytest.raises(remat.TraceError, match=r"remat\.checkpoint finds them in the first real step"):
+        remat.trace(Branches(), (batch(0),))
+
+
+def test_a_plan_of_another_path_is_refused() -> None:
+    model = Broken()
+    solution = remat.solve(remat.trace(model, (batch(0),), costs="flops"), "60%", time_limit_s=1.0)
+    with pytest.raises(remat.ScheduleError, match="another step"):
+        remat.wrap(Prints(), solution, costs="flops")(batch(0))
+
+
+def test_a_budget_that_pieces_cant_meet_says_what_can() -> None:
+    model, x = Broken(), batch(0)
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.checkpoint(model, 1000, costs="flops", time_limit_s=1.0)(x)
+    remat.checkpoint(model, caught.value.minimum_bytes, costs="flops", time_limit_s=1.0)
+    for _ in range(2):
+        loss_of(model(x)).backward()
+    assert (remat.report(model).measured_peak_bytes or 1 << 60) <= caught.value.minimum_bytes
+
+
+def test_an_error_between_pieces_leaves_nothing_behind() -> None:
+    class Fails(Base):
+        is_failing = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            if self.is_failing:
+                raise KeyError("of the model's own")
+            return self.loss(self.blocks[1](x))
+
+    model, x = Fails(), batch(0)
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, "70%", costs="flops", time_limit_s=1.0)
+    model(x).backward()
+    model.is_failing = True
+    with pytest.raises(KeyError, match="of the model's own"):
+        model(x)
+    model.is_failing = False
+    plain.load_state_dict(model.state_dict())
+    for seed in range(2):
+        for ours, theirs in zip(state_after(model, x, seed), state_after(plain, x, seed), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_steps_in_pieces_that_overlap() -> None:
+    """Each backward runs the halves of its own forward, though another forward came between."""
+    model = Broken()
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, "60%", costs="flops", time_limit_s=1.0)
+    for each in (model, plain):
+        for _ in range(2):
+            torch.manual_seed(1)
+            losses = [loss_of(each(batch(seed))) for seed in range(3)]
+            (losses[0] + losses[2]).backward()
+            losses[1].backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_the_compile_backend_refuses_a_break() -> None:
+    """It never learns where a step begins, so it can't plan pieces together."""
+    step = torch.compile(Broken(), backend="remat", options={"budget": "60%", "costs": "flops"})
+    with pytest.raises(Exception, match=r"remat\.checkpoint plans the pieces together"):
+        step(batch(0))
