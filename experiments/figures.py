@@ -14,7 +14,11 @@ from matplotlib.figure import Figure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.environment import environment
+from remat.graph import Graph
 from remat.plot import save
+from remat.schedule import Schedule, simulate
+from remat.solution import Solution
+from remat.solvers import make_solver
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -29,6 +33,18 @@ def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solution:
+    """Returns the schedule of a heuristic that needs the least memory: what it answers for the smallest budget that it meets."""
+    most, solver = simulate(graph, Schedule.keep_all(graph)).peak_bytes, make_solver(method, time_limit_s=time_limit_s)
+    low, high = graph.resident_bytes, most
+    best = solver.solve(graph, budget_bytes=high)
+    while best.is_solved and high - low > most // 200:
+        middle = (low + min(high, best.peak_bytes)) // 2
+        answer = solver.solve(graph, budget_bytes=middle)
+        low, high, best = (low, middle, answer) if answer.is_solved else (middle, min(high, best.peak_bytes), best)
+    return best
 
 
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
