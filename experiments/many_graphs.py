@@ -34,7 +34,7 @@ def main() -> int:
         command, cwd=HERE.parents[1], env={**os.environ, "REMAT_EXAMPLES": str(options.examples)}, text=True, stdout=subprocess.PIPE
     )
     print(run.stdout)
-    seen = [line.strip(" -") for line in run.stdout.splitlines() if "examples" in line or "Stopped because" in line]
+    seen = [line.strip(" -") for line in run.stdout.splitlines() if "passing" in line or "Stopped because" in line]
     result = {
         "environment": made,
         "examples": options.examples,
