@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.13
+from torch.fx.experimental import proxy_tensor  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "set_call",
     "suggest_memory_format",
     "unwrap_failure",
+    "with_autocast_cache",
     "with_python_kernels",
     "without_leaf_warnings",
     "without_modes",
@@ -84,6 +86,30 @@ def backward_without_autocast() -> Iterator[None]:
     """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`, 2.13)."""
     with functorch_config.patch(backward_pass_autocast="off"):
         yield
+
+
+@contextmanager
+def with_autocast_cache() -> Iterator[None]:
+    """Traces with autocast's cache as plain PyTorch runs (`proxy_tensor.disable_autocast_cache`, 2.13).
+
+    A parameter is then cast once, however often it is read, and the gradients of all reads are summed in the lower
+    precision, before the cast back. What was cached while tracing must not be met outside, nor the other way round.
+    """
+
+    @contextmanager
+    def cleared() -> Iterator[None]:
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+    plain = proxy_tensor.disable_autocast_cache
+    proxy_tensor.disable_autocast_cache = cleared
+    try:
+        yield
+    finally:
+        proxy_tensor.disable_autocast_cache = plain
 
 
 def is_associative_scan(target: object) -> bool:
