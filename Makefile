@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench experiments clean
 
 demo: $(STAMP)
 	$(BIN)/python -m remat demo
@@ -20,6 +20,11 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.bench
+
+# The field's figures and tables that two cores can make, in about half an hour; one at a time with python -m experiments.NAME.
+FIGURES := lecture_chain static_memory transformer_arithmetic reverse_price attention depth_growth sharding side_by_side checkmate_figures
+experiments: $(STAMP)
+	for name in $(FIGURES); do echo "== $$name"; $(BIN)/python -m experiments.$$name || exit 1; done
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage demo

@@ -1,0 +1,229 @@
+"""Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653), on traced training steps.
+
+    python -m experiments.checkmate_figures [--time-limit S] [--models NAME ...]
+
+*Figure 5*: extra compute against memory, float32, roofline costs, at the paper's batch sizes and resolutions: VGG16 (256
+images of 224 x 224), MobileNet (512; V2 here, V1 there), U-Net (32 of 416 x 608). Every heuristic, rounding and the MILP
+of the paper on V100 costs, beside `auto` and its proved bound; `auto` and its bound on A100 and H100 costs.
+*Table 2*: cost over the best proved bound, geometric mean over the budgets that a strategy can meet. The paper divides by
+the optimum of its MILP.
+*Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass above keeping everything, by strategy.
+Sizes and costs are linear in the batch: traced at two batch sizes, and interpolated.
+
+What differs from the paper, by cause: costs are computed from the device's rates and not measured; graphs have every
+operator of PyTorch's backward and not one node a layer; a budget bounds the whole step, gradients and workspace included.
+Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_figure6.png` and prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import remat
+from experiments.figures import draw, fake_tensors, legend_below, table, write
+from experiments.vision import PUBLISHED_BATCH, STEPS
+from remat.graph import Graph
+from remat.plot_style import BLUE, GREEN, GREY, INK, LINES, ORANGE, RED, new_figure, quiet
+from remat.schedule import Schedule, simulate
+from remat.solution import Solution
+from remat.solvers import make_solver
+from remat.solvers.frontier import frontier_solutions
+
+DEVICES = ("V100", "A100", "H100")
+HEURISTICS = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linear-sqrt", "linear-greedy")
+METHODS = (*HEURISTICS, "lp-rounding", "milp", "auto")
+IN_FIGURE_6 = ("keep-all", *HEURISTICS, "auto")
+NUM_BUDGETS = 7
+MEMORIES = {"16 GB": 16 * 10**9, "80 GB": 80 * 10**9}
+_LARGEST_BATCH = 8192
+# Table 2 of the paper; its MobileNet is V1, "Griewank" and networks that are not here are left out.
+PUBLISHED_RATIOS = {
+    "MobileNetV2": {"ap-sqrt": 1.14, "ap-greedy": 1.07, "lp-rounding": 1.06},
+    "VGG16": {"ap-sqrt": 1.28, "ap-greedy": 1.06, "lp-rounding": 1.01},
+    "U-Net": {"ap-sqrt": 1.27, "ap-greedy": 1.23, "lp-rounding": 1.03},
+}
+
+
+def traced(name: str, batch: int, device: str) -> Graph:
+    """Returns the training step of a network at a batch size; nothing is allocated."""
+    with fake_tensors():
+        model, kwargs = STEPS[name](batch)
+    return remat.trace(model.train(), kwargs=kwargs, costs=f"roofline:{device}")
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    """Returns the peak of keeping everything."""
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def budgets_of(graph: Graph) -> list[int]:
+    """Returns budgets from the least known to keeping everything."""
+    least, most = remat.minimum(graph).peak_bytes, keep_all_bytes(graph)
+    return [least + (most - least) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS)]
+
+
+def curves(graph: Graph, methods: Sequence[str], time_limit_s: float) -> dict[str, list[Solution]]:
+    """Returns the solutions of each method for each budget."""
+    budgets = budgets_of(graph)
+    found: dict[str, list[Solution]] = {}
+    for method in methods:
+        solver = make_solver(method, time_limit_s=time_limit_s)
+        if method == "auto":
+            found[method] = frontier_solutions(graph, budgets, solver)
+        else:
+            found[method] = [solver.solve(graph, budget_bytes=budget) for budget in budgets]
+        print(f"  {method}: {[round(100 * s.overhead, 2) if s.is_solved else None for s in found[method]]} %", flush=True)
+    return found
+
+
+def bounds_of(found: dict[str, list[Solution]]) -> list[float]:
+    """Returns the best proved bound for each budget."""
+    return [max(s.lower_bound_s for s in at) for at in zip(*found.values(), strict=True)]
+
+
+def ratios(found: dict[str, list[Solution]]) -> dict[str, float | None]:
+    """Returns each method's cost over the best bound: the geometric mean over the budgets that it meets."""
+    bounds, result = bounds_of(found), {}
+    for method, solutions in found.items():
+        logs = [math.log(s.cost_s / bound) for s, bound in zip(solutions, bounds, strict=True) if s.is_solved]
+        result[method] = math.exp(math.fsum(logs) / len(logs)) if logs else None
+    return result
+
+
+def at_batch(small: Graph, large: Graph, batches: tuple[int, int], batch: int) -> Graph:
+    """Returns a graph whose sizes, workspaces and costs are interpolated between two traces."""
+    share = (batch - batches[0]) / (batches[1] - batches[0])
+
+    def between(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    pairs = zip(small.operators, large.operators, strict=True)
+    operators = tuple(
+        replace(a, cost_s=between(a.cost_s, b.cost_s), workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes)))
+        for a, b in pairs
+    )
+    values = tuple(
+        replace(a, size_bytes=round(between(a.size_bytes, b.size_bytes))) for a, b in zip(small.values, large.values, strict=True)
+    )
+    return replace(small, operators=operators, values=values)
+
+
+def largest_batch(pair: tuple[Graph, Graph], batches: tuple[int, int], method: str, memory: int, time_limit_s: float) -> int:
+    """Returns the largest batch that fits with at most one more forward pass of compute; bisection."""
+    solver = make_solver(method, time_limit_s=time_limit_s)
+
+    def is_good(batch: int) -> bool:
+        graph = at_batch(*pair, batches, batch)
+        limit_s = graph.cost_s + sum(op.cost_s for op in graph.operators[: graph.num_forward])
+        solution = solver.solve(graph, budget_bytes=memory)
+        return solution.is_solved and solution.cost_s <= limit_s * (1 + 1e-9)
+
+    low, high = 0, 1
+    while high <= _LARGEST_BATCH and is_good(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 100):  # to one in a hundred
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_good(middle) else (low, middle)
+    return low
+
+
+def figure_6(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
+    """Yields the largest batch by strategy and memory."""
+    batches = (PUBLISHED_BATCH[name] // 2, PUBLISHED_BATCH[name])
+    pair = (traced(name, batches[0], "V100"), traced(name, batches[1], "V100"))
+    assert pair[0].num_operators == pair[1].num_operators
+    for label, memory in MEMORIES.items():
+        for method in IN_FIGURE_6:
+            batch = largest_batch(pair, batches, method, memory, time_limit_s)
+            print(f"  {name}, {label}, {method}: {batch}", flush=True)
+            yield {"model": name, "memory": label, "method": method, "batch": batch}
+
+
+def draw_figure_5(graphs: dict[str, dict[str, Any]]) -> None:
+    """Draws extra compute against memory, one panel a network, V100 costs."""
+    figure = new_figure("Extra compute against memory (Checkmate, figure 5), V100 roofline costs", width=13, height=5.4)
+    panels = np.atleast_1d(figure.subplots(1, len(graphs)))
+    colours = dict(zip(METHODS, (*LINES, "#b0519d", INK, BLUE), strict=True)) | {"auto": BLUE, "milp": RED, "lp-rounding": ORANGE}
+    markers = dict(zip(METHODS, "o^sDvP*X.", strict=True))
+    for axes, (name, record) in zip(panels, graphs.items(), strict=True):
+        quiet(axes, x_label="memory of the whole step (GB)", y_label="extra compute over keeping everything (%)", grid="both")
+        axes.set_title(f"{name}, batch {PUBLISHED_BATCH[name]}", fontsize=10.5, loc="left")
+        x = [budget / 1e9 for budget in record["budgets"]]
+        axes.plot(x, record["bound_percent"], color=GREEN, linewidth=2, linestyle=(0, (4, 2)), label="proved: less is impossible")
+        for method, points in record["overhead_percent"].items():
+            style = markers[method] + ("-" if method == "auto" else "")
+            y = [np.nan if point is None else point for point in points]
+            axes.plot(x, y, style, color=colours[method], markersize=7 if method in ("auto", "milp") else 5, label=method)
+        axes.axvline(record["keep_all_bytes"] / 1e9, color=GREY, linestyle=":", linewidth=1.2, label="keeping everything")
+        axes.set_ylim(bottom=-1)
+    legend_below(figure, list(panels), columns=6)
+    draw("checkmate_figure5", figure)
+
+
+def draw_figure_6(rows: list[dict[str, Any]]) -> None:
+    """Draws the largest batches as bars."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure = new_figure("Largest batch with at most one more forward pass of compute (Checkmate, figure 6)", width=13, height=5)
+    panels = np.atleast_2d(figure.subplots(1, len(names)))[0]
+    for axes, name in zip(panels, names, strict=True):
+        quiet(axes, y_label="images a step")
+        axes.set_title(name, fontsize=10.5, loc="left")
+        for place, (memory, colour) in enumerate(zip(MEMORIES, (BLUE, ORANGE), strict=True)):
+            heights = [row["batch"] for row in rows if row["model"] == name and row["memory"] == memory]
+            bars = axes.bar(np.arange(len(heights)) + 0.4 * place, heights, 0.38, color=colour, label=memory)
+            axes.bar_label(bars, fontsize=7, color=INK)
+        axes.set_xticks(np.arange(len(IN_FIGURE_6)) + 0.2, IN_FIGURE_6, rotation=40, ha="right")
+    legend_below(figure, list(panels))
+    draw("checkmate_figure6", figure)
+
+
+def figure_5(name: str, device: str, time_limit_s: float) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Returns a panel's points, all methods on the paper's device and `auto` on the others, and the row of table 2."""
+    graph = traced(name, PUBLISHED_BATCH[name], device)
+    print(f"{name} on {device}: {graph.num_operators} operators", flush=True)
+    found = curves(graph, METHODS if device == "V100" else ("auto",), time_limit_s)
+    record = {
+        "model": name,
+        "device": device,
+        "batch": PUBLISHED_BATCH[name],
+        "operators": graph.num_operators,
+        "step_s": graph.cost_s,
+        "keep_all_bytes": keep_all_bytes(graph),
+        "budgets": [s.budget_bytes for s in found["auto"]],
+        "bound_percent": [100 * (bound / graph.cost_s - 1) for bound in bounds_of(found)],
+        "overhead_percent": {m: [100 * s.overhead if s.is_solved else None for s in f] for m, f in found.items()},
+        "seconds": {m: [round(s.wall_s, 2) for s in f] for m, f in found.items()},
+    }
+    return record, ratios(found)
+
+
+def main() -> None:
+    """Runs, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
+    parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
+    options = parser.parse_args()
+    panels, table_2 = [], {}
+    for name in options.models:
+        for device in DEVICES:
+            record, row = figure_5(name, device, options.time_limit)
+            panels.append(record)
+            if device == "V100":
+                table_2[name] = row
+    batches = [row for name in options.models for row in figure_6(name, min(4.0, options.time_limit))]
+    content = {"figure_5": panels, "table_2": table_2, "table_2_published": PUBLISHED_RATIOS, "figure_6": batches}
+    write("checkmate_figures", {"time_limit_s": options.time_limit, **content})
+    draw_figure_5({panel["model"]: panel for panel in panels if panel["device"] == "V100"})
+    draw_figure_6(batches)
+    cells = [[m, *(f"{r:.3f}" if (r := table_2[n][m]) else "-" for n in table_2)] for m in METHODS]
+    print(table(cells, ["cost over the best bound", *table_2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The HTML report of the demo's GPT at 60 %, as a picture of a real browser; the guide shows it.
+
+    python -m experiments.report_page [--keep FOLDER]
+
+Needs the extras `report` and `browser`. Writes `results/report_page.png`, `results/report_page.json`, and into FOLDER the page itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import remat
+from experiments.figures import RESULTS, write
+from remat.demo import GPT, example_batch
+from remat.report import Report
+
+SEED = 0
+BUDGET = "60%"
+_DRAWN = "window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle ? JSON.stringify(document.body.scrollHeight) : ''"
+
+
+def main() -> None:
+    """Plans, writes the page, opens it and takes its picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, default=None, help="folder for the page")
+    keep = parser.parse_args().keep
+    torch.manual_seed(SEED)
+    graph = remat.trace(GPT(), (example_batch(),))
+    curve = remat.frontier(graph, 8, time_limit_s=4.0)
+    solution = remat.solve(graph, BUDGET, time_limit_s=20.0)
+    with tempfile.TemporaryDirectory() as folder:
+        page = (keep or Path(folder)) / "report.html"
+        Report(graph, solution).save(page, curve=curve, title="GPT of the demo")
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("browser.py")),
+            str(page),
+            _DRAWN,
+            str(RESULTS / "report_page.png"),
+            "1280",
+            "2250",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seen = json.loads(done.stdout.splitlines()[-1])
+        numbers = {"page_bytes": page.stat().st_size, "height": seen["value"], "errors": seen["errors"], "requests": seen["requests"]}
+    plan = {"budget_bytes": solution.budget_bytes, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "gap": solution.gap}
+    write("report_page", {**numbers, **plan}, seed=SEED)
+    print(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What PyTorch offers and what `remat` does, on the same training steps: measured peak against measured step time.
+
+    python -m experiments.side_by_side [--pairs N]
+
+A GPT with dropout and a ResNet on this machine's CPU, one thread:
+
+- plain PyTorch;
+- `torch.utils.checkpoint` around every block;
+- the same with selective checkpointing: products and convolutions are saved, the rest is computed again;
+- `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers replaced by PyTorch's so that masks
+  can be compared);
+- `remat` from 100 % to the least, and its predicted peak.
+
+Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and backward over the plain
+step's, medians of pairs that take turns. Gradients of one step from the same seed are compared with plain's: equal to the bit,
+close (to 1e-3 of the largest), or wrong; wrong ones are crossed out in the picture. rockmate 2.0.0 can't be run beside them: its
+dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it imports. Writes `results/side_by_side.json` and `.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import remat
+from experiments.comparison import peak_bytes, state_after_step
+from experiments.figures import draw, legend_below, table, write
+from experiments.models import GPT, Workload
+from remat.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
+
+SEED = 0
+BUDGETS = ("100%", "80%", "60%", "45%", "least")
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+TIME_LIMIT_S = 10.0
+_PRODUCTS = {
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
+}  # fmt: skip
+Make = Callable[[Workload], Workload]
+
+
+def gpt() -> Workload:
+    """Six layers of width 128, 8 x 128 tokens, dropout 0.1."""
+    return Workload(GPT(), {"ids": torch.randint(0, 512, (8, 128))})
+
+
+def resnet() -> Workload:
+    """ResNet-18's shapes, 16 images of 64 x 64."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    model = ResNetForImageClassification(config).train()
+    return Workload(model, {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.arange(16) % 2})
+
+
+MODELS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "ResNet-18": resnet}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks that a user would checkpoint."""
+    if isinstance(model, GPT):
+        return list(model.blocks)
+    return [layer for stage in model.resnet.encoder.stages for layer in stage.layers]  # type: ignore[union-attr]
+
+
+def checkpointed(workload: Workload, **options: Any) -> Workload:
+    """Puts `torch.utils.checkpoint` around every block."""
+    for block in blocks_of(workload.model):
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return workload
+
+
+def selective(workload: Workload) -> Workload:
+    """The same, with products and convolutions saved."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpointed(workload, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+
+
+def compiled(workload: Workload, share: float) -> Workload:
+    """Compiles with Inductor, with a budget as a share of the saved activations."""
+    torch._functorch.config.activation_memory_budget = share
+    torch._inductor.config.fallback_random = True
+    call: Any = torch.compile(workload.model)
+    return Workload(call, workload.kwargs)
+
+
+def planned(workload: Workload, budget: int | str) -> Workload:
+    """Plans with remat."""
+    return Workload(remat.checkpoint(workload.model, budget, time_limit_s=TIME_LIMIT_S), workload.kwargs)
+
+
+def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
+    """Yields the family, the label and how to make each way of training."""
+    yield "plain PyTorch", "plain", lambda plain: plain
+    yield "checkpoint a block", "blocks", checkpointed
+    yield "selective checkpoint a block", "selective", selective
+    for share in SHARES:
+        yield "Inductor, activation_memory_budget", f"{share:g}", functools.partial(compiled, share=share)
+    graph = remat.trace(workload.model, kwargs=dict(workload.kwargs), costs="profile")
+    least = remat.minimum(graph).peak_bytes
+    for budget in BUDGETS:
+        yield "remat", budget, functools.partial(planned, budget=least if budget == "least" else budget)
+
+
+def verdict(found: list[torch.Tensor], plain: list[torch.Tensor]) -> tuple[str, float]:
+    """Returns whether gradients are equal, close or wrong, and the largest difference over the largest plain one."""
+    scale = max(g.abs().max().item() for g in plain)
+    off = max((a - b).abs().max().item() for a, b in zip(found, plain, strict=True)) / scale
+    return ("equal" if off == 0 else "close" if off < 1e-3 else "wrong"), off
+
+
+def gradients(workload: Workload) -> list[torch.Tensor]:
+    """Returns the gradients of a step from a fixed seed."""
+    state_after_step(workload, SEED)
+    return [p.grad.clone() for p in workload.model.parameters() if p.grad is not None]
+
+
+def paces(workload: Workload, plain: Workload, pairs: int) -> tuple[float, float]:
+    """Returns the median CPU time of a step, and of its ratio to the plain step beside it."""
+    times = []
+    for _ in range(pairs):
+        pair = []
+        for one in (workload, plain):
+            one.model.zero_grad(set_to_none=True)
+            start = time.process_time()
+            one.step()
+            pair.append(time.process_time() - start)
+        times.append(pair)
+    return statistics.median(t for t, _ in times), statistics.median(mine / theirs for mine, theirs in times)
+
+
+def measured(name: str, pairs: int) -> Iterator[dict[str, Any]]:
+    """Yields one row for each way of training one model."""
+    torch.manual_seed(SEED)
+    original = MODELS[name]()
+    plain = copy.deepcopy(original)
+    truth = gradients(plain)
+    for family, label, make in ways(copy.deepcopy(original)):
+        torch._dynamo.reset()
+        workload = make(copy.deepcopy(original))
+        for _ in range(2):  # plans and compiles
+            gradients(workload)
+        told, off = verdict(gradients(workload), truth)
+        step_s, ratio = paces(workload, plain, pairs)
+        row = {"model": name, "family": family, "label": label, "peak_bytes": peak_bytes(workload), "step_s": step_s, "ratio": ratio}
+        if family == "remat":
+            solution = remat.report(workload.model).solution
+            row |= {"predicted_peak_bytes": solution.peak_bytes, "predicted_overhead": solution.overhead, "gap": solution.gap}
+        yield row | {"gradients": told, "gradient_difference": off}
+    torch._functorch.config.activation_memory_budget = 1.0
+
+
+_COLOURS = dict(
+    zip(("plain PyTorch", "checkpoint a block", "selective checkpoint a block", "Inductor, activation_memory_budget", "remat"),
+        (GREY, ORANGE, GREEN, "#7b4fa3", BLUE), strict=True)
+)  # fmt: skip
+
+
+def picture(rows: list[dict[str, Any]]) -> None:
+    """Draws step time against peak, a panel a model."""
+    figure = new_figure("The same training step by several ways (CPU, one thread)", width=12, height=5.2)
+    panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
+    for axes, name in zip(panels, MODELS, strict=True):
+        quiet(axes, x_label="measured peak of the step (MiB)", y_label="measured CPU time over the plain step's", grid="both")
+        axes.set_title(name, fontsize=10.5, loc="left")
+        mine = [row for row in rows if row["model"] == name]
+        for family, colour in _COLOURS.items():
+            group = sorted((row for row in mine if row["family"] == family), key=lambda row: row["peak_bytes"])
+            x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
+            axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
+            for row, at, height in zip(group, x, y, strict=True):
+                axes.annotate(row["label"], (at, height), xytext=(6, 5), textcoords="offset points", fontsize=7.5, color=colour)
+        wrong = [row for row in mine if row["gradients"] == "wrong"]
+        axes.plot(
+            [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x", color=RED, markersize=13,
+            markeredgewidth=2.2, linestyle="", label="wrong gradients",
+        )  # fmt: skip
+        axes.set_xlim(left=0)
+    legend_below(figure, list(panels))
+    draw("side_by_side", figure)
+
+
+def main() -> None:
+    """Runs everything on one thread, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9, help="steps of each way, each beside a plain one (default: 9)")
+    pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
+    rows = []
+    for name in MODELS:
+        for row in measured(name, pairs):
+            rows.append(row)
+            print(row, flush=True)
+    write("side_by_side", {"pairs": pairs, "rows": rows}, seed=SEED)
+    picture(rows)
+    cells = []
+    for row in rows:
+        peak, ratio = f"{row['peak_bytes'] / 2**20:.1f} MiB", f"{row['ratio']:.2f}"
+        cells.append([f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]])
+    print(table(cells, ["", "measured peak", "time over plain", "gradients"]))
+
+
+if __name__ == "__main__":
+    main()
