@@ -36,7 +36,7 @@ def everything(graph: Graph) -> np.ndarray:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
 def test_with_everything_free_it_is_the_optimum(seed: int, share: float) -> None:
     graph = tiny_graph(seed)
