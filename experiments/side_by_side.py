@@ -40,7 +40,7 @@ from remat.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
 
 SEED = 0
 BUDGETS = ("100%", "80%", "60%", "45%", "least")
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+SHARES = (1.0, 0.5, 0.0)
 TIME_LIMIT_S = 10.0
 _PRODUCTS = {
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
