@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .autocast_cache import autocast_cache
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
 from .measure import FirstStepMeter
 from .plain_kernels import plain_kernels
 from .rewrite import SplitStep, split
 from .solution import Solution
-from .torch_private import aot_autograd, backward_without_autocast, is_associative_scan, is_graph_kept, with_autocast_cache
+from .torch_private import aot_autograd, backward_without_autocast, is_associative_scan, is_graph_kept
 from .tracers.aot import TracedStep, read_joint
 from .tracers.costs import CostModel
 
@@ -90,7 +91,7 @@ def make_backend(
         trace_and_compile = aot_autograd(
             fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
         )
-        with backward_without_autocast(), with_autocast_cache(), plain_kernels():
+        with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled = trace_and_compile(module, example_inputs)
         return _refuse_gradients(compiled, refused) if refused else compiled
 

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from . import torch_private
+from .autocast_cache import autocast_cache
 from .budget import describe_bytes
 from .capture import device_type, refuse_opaque_memory, refuse_scans, runs_once
 from .errors import TraceError
@@ -289,7 +290,7 @@ class Piecewise:
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return _boxed(pieces[-1].run_backward)
 
-        with torch_private.backward_without_autocast(), plain_kernels():
+        with torch_private.backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled: Callable[..., Any] = torch_private.aot_autograd(
                 fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
             )(module, example_inputs)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from torch._ops import OpOverload, OpOverloadPacket  # 2.13
 from torch._prims_common import suggest_memory_format  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
+from torch.fx.experimental import proxy_tensor  # 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.13
-from torch.fx.experimental import proxy_tensor  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "aot_autograd",
+    "autocast_cache_left_on",
     "at_end_of_backward",
     "backward_without_autocast",
     "call_plain",
@@ -45,6 +47,7 @@ __all__ = [
     "is_dense",
     "is_graph_break",
     "is_graph_kept",
+    "is_inside_autocast_cast",
     "is_profiling",
     "run_counting_allocations",
     "saved_tensors",
@@ -52,7 +55,7 @@ __all__ = [
     "set_call",
     "suggest_memory_format",
     "unwrap_failure",
-    "with_autocast_cache",
+    "with_kernel",
     "with_python_kernels",
     "without_leaf_warnings",
     "without_modes",
@@ -89,27 +92,36 @@ def backward_without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def with_autocast_cache() -> Iterator[None]:
-    """Traces with autocast's cache as plain PyTorch runs (`proxy_tensor.disable_autocast_cache`, 2.13).
-
-    A parameter is then cast once, however often it is read, and the gradients of all reads are summed in the lower
-    precision, before the cast back. What was cached while tracing must not be met outside, nor the other way round.
-    """
-
-    @contextmanager
-    def cleared() -> Iterator[None]:
-        torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
-
-    plain = proxy_tensor.disable_autocast_cache
-    proxy_tensor.disable_autocast_cache = cleared
+def autocast_cache_left_on() -> Iterator[None]:
+    """Traces the joint graph with autocast's cache on where it is on (`proxy_tensor.disable_autocast_cache`, 2.13)."""
+    private: Any = proxy_tensor
+    plain = private.disable_autocast_cache
+    private.disable_autocast_cache = nullcontext
     try:
         yield
     finally:
-        proxy_tensor.disable_autocast_cache = plain
+        private.disable_autocast_cache = plain
+
+
+@contextmanager
+def with_kernel(operator: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Traces what `make` makes of a composite operator's kernel in its place (`py_kernels`, `_op_dk`, 2.13)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = operator.py_kernels.get(key)
+    operator.py_kernels[key] = make(before or partial(operator._op_dk, key))
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.pop(key)
+        operator.py_kernels.update({key: before} if before else {})
+        operator._dispatch_cache.clear()
+
+
+def is_inside_autocast_cast(device_type: str) -> bool:
+    """True in what autocast itself calls, below its own dispatch key (`_dispatch_tls_is_dispatch_key_excluded`, 2.13)."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 def is_associative_scan(target: object) -> bool:
