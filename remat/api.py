@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from . import torch_private
+from .blocks import PlannedBlocks, remove_blocks
 from .budget import Budget, parse_budget
 from .capture import GraphBreak, device_type, make_backend
+from .distributed import planned_part
 from .errors import RematError, ScheduleError, TraceError
 from .fakes import on_fakes
 from .graph import Graph
@@ -44,6 +46,7 @@ def checkpoint(
     model: Module,
     budget: Budget,
     *,
+    blocks: Iterable[nn.Module] | None = None,
     reserve_bytes: int = 0,
     solver: str | Solver = "auto",
     costs: str | CostModel = "profile",
@@ -62,6 +65,9 @@ def checkpoint(
         model: any module. Its class, parameters and `state_dict` keys stay.
         budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything). It bounds the peak of
             everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
+        blocks: submodules, such as `model.layers`: only they are captured and planned, what lies between them runs as it is, and
+            the budget is over all. For parameters sharded by FSDP2 (call this first, then `fully_shard` each block and the model),
+            and for DDP, which then sends a block's gradients while the backward goes on.
         reserve_bytes: kept free for what the step can't see, such as optimizer state.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         costs: "profile" times each distinct operator on the device at hand, once, and remembers it on disk;
@@ -78,7 +84,12 @@ def checkpoint(
     """
     _check_module(model)
     options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate)
-    return _install(model, PlannedCall(model, Plans(options), costs, differentiate=differentiate))
+    part = planned_part(model)
+    if blocks is None:
+        torch_private.set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
+    else:
+        torch_private.set_call(part, PlannedBlocks(part, blocks, Plans(options), costs))
+    return model
 
 
 def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "roofline", differentiate: str = "scalars") -> Module:
@@ -91,23 +102,21 @@ def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "rooflin
     _check_module(model)
     if solution.schedule is None:
         raise ScheduleError(f"this solution has no schedule to run: its status is {solution.status}")
-    return _install(model, PlannedCall(model, FixedPlan(solution), costs, differentiate=differentiate))
+    part = planned_part(model)
+    torch_private.set_call(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
+    return model
 
 
 def unwrap(model: Module) -> Module:
     """Undoes `checkpoint` or `wrap`, and returns the plain model: the same object."""
-    torch_private.set_call(model, None)
+    remove_blocks(model)
+    torch_private.set_call(planned_part(model), None)
     return model
 
 
 def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
-
-
-def _install(model: Module, call: PlannedCall) -> Module:
-    torch_private.set_call(model, call)
-    return model
 
 
 def trace(
@@ -248,7 +257,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         TraceError: the model was not planned, or has not run a step yet.
     """
-    call = torch_private.get_call(model)
+    call = torch_private.get_call(planned_part(model))
     if not isinstance(call, PlannedCall):
         raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
     if call.piecewise is not None and call.piecewise.last in call.piecewise.plans:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from . import torch_private
+from .capture import device_type
 from .pieces import JoinedStep
 from .piecewise import Piecewise
-from .capture import device_type
-from .runtime import FixedPlan, Plans, PlannedCall, run_compiled, tensors_in
+from .runtime import FixedPlan, PlannedCall, Plans, run_compiled, tensors_in
 from .sharding import outside_bytes, sharding_of, with_sharding
 from .tracers.costs import CostModel, resolve_costs
 

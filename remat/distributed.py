@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import torch_private
-from .budget import describe_bytes
 from .errors import BudgetError, SolverError, TraceError
 from .graph import Graph
 from .solution import Solution
@@ -72,7 +72,7 @@ def solve_once(graph: Graph, asked: str, solve: Callable[[], Solution], *, time_
     return _read(msgspec.json.decode(zlib.decompress(store.get(key)), type=_Answer))
 
 
-def _solve_for_all(store: dist.Store, key: str, solve: Callable[[], Solution]) -> Solution:
+def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solution:
     answer = _Answer(dist.get_rank(), message="it was interrupted")
     try:
         solution = solve()
@@ -122,7 +122,10 @@ def bucket_bytes() -> int:
     return sum(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
 
 
-def describe_buckets() -> str:
-    """What a budget error adds inside of `DistributedDataParallel`."""
-    held = bucket_bytes()
-    return f"; DistributedDataParallel's buckets hold {describe_bytes(held)}" if held else ""
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuses to capture whole what FSDP2 gathers part by part."""
+    if any(torch_private.is_fully_sharded(part) for part in module.modules()):
+        raise TraceError(
+            f"{type(module).__name__} is sharded by fully_shard, whose parameters are gathered block by block and not for the model as a "
+            "whole; plan the blocks under one budget, remat.checkpoint(model, budget, blocks=model.layers), then shard them and the model"
+        )

@@ -275,7 +275,20 @@ def keep_all_bytes(graph: Graph) -> int:
     return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
-def fits(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> Fit:
+def fits(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str = "",
+    budget: Budget | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
+    reserve_bytes: int = 0,
+    is_accumulating: bool = False,
+    autocast: torch.dtype | None = None,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 20.0,
+) -> Fit:
     """Returns whether a training step of `model(*args, **kwargs)` fits, what it holds, and the least overhead at which it does.
 
     Nothing is allocated, no device is needed: the model may be on the meta device (`with torch.device("meta"):`), so
@@ -299,5 +312,15 @@ def fits(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         ValueError: an unknown device or optimizer, or a malformed budget.
         TraceError: the step can't be captured as one graph.
     """
-    question = Question.of(model, **options)
+    question = Question.of(
+        model,
+        device=device,
+        budget=budget,
+        optimizer=optimizer,
+        reserve_bytes=reserve_bytes,
+        is_accumulating=is_accumulating,
+        autocast=autocast,
+        solver=solver,
+        time_limit_s=time_limit_s,
+    )
     return question.answer(question.trace(args, kwargs))

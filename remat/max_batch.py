@@ -95,7 +95,7 @@ def max_batch(
         budget: what the step may hold; all of the device's memory by default.
         limit: the largest batch to think about.
         points: how many batches are planned, from the largest that needs no recomputation to the largest that fits.
-        options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`, `time_limit_s` for each plan, ...
+        **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`, `time_limit_s` for each plan, ...
 
     Raises:
         ValueError: a budget that is a percentage, an unknown device or optimizer.

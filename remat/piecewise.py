@@ -425,9 +425,10 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
     found: dict[int, Value] = {}
     for name, tensor, value_kind in named:
         if tensor.layout == torch.strided:
-            size_bytes = -(-tensor.untyped_storage().nbytes() // rounded_to) * rounded_to if tensor.device.type == kind else 0
+            size_bytes = -(-torch_private.held_bytes(tensor) // rounded_to) * rounded_to if tensor.device.type == kind else 0
             dtype = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(tensor.untyped_storage()._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
+            storage = torch_private.local_part(tensor).untyped_storage()
+            found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
     return found
 
 

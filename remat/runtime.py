@@ -15,6 +15,7 @@ from torch import fx, nn
 from . import torch_private
 from .budget import Budget, describe_bytes, parse_budget
 from .capture import GraphBreak, Piece, device_type, make_backend, needs_gradient
+from .distributed import bucket_bytes, refuse_sharded, solve_once
 from .errors import BudgetError, RematError, ScheduleError, TraceError
 from .graph import Graph
 from .piecewise import Piecewise, Step
@@ -108,21 +109,30 @@ class Plans:
         self._known: dict[tuple[Graph, int], Solution] = {}
 
     def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
-        """Returns the solution for a captured step, `unplanned_bytes` are held back beside the reserve."""
+        """Returns the solution for a captured step, the same on all ranks; `unplanned_bytes` are held back beside the reserve."""
         key = step.graph.fingerprint
-        options, held_bytes = self.options, self.options.reserve_bytes + unplanned_bytes
+        held_bytes = self.options.reserve_bytes + unplanned_bytes + bucket_bytes()
         found = next((s for (g, held), s in self._known.items() if held == held_bytes and g.fingerprint == key and g == step.graph), None)
         if found is None:
-            found = solve_graph(
-                step.graph,
-                options.budget,
+            found = self._known[step.graph, held_bytes] = self._solve(step.graph, held_bytes)
+        return found
+
+    def _solve(self, graph: Graph, held_bytes: int) -> Solution:
+        options, keep_all = self.options, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        budget_bytes = parse_budget(options.budget, keep_all_bytes=keep_all + bucket_bytes())
+
+        def solve() -> Solution:
+            return solve_graph(
+                graph,
+                budget_bytes,
                 solver=options.solver,
                 time_limit_s=options.time_limit_s,
                 gap=options.gap,
                 reserve_bytes=held_bytes,
             )
-            self._known[step.graph, held_bytes] = found
-        return found
+
+        asked = f"{budget_bytes} {held_bytes} {options.solver} {options.gap} {options.time_limit_s}"
+        return solve_once(graph, asked, solve, time_limit_s=options.time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -182,6 +192,8 @@ class PlannedCall:
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         check_gradient(self.module, args, kwargs)
+        if self.piecewise is None:
+            refuse_sharded(self.module)
         start = time.perf_counter()
         result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
@@ -208,8 +220,8 @@ def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
 def model_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers on the module's device, shared ones once, as the device's allocator rounds them."""
     kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
-    storages = [t.untyped_storage() for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
-    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
+    sizes = {torch_private.local_part(t).untyped_storage()._cdata: torch_private.held_bytes(t) for t in tensors}
     return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
 
 
@@ -290,6 +302,11 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     if "budget" not in given:
         raise ValueError('the backend "remat" needs a budget: torch.compile(model, backend="remat", options={"budget": "8GiB"})')
     options = Options(**given)
+    if bucket_bytes() and torch_private.is_ddp_optimizer_on():
+        raise TraceError(
+            "inside of DistributedDataParallel torch.compile cuts the graph along its buckets, and one budget is for one graph; set "
+            "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
+        )
     reason = torch_private.compile_reason(module)
     if reason is not None and reason.graph_break:
         raise TraceError(

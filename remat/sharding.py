@@ -18,7 +18,7 @@ from torch import nn
 
 from .graph import Graph, Operator, Phase, Value, ValueKind
 from .pieces import JoinedStep
-from .torch_private import is_sharded, local_part
+from .torch_private import held_bytes, is_sharded
 
 _PINNED = "it is a collective of FSDP2, and is not planned"
 
@@ -41,7 +41,7 @@ class Sharding:
 
 def sharding_of(model: nn.Module, joined: JoinedStep, num_resident: int, outside_bytes: int) -> Sharding | None:
     """Returns how the parameters of a model's blocks are sharded, asked after a forward; None where they are not."""
-    shard_bytes = sum(local_part(p).nbytes for p in model.parameters() if is_sharded(p))
+    shard_bytes = sum(held_bytes(p) for p in model.parameters() if is_sharded(p))
     full_bytes = sum(joined.graph.values[v].size_bytes for v in _gathered(joined, num_resident))
     if not shard_bytes or not full_bytes:
         return None

@@ -6,6 +6,8 @@ Supported: torch 2.11 to 2.15. Each name below was checked with 2.13.0.
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
@@ -33,22 +35,31 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
+    "active_ddp",
     "aot_autograd",
-    "autocast_cache_left_on",
     "at_end_of_backward",
+    "autocast_cache_left_on",
     "backward_without_autocast",
     "call_plain",
+    "call_with_forward",
     "capture_settings",
     "compile_reason",
     "corrected_fakes",
     "get_call",
+    "held_bytes",
     "is_associative_scan",
     "is_compiled_node",
+    "is_ddp_optimizer_on",
     "is_dense",
+    "is_first_fsdp",
+    "is_fully_sharded",
     "is_graph_break",
     "is_graph_kept",
     "is_inside_autocast_cast",
     "is_profiling",
+    "is_sharded",
+    "local_part",
+    "rank_store",
     "run_counting_allocations",
     "saved_tensors",
     "sequence_number",
@@ -69,7 +80,7 @@ def capture_settings() -> Iterator[None]:
     One module may be compiled for any number of shapes, each with its plan, and anew where a hook
     came or went. Recurrent networks are captured. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
     """
-    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
     with dynamo_config.patch(
         {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
     ):
@@ -139,6 +150,57 @@ def is_graph_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that `fully_shard` was called on (2.13)."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    return library is not None and isinstance(module, library.FSDPModule)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a tensor of which each rank has a part (`DTensor`, 2.13)."""
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(tensor, library.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor, all of it where it is not sharded (`DTensor._local_tensor`, 2.13)."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the memory behind a tensor: of a sharded one the largest part that a rank has, so that all ranks agree (`DTensor`, 2.13)."""
+    if not is_sharded(tensor):
+        return tensor.untyped_storage().nbytes()
+    sizes: list[int] = list(tensor.shape)
+    for place, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if placement.is_shard():
+            sizes[placement.dim] = -(-sizes[placement.dim] // tensor.device_mesh.size(place))  # type: ignore[attr-defined]
+    return math.prod(sizes) * tensor.element_size()
+
+
+def rank_store(prefix: str) -> Any:
+    """Returns the key-value store that all ranks share (`_get_default_store`, 2.13)."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    return PrefixStore(prefix, _get_default_store())
+
+
+def active_ddp() -> nn.Module | None:
+    """Returns the `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`, 2.13)."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
+
+
+def is_ddp_optimizer_on() -> bool:
+    """True where dynamo cuts graphs inside of `DistributedDataParallel` along its buckets (`get_optimize_ddp_mode`, 2.13)."""
+    return torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+
+
+def is_first_fsdp(module: nn.Module) -> bool:
+    """True for `FullyShardedDataParallel`, the first generation (2.13)."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    return library is not None and isinstance(module, library.FullyShardedDataParallel)
+
+
 def _logging_functions() -> set[Callable[..., Any]]:
     public = {method for name, method in vars(logging.Logger).items() if callable(method) and not name.startswith("_")}
     return public | {warnings.warn}
@@ -147,6 +209,20 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls `module` as `module(...)` does where it was not compiled (`nn.Module._call_impl`, 2.13)."""
     return module._call_impl(*args, **kwargs)
+
+
+def call_with_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `module` plainly, hooks and all, with another forward (`nn.Module._call_impl` calls `self.forward`, 2.13)."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

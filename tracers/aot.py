@@ -122,7 +122,8 @@ class _Reader:
                 self._add_node(node)
         self._add_tangents()  # where the backward computes nothing, such as that of `x + noise`
         self._add_unread(model_bytes)
-        outputs = [self.value_of[node] for node in self.results if node in self.value_of]  # not a mesh of devices
+        tensors = [node for node in self.results if isinstance(node, fx.Node) and node in self.value_of]  # no mesh of devices
+        outputs = [self.value_of[node] for node in tensors]
         graph = Graph(
             values=tuple(self.values),
             operators=tuple(self.operators),

@@ -1,0 +1,254 @@
+"""Run by torchrun from `test_distributed.py`: checks that several ranks make together, their outcomes as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+from remat.blocks import PlannedBlocks
+from remat.runtime import PlannedCall
+from remat.solvers.base import Solver
+from remat.torch_private import get_call
+
+WIDTH, TOKENS, BATCH = 32, 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+class WithCollective(nn.Module):
+    """Between its two blocks the ranks agree on a mean, as in a batch norm over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        mean = collectives.all_reduce(x.detach().mean(0), "avg", list(range(dist.get_world_size())))
+        return self.second((x - mean).sin()).square().mean()  # type: ignore[no-any-return]
+
+
+@final
+@dataclass(frozen=True)
+class Counting(Solver):
+    """Counts how often this rank solved."""
+
+    count: ClassVar[list[int]] = [0]
+
+    def solve(self, graph: remat.Graph, *, budget_bytes: int) -> remat.Solution:
+        self.count[0] += 1
+        return remat.make_solver("auto", time_limit_s=2.0).solve(graph, budget_bytes=budget_bytes)
+
+
+def planned(model: nn.Module, budget: str = "70%", **options: Any) -> nn.Module:
+    return remat.checkpoint(model, budget, solver=Counting(), costs="flops", **options)
+
+
+def call_of(model: nn.Module) -> PlannedCall:
+    call = get_call(model.module if isinstance(model, DistributedDataParallel) else model)
+    assert isinstance(call, PlannedCall)
+    return call
+
+
+def plan_of(model: nn.Module) -> tuple[remat.Solution, int]:
+    """The plan of the last step, and the budget that it was made for."""
+    call = call_of(model)
+    if isinstance(call, PlannedBlocks):
+        plan = call.piecewise.plans[call.piecewise.last]
+        return plan.solution, plan.solution.budget_bytes + plan.unplanned_bytes
+    return call.pieces[-1].solution, call.pieces[-1].solution.budget_bytes
+
+
+def train(model: nn.Module, sizes: list[int] | None = None, seed: int | None = None) -> list[torch.Tensor]:
+    """Four steps; returns their losses and the last gradients; each rank has data and dropout of its own where no seed is given."""
+    seed = dist.get_rank() if seed is None else seed
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(100 + seed)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for size in sizes or [BATCH] * 4:
+        optimizer.zero_grad()
+        loss = model(torch.randn(size, TOKENS, WIDTH, generator=generator))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [local(t) for t in (*found, *(p.grad for p in model.parameters() if p.grad is not None))]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def difference(plain: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """The largest relative difference between the ranks' losses and gradients, 0.0 where all are equal to the bit."""
+    pairs = zip(plain, found, strict=True)
+    return max(float((a - b).abs().max() / a.abs().max()) if a.numel() and not torch.equal(a, b) else 0.0 for a, b in pairs)
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def compared(
+    base: nn.Module, plain: Callable[[nn.Module], nn.Module], ours: Callable[[nn.Module], nn.Module], seed: int | None = None
+) -> dict[str, Any]:
+    """Trains both, and says what the ranks found."""
+    expected, before = train(plain(copy.deepcopy(base)), seed=seed), Counting.count[0]
+    model = ours(copy.deepcopy(base))
+    differs = difference(expected, train(model, seed=seed))
+    (solution, budget_bytes), report = plan_of(model), remat.report(model)
+    assert solution.schedule is not None and report.measured_peak_bytes is not None
+    return {
+        "difference": max(of_all_ranks(differs)),
+        "plans": len(set(of_all_ranks(solution.schedule.steps))),
+        "solved": sum(of_all_ranks(Counting.count[0] - before)),
+        "overhead": solution.overhead,
+        "measured": max(of_all_ranks(report.measured_peak_bytes)) / budget_bytes,
+    }
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if isinstance(part, Block)]
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def ddp() -> dict[str, Any]:
+    return compared(Net(), DistributedDataParallel, lambda m: DistributedDataParallel(planned(m, "60%")))
+
+
+def ddp_from_outside() -> dict[str, Any]:
+    return compared(Net(), DistributedDataParallel, lambda m: planned(DistributedDataParallel(m), "60%"))
+
+
+def ddp_blocks() -> dict[str, Any]:
+    return compared(Net(), DistributedDataParallel, lambda m: DistributedDataParallel(planned(m, "75%", blocks=blocks_of(m))))
+
+
+def fsdp() -> dict[str, Any]:
+    return compared(Net(), sharded, lambda m: sharded(planned(m, "75%", blocks=blocks_of(m))))
+
+
+def fsdp_sharded_first() -> dict[str, Any]:
+    return compared(Net(), sharded, lambda m: planned(sharded(m), "75%", blocks=blocks_of(m)))
+
+
+def fsdp_whole_is_refused() -> dict[str, Any]:
+    return {"message": refusal(lambda: sharded(planned(Net()))(torch.randn(2, TOKENS, WIDTH)))}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def parallel(model: nn.Module) -> nn.Module:
+        for block in blocks_of(model):
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    return compared(Net(), parallel, lambda m: planned(parallel(m)), seed=0)
+
+
+def a_collective_runs_once() -> dict[str, Any]:
+    found = compared(WithCollective(), lambda m: m, lambda m: planned(m, "50%"))
+    counts, batch = [], torch.randn(BATCH, TOKENS, WIDTH)
+    for model in (WithCollective(), planned(WithCollective(), "50%")):
+        model(batch).backward()
+        before = number_of_collectives()
+        model(batch).backward()
+        counts.append(number_of_collectives() - before)
+    return {**found, "collectives": counts}
+
+
+def number_of_collectives() -> int:
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr, no-any-return]
+
+
+def a_smaller_last_batch_on_one_rank() -> dict[str, Any]:
+    """Its rank plans it alone: no other rank is waited for."""
+    sizes = [BATCH, BATCH, 21 if dist.get_rank() == dist.get_world_size() - 1 else BATCH]
+    base, before = Net(), Counting.count[0]
+    expected = train(DistributedDataParallel(copy.deepcopy(base)), sizes)
+    found = train(DistributedDataParallel(planned(copy.deepcopy(base), "60%")), sizes)
+    return {"difference": max(of_all_ranks(difference(expected, found))), "solved": of_all_ranks(Counting.count[0] - before)}
+
+
+def a_budget_that_cannot_be_met() -> dict[str, Any]:
+    model = DistributedDataParallel(planned(Net(), "10KiB"))
+    return {"messages": of_all_ranks(refusal(lambda: model(torch.randn(3, TOKENS, WIDTH))))}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except remat.RematError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+CHECKS: dict[int, list[Callable[[], dict[str, Any]]]] = {
+    2: [
+        ddp, ddp_from_outside, ddp_blocks, fsdp, tensor_parallel, a_collective_runs_once,
+        a_smaller_last_batch_on_one_rank, a_budget_that_cannot_be_met, fsdp_whole_is_refused,
+    ],
+    4: [ddp, fsdp, fsdp_sharded_first],
+}  # fmt: skip
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    for check in CHECKS[dist.get_world_size()]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        found = check()
+        if dist.get_rank() == 0:
+            (output / f"{check.__name__}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Several ranks: what is planned trains as what is not, by one plan, solved once, within one budget a rank.
+
+The checks themselves are in `distributed_checks.py`, which torchrun starts once for 2 ranks and once for 4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+
+def launch(num_ranks: int, script: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script), *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(num_ranks: int) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        done = launch(num_ranks, HERE / "distributed_checks.py", str(folder))
+        results = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        return results if done.returncode == 0 else {**results, "failure": done.stderr[-4000:]}
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "tolerance"),
+    [
+        (2, "ddp", 0.0),
+        (2, "ddp_from_outside", 0.0),
+        (2, "ddp_blocks", 0.0),
+        (2, "fsdp", 0.0),
+        (2, "tensor_parallel", 0.0),
+        (2, "a_collective_runs_once", 0.0),
+        (4, "ddp", 1e-4),  # four gradients are summed in the order of their place in a bucket, which is another one here
+        (4, "fsdp", 0.0),
+        (4, "fsdp_sharded_first", 0.0),
+    ],
+)
+def test_training_is_that_of_plain_ranks(found: Any, num_ranks: int, name: str, tolerance: float) -> None:
+    results = found(num_ranks)
+    assert name in results, results["failure"]
+    result = results[name]
+    assert result["difference"] <= tolerance
+    assert result["plans"] == 1, "every rank runs the same plan"
+    assert result["overhead"] > 0
+    assert result["measured"] <= 1.06  # gloo releases what it sends in threads of its own, at times of its own
+
+
+def test_a_plan_is_solved_on_one_rank(found: Any) -> None:
+    assert found(2)["ddp"]["solved"] == 1
+    assert found(2)["ddp_from_outside"]["solved"] == 0  # the same step, planned before
+    assert found(4)["fsdp"]["solved"] == 1
+
+
+def test_a_collective_is_never_computed_again(found: Any) -> None:
+    assert found(2)["a_collective_runs_once"]["collectives"] == [1, 1]
+
+
+def test_a_rank_with_a_smaller_batch_keeps_nobody_waiting(found: Any) -> None:
+    result = found(2)["a_smaller_last_batch_on_one_rank"]
+    assert result["difference"] == 0.0
+    assert result["solved"] == [0, 1]
+
+
+def test_a_budget_that_cannot_be_met_is_an_error_on_every_rank(found: Any) -> None:
+    messages = found(2)["a_budget_that_cannot_be_met"]["messages"]
+    assert len(messages) == 2 and all(m.startswith("BudgetError: no schedule fits in the budget 10 KiB") for m in messages)
+    assert "are reserved" in messages[0]  # the buckets of DistributedDataParallel
+
+
+def test_sharded_parameters_are_planned_block_by_block_or_refused(found: Any) -> None:
+    assert "blocks=model.layers" in found(2)["fsdp_whole_is_refused"]["message"]
