@@ -114,7 +114,7 @@ def tradeoff_chart(solutions: Sequence[Solution], chosen: Solution | None, *, ke
     chart = _figure(x_label=labelled("memory of the whole step", scale, units), y_label="extra compute (%)", height=360)
     lines: dict[str, Any] = {}
     if solved:
-        lines |= _frontier(chart, solved, right, scale)
+        lines |= _frontier(chart, solved, right, scale, units)
     if chosen is not None and chosen.is_solved:
         label = f"this plan: {units.size_text(chosen.peak_bytes)}, {100 * chosen.overhead:.2f} % more compute"
         point = chart.scatter(
@@ -330,7 +330,7 @@ def _schedule_legend(chart: Any, points: dict[str, Any], parts: Composition) -> 
     _add_legend(chart, items)
 
 
-def _frontier(chart: Any, solved: Sequence[Solution], right: int, scale: Scale) -> dict[str, Any]:
+def _frontier(chart: Any, solved: Sequence[Solution], right: int, scale: Scale, units: Units) -> dict[str, Any]:
     peak = [s.peak_bytes for s in solved]
     overhead = np.minimum.accumulate([100 * s.overhead for s in solved])
     by_budget = sorted(solved, key=lambda s: s.budget_bytes)
@@ -344,7 +344,7 @@ def _frontier(chart: Any, solved: Sequence[Solution], right: int, scale: Scale) 
             "x": np.array(peak) / scale.factor,
             "y": overhead,
             "bound": [100 * s.overhead_bound for s in solved],
-            "size": [Units().size_text(size) if scale.name else f"{size:,}" for size in peak],
+            "size": [units.size_text(size) for size in peak],
         }
     )
     points = chart.scatter("x", "y", source=source, size=8, color=BLUE, line_color="white")
