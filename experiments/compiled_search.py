@@ -1,0 +1,87 @@
+"""What compiling the search's inner loops brings: the same code with numba and in plain Python.
+
+    python -m experiments.compiled_search [--output FILE]
+
+Annealing moves a second and one greedy schedule with eviction, each in a process of its own, on random layered training
+graphs at 70 % of the peak. CPU time of one thread, after the compiler is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments.environment import environment
+
+HERE = Path(__file__).resolve()
+SEED = 0
+_NODES = (50, 200)  # forward nodes; a step has twice as many operators and one more
+_MOVES = {"compiled": 200_000, "plain": 500}
+
+
+def measure(way: str) -> list[dict[str, Any]]:
+    """Returns a row a graph, in this process, which sees numba or does not."""
+    import numpy as np
+
+    from remat.schedule import Schedule, simulate
+    from remat.solvers.eviction import Rule, steps_with_eviction
+    from remat.solvers.local_search import LocalSearch, Round
+    from remat.tracers.synthetic import random_layered
+
+    rows = []
+    for num_nodes in _NODES:
+        graph = random_layered(num_nodes, seed=SEED)
+        budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 70 // 100
+        start = np.arange(graph.num_operators)
+        LocalSearch(graph, budget_bytes=budget, seed=SEED).run(start, Round(20, 1e-3, 1e-6))  # waits for the compiler
+        local, began = LocalSearch(graph, budget_bytes=budget, seed=SEED), time.process_time()
+        local.run(start, Round(_MOVES[way], 1e-3, 1e-6))
+        annealing_s = time.process_time() - began
+        steps_with_eviction(graph, budget, Rule.CHEAP)
+        began = time.process_time()
+        steps_with_eviction(graph, budget, Rule.CHEAP)
+        eviction_s = time.process_time() - began
+        rows.append({"operators": graph.num_operators, "moves_a_s": _MOVES[way] / annealing_s, "eviction_s": eviction_s})
+    return rows
+
+
+def _in_a_process(way: str) -> list[dict[str, Any]]:
+    run = subprocess.run(
+        [sys.executable, "-m", "experiments.compiled_search", "--way", way], check=True, capture_output=True, text=True, cwd=HERE.parents[1]
+    )
+    rows: list[dict[str, Any]] = json.loads(run.stdout)
+    return rows
+
+
+def main() -> None:
+    """Measures both ways, prints their ratio and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "compiled_search.json")
+    parser.add_argument("--way", choices=list(_MOVES), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        if options.way == "plain":
+            sys.modules["numba"] = None  # type: ignore[assignment]  # not installed, as far as this process can tell
+        print(json.dumps(measure(options.way)))
+        return
+    result: dict[str, Any] = {"environment": environment(seed=SEED), **{way: _in_a_process(way) for way in _MOVES}}
+    result["ratio"] = [
+        {
+            "operators": fast["operators"],
+            "moves_a_s": round(fast["moves_a_s"] / slow["moves_a_s"], 1),
+            "eviction_s": round(slow["eviction_s"] / fast["eviction_s"], 1),
+        }
+        for fast, slow in zip(result["compiled"], result["plain"], strict=True)
+    ]
+    print(json.dumps(result["ratio"], indent=1))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
