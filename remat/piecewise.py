@@ -67,7 +67,7 @@ class Piece:
         self._steps: dict[Copied, TracedStep] = {}
         self._numbers: dict[tuple[Copied, Schedule], int] = {}
         self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
-        self._provisional: tuple[int, Schedule] | None = None
+        self.first: tuple[Copied, Schedule] | None = None  # what it runs before it is planned
 
     def step(self, copied: Copied) -> TracedStep:
         """Returns the piece with copies of some inputs and results."""
@@ -86,27 +86,22 @@ class Piece:
             self._halves.append((forward, backward))
         return self._numbers[copied, schedule]
 
-    @property
-    def provisional_copies(self) -> Copied:
-        """Every tensor that the piece is given or hands over, and that is not the model's own."""
-        if self.runner.is_trace:
-            return frozenset()
+    def provisional(self, args: Sequence[Any]) -> int:
+        """The halves that hold the least memory, and copy what passes; on fake tensors, those that keep everything."""
+        if self.first is None:
+            copied = frozenset() if self.runner.is_trace else self._all_copied(args)
+            graph = self.step(copied).graph
+            steps = range(graph.num_operators) if self.runner.is_trace else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
+            self.first = (copied, Schedule.from_steps(graph, tuple(steps)))
+        return self.number(*self.first)
+
+    def _all_copied(self, args: Sequence[Any]) -> Copied:
+        """Every tensor that the piece is given or hands over, and that is no parameter."""
         inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
-        places = [("input", i) for i, node in enumerate(inputs) if i not in self.static_inputs and _is_dense(node)]
+        given = [("input", i) for i, node in enumerate(inputs) if not isinstance(args[i], nn.Parameter) and _is_dense(node)]
         results: Any = self.joint.graph.output_node().args[0]
         made = [("result", i) for i, node in enumerate(results[: self.num_forward]) if _is_dense(node) and node.op == "call_function"]
-        return frozenset(places + made)
-
-    def provisional(self) -> tuple[int, Schedule]:
-        """The halves that hold the least memory, and their schedule; on fake tensors, those that keep everything."""
-        if self._provisional is None:
-            graph = self.step(self.provisional_copies).graph
-            if self.runner.is_trace:
-                schedule = Schedule.keep_all(graph)
-            else:
-                schedule = Schedule.from_steps(graph, minimum(graph, time_limit_s=_PROVISIONAL_S).steps)
-            self._provisional = (self.number(self.provisional_copies, schedule), schedule)
-        return self._provisional
+        return frozenset(given + made)
 
     def run_forward(self, args: list[Any]) -> Any:
         """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
@@ -205,7 +200,7 @@ class Session:
         turn = len(self.pieces)
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
             self.plan = None  # another path than the last time: the rest runs with the least memory
-        number = piece.provisional()[0] if self.plan is None else self.plan.numbers[turn]
+        number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
         self.pieces.append(piece)
         self.numbers.append(number)
         self._inputs = self._note("input", args)
@@ -230,7 +225,8 @@ class Session:
         found: list[set[tuple[str, int]]] = [set() for _ in self.pieces]
         for turn, kind, place, reference, version in self.versions:
             tensor = reference()
-            if tensor is not None and tensor._version != version and (kind, place) in self.pieces[turn].provisional_copies:
+            first = self.pieces[turn].first
+            if tensor is not None and tensor._version != version and first and (kind, place) in first[0]:
                 found[turn].add((kind, place))
         return list(map(frozenset, found))
 
@@ -280,7 +276,7 @@ class Piecewise:
             refuse_opaque_memory(joint)
             piece = self._piece(Piece(self, joint, num_fwd_outputs, static_lifetime_input_indices or ()))
             pieces.append(piece)
-            step = piece.step(piece.provisional_copies)
+            step = piece.step(frozenset())
             halves = split(step, Schedule.keep_all(step.graph))
             return halves.forward, halves.backward
 
@@ -352,9 +348,10 @@ class Piecewise:
         self.joined = joined_with(copies)
         if self.plan_of is None:
             return
-        first = joined_with([piece.provisional_copies for piece in session.pieces])
+        firsts = [piece.first for piece in session.pieces if piece.first is not None]
         self._install(session.pieces, copies, self.joined)
-        self._warn(first, [piece.provisional()[1] for piece in session.pieces], self.plans[tuple(session.pieces)].solution)
+        if len(firsts) == len(session.pieces):
+            self._warn(joined_with([copied for copied, _ in firsts]), [schedule for _, schedule in firsts], path=tuple(session.pieces))
 
     def _install(self, pieces: Sequence[Piece], copies: Sequence[Copied], joined: JoinedStep, unplanned_bytes: int = 0) -> None:
         assert self.plan_of is not None
@@ -365,7 +362,8 @@ class Piecewise:
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, joined.freed_bytes)
         self.plans[tuple(pieces)] = JoinedPlan(joined, solution, numbers, tuple(copies), unplanned_bytes, meter)
 
-    def _warn(self, first: JoinedStep, schedules: Sequence[Schedule], solution: Solution) -> None:
+    def _warn(self, first: JoinedStep, schedules: Sequence[Schedule], path: tuple[Piece, ...]) -> None:
+        solution = self.plans[path].solution
         peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
         if peak_bytes > solution.budget_bytes:
             _LOG.warning(
