@@ -69,12 +69,15 @@ def _is_cached(value: Any) -> bool:
     return is_trained_leaf and value.dtype is torch.float32
 
 
+def _is_caching(device_type: str, dtype: torch.dtype) -> bool:
+    is_on = is_inside_autocast_cast(device_type) and torch.is_autocast_cache_enabled()
+    return is_on and dtype is torch.get_autocast_dtype(device_type)
+
+
 def _remembering(plain: Callable[..., Any]) -> Callable[..., Any]:
     def to(x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
         casts: dict[torch.dtype, torch.Tensor] | None = getattr(x, _CASTS, None)
-        kind = x.device.type
-        is_cached = dtype is torch.get_autocast_dtype(kind) and is_inside_autocast_cast(kind) and torch.is_autocast_cache_enabled()
-        if casts is None or not is_cached:
+        if casts is None or not _is_caching(x.device.type, dtype):
             return plain(x, dtype, *args, **kwargs)
         if dtype not in casts:
             casts[dtype] = plain(x, dtype, *args, **kwargs)
