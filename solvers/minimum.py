@@ -1,9 +1,9 @@
 """The least budget: a schedule with a small peak, and a proof of how small no peak can be.
 
 The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
-and the LP relaxation of the window model with the peak as objective. The schedule is greedy recomputation with eviction
-under the smallest budget at which it does not get stuck, found by bisection for each of its rules; what a schedule
-costs is capped at `MAX_FACTOR` times the cost of keeping everything.
+and the LP relaxation of the window model with the peak as objective. The schedule is the leanest of these, annealed: keep
+nothing; one segment a block (`per_block`); and greedy recomputation with eviction under the smallest budget at which it
+does not get stuck, found by bisection for each of its rules, at a cost of at most `MAX_FACTOR` times that of keeping all.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
 """
@@ -25,6 +25,7 @@ from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
 from .on_demand import forward_length, steps_on_demand
+from .per_block import block_schedules
 from .search import keeps_regions
 from .window import WindowModel
 
@@ -63,12 +64,8 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     deadline = time.perf_counter() + time_limit_s
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
-    best_peak, best_steps = keep_all, np.arange(graph.num_operators)
+    best_peak, best_steps = _leanest_simple(graph)
     step = max(int(keep_all * _PRECISION), 1)
-    if graph.num_operators > MOST_OPERATORS_TO_EVICT:
-        everything = np.array(steps_on_demand(graph, ()))
-        peak = simulate(graph, Schedule.from_steps(graph, everything.tolist())).peak_bytes
-        best_peak, best_steps = min((best_peak, best_steps), (peak, everything), key=lambda pair: pair[0])
     can_evict = graph.num_operators <= MOST_OPERATORS_TO_EVICT and (is_eviction_ready() or time_limit_s > COMPILER_S)
     for rule in Rule if can_evict else ():
         low, high = floor, best_peak
@@ -83,6 +80,14 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     best_steps = _compress(graph, best_steps, best_peak, floor, deadline)
     peak = simulate(graph, Schedule.from_steps(graph, best_steps.tolist())).peak_bytes
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def _leanest_simple(graph: Graph) -> tuple[int, Ints]:
+    """Returns peak and steps of the schedule with the least peak of those that take no search."""
+    candidates = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
+    peaks = [simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes for steps in candidates]
+    best = min((k for k, steps in enumerate(candidates) if k == 0 or keeps_regions(graph, steps)), key=lambda k: peaks[k])
+    return peaks[best], np.array(candidates[best], np.int64)
 
 
 def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> Ints:

@@ -40,7 +40,7 @@ class PerBlock(Solver):
         Raises:
             SolverError: the operators' modules name no two blocks.
         """
-        members = list(_members(graph))
+        members = list(block_schedules(graph))
         if not members:
             named = sum(bool(op.module) for op in graph.operators)
             raise SolverError(
@@ -61,7 +61,7 @@ def block_of(module: str, depth: int) -> str:
     return ".".join(parts[: numbered[min(depth, len(numbered)) - 1] + 1]) if numbered else ""
 
 
-def _members(graph: Graph) -> Iterator[list[int]]:
+def block_schedules(graph: Graph) -> Iterator[list[int]]:
     """Yields one schedule a depth that at least half of the operators inside blocks reach.
 
     A block's own small `Sequential` (`blocks.3.mlp.0`) does not make a depth; stages of blocks do.
