@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import remat
 
 from .planned import assert_same, call_of, keep_nothing, planned, repeat_anything
 
@@ -173,3 +176,33 @@ def test_products_in_float8() -> None:
     assert_same(*ends)
     targets = [op.target for op in call_of(model).pieces[0].step.graph.operators]
     assert targets.count("aten._scaled_mm.default") == 8  # the first input needs no gradient
+
+
+class Attentive(nn.Module):
+    """Layer norms in float32 around products in bfloat16; returns its loss."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = layer(norm(x).softmax(-1))
+        return x.float().pow(2).mean()
+
+
+def test_casts_of_the_forward_are_computed_again_before_anything_else() -> None:
+    """They are the cheapest, and what they are made from is there anyway: a parameter, or what a softmax keeps for its backward."""
+    model, x = Attentive(), torch.randn(1024, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = remat.trace(model, (x,))
+    cost_of: dict[str, float] = {}
+    for op in graph.operators:
+        cost_of[op.target] = max(op.cost_s, cost_of.get(op.target, 0.0))
+    others = ("aten.native_layer_norm.default", "aten._softmax.default", "aten.addmm.default")
+    assert cost_of["aten._to_copy.default"] < min(cost_of[target] for target in others)
+    steps = remat.solve(graph, "85%", time_limit_s=5.0).schedule
+    assert steps is not None
+    repeated = [graph.operators[i] for i, times in Counter(steps.steps).items() if times > 1]
+    assert {op.target for op in repeated if op.phase is remat.Phase.FORWARD} == {"aten._to_copy.default"}
