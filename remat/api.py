@@ -10,27 +10,16 @@ from torch import nn
 from . import torch_private
 from .blocks import PlannedBlocks, remove_blocks
 from .budget import Budget, parse_budget
-from .capture import GraphBreak, device_type, make_backend
+from .capture import GraphBreak, device_type
 from .distributed import planned_part
-from .errors import RematError, ScheduleError, TraceError
+from .errors import ScheduleError, TraceError
 from .fakes import on_fakes
 from .graph import Graph
 from .pieces import JoinedStep
 from .piecewise import Piecewise
+from .plans import FixedPlan, Options, Plans, solve_graph
 from .report import Report
-from .runtime import (
-    FixedPlan,
-    Options,
-    PlannedCall,
-    Plans,
-    check_gradient,
-    compile_call,
-    model_bytes,
-    nothing_to_differentiate,
-    run_compiled,
-    solve_graph,
-    tensors_in,
-)
+from .runtime import PlannedCall, captured_step, check_gradient, compile_call, nothing_to_differentiate, run_compiled, tensors_in
 from .schedule import Schedule, simulate
 from .solution import Solution
 from .solvers import Solver, make_solver
@@ -54,17 +43,22 @@ def checkpoint(
     gap: float = 0.005,
     executor: str = "eager",
     differentiate: str = "scalars",
+    plan_cache: bool = True,
 ) -> Module:
     """Makes `model` train inside a memory budget, and returns it: the same object.
 
-    The step is captured, planned and rewritten at the first call with gradients enabled, and again
-    for every new input shape. Outputs, gradients, buffers and the random stream stay those of the
-    plain model. Under `torch.no_grad()` the plain module runs.
+    The step is captured, planned and rewritten at the first call with gradients enabled. Outputs, gradients, buffers and the
+    random stream stay those of the plain model. Under `torch.no_grad()` the plain module runs.
+
+    A new input shape is captured and planned in turn; where the schedule of another shape fits, as for the last batch of an
+    epoch, it is improved for a tenth of `time_limit_s` at most. Sizes that `torch._dynamo.mark_dynamic(tensor, dim, max=...)`
+    declares on the inputs of the first call are planned for at their largest, and smaller ones take over that schedule at once.
 
     Args:
         model: any module. Its class, parameters and `state_dict` keys stay.
-        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything). It bounds the peak of
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest shape so far). It bounds the peak of
             everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
+        plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found there again.
         blocks: submodules, such as `model.layers`: only they are captured and planned, what lies between them runs as it is, and
             the budget is over all. For parameters sharded by FSDP2 (call this first, then `fully_shard` each block and the model),
             and for DDP, which then sends a block's gradients while the backward goes on.
@@ -83,7 +77,7 @@ def checkpoint(
         TraceError: at the first call, where the step can't be captured.
     """
     _check_module(model)
-    options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate)
+    options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache)
     part = planned_part(model)
     if blocks is None:
         torch_private.set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
@@ -159,24 +153,7 @@ def trace_step(
     if not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
     check_gradient(model, args, kwargs or {})
-    captured: list[TracedStep] = []
-
-    def plan(step: TracedStep) -> Solution:
-        captured.append(step)
-        raise _CapturedError
-
-    model_costs = resolve_costs(costs, on_device_type or device_type(model))
-    with on_fakes(model, args, kwargs or {}, on_device_type) as (fake_args, fake_kwargs):
-        backend = make_backend(plan, model_costs, lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model))
-        compiled = compile_call(model, backend)
-        try:
-            run_compiled(compiled, fake_args, fake_kwargs)
-        except Exception as error:
-            if not isinstance(torch_private.unwrap_failure(error), _CapturedError):
-                raise
-    if not captured:
-        raise TraceError(nothing_to_differentiate(model))
-    return captured[0]
+    return captured_step(model, args, kwargs or {}, costs=costs, differentiate=differentiate, on_device_type=on_device_type)
 
 
 def trace_pieces(
@@ -196,10 +173,6 @@ def trace_pieces(
     if runner.joined is None:
         raise TraceError(nothing_to_differentiate(model))
     return runner.joined
-
-
-class _CapturedError(RematError):
-    """Ends a trace once the graph is there: nothing has to run."""
 
 
 def solve(

@@ -16,7 +16,8 @@ from . import torch_private
 from .capture import device_type
 from .pieces import JoinedStep
 from .piecewise import Piecewise
-from .runtime import FixedPlan, PlannedCall, Plans, run_compiled, tensors_in
+from .plans import FixedPlan, Plans
+from .runtime import PlannedCall, run_compiled, tensors_in
 from .sharding import outside_bytes, sharding_of, with_sharding
 from .tracers.costs import CostModel, resolve_costs
 
@@ -26,7 +27,8 @@ class PlannedBlocks(PlannedCall):
 
     def __init__(self, module: nn.Module, blocks: Iterable[nn.Module], plan: Plans | FixedPlan, costs: str | CostModel) -> None:
         self.module, self.plan = module, plan
-        self.costs = resolve_costs(costs, device_type(module))
+        self.device_type, self.differentiate = device_type(module), "all"
+        self.costs = resolve_costs(costs, self.device_type)
         self.pieces = []
         self.captured_s = 0.0
         self.blocks = list(blocks)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import platformdirs
 
+from .budget import format_bytes
 from .errors import RematError
 from .graph import Graph
+from .plan_cache import PlanCache, plans_path
 from .solution import Solution
 from .solvers import make_solver
 
@@ -75,7 +77,10 @@ def _cache() -> Finding:
             pass
     except OSError as reason:
         return Finding("cache", False, f"{folder} can't be written: {reason.strerror}; measured costs would be lost")
-    return Finding("cache", True, f"{folder} can be written")
+    plans = PlanCache(plans_path())
+    sizes = [status.st_size for _, status in plans.files()]
+    held = f"{len(sizes)} plans of {format_bytes(sum(sizes))} in {plans.folder.name}, of at most {format_bytes(plans.limit_bytes)}"
+    return Finding("cache", True, f"{folder} can be written; {held}")
 
 
 def _self_check() -> Finding:

@@ -11,172 +11,36 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from . import torch_private
-from .budget import Budget, describe_bytes, parse_budget
-from .capture import GraphBreak, Piece, device_type, make_backend, needs_gradient
-from .distributed import bucket_bytes, refuse_sharded, solve_once
-from .errors import BudgetError, RematError, ScheduleError, TraceError
-from .graph import Graph
-from .piecewise import Piecewise, Step
-from .schedule import Schedule, simulate
-from .solution import Solution, Status
-from .solvers import Solver, make_solver
+from .capture import GraphBreak, Piece, Planner, device_type, make_backend, needs_gradient
+from .distributed import bucket_bytes, refuse_sharded
+from .errors import RematError, TraceError
+from .fakes import on_fakes
+from .piecewise import Piecewise
+from .plans import FixedPlan, Options, Plans
+from .solution import Solution
+from .tracers.aot import TracedStep
 from .tracers.costs import CostModel, resolve_costs
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a step is planned.
-
-    Attributes:
-        budget: bytes, or a text such as "8GiB" or "60%".
-        reserve_bytes: held back from the budget for what the step can't see (optimizer state).
-        solver: name of a solver, or a solver.
-        costs: name of a cost model, or a cost model.
-        time_limit_s: how long the solver may take.
-        gap: the solver stops as soon as it proved this gap.
-        executor: "eager" runs the rewritten step operator by operator.
-        differentiate: "scalars" or "all", see `make_backend`.
-    """
-
-    budget: Budget
-    reserve_bytes: int = 0
-    solver: str | Solver = "auto"
-    costs: str | CostModel = "profile"
-    time_limit_s: float = 60.0
-    gap: float = 0.005
-    executor: str = "eager"
-    differentiate: str = "scalars"
-
-    def __post_init__(self) -> None:
-        parse_budget(self.budget, keep_all_bytes=1 << 60)
-        if self.reserve_bytes < 0:
-            raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
-        if self.executor != "eager":
-            raise ValueError(f'executor={self.executor!r} is not there; "eager" is')
-
-
-def solve_graph(
-    graph: Graph,
-    budget: Budget,
-    *,
-    solver: str | Solver = "auto",
-    time_limit_s: float = 60.0,
-    gap: float = 0.005,
-    reserve_bytes: int = 0,
-    progress: Callable[[Any], None] | None = None,
-) -> Solution:
-    """Returns the solution for `graph`, or raises `BudgetError` where there is none."""
-    if time_limit_s <= 0:
-        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all) - reserve_bytes
-    method = make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress) if isinstance(solver, str) else solver
-    solution = method.solve(graph, budget_bytes=budget_bytes)
-    if solution.is_solved:
-        return solution
-    raise _budget_error(graph, solution, reserve_bytes)
-
-
-def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> BudgetError:
-    is_proved = solution.status is Status.INFEASIBLE
-    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + reserve_bytes
-    budget_bytes = solution.budget_bytes + reserve_bytes
-    what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
-    reserved = f" (of which {describe_bytes(reserve_bytes)} are reserved)" if reserve_bytes else ""
-    held = f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}" if graph.resident_bytes else ""
-    return BudgetError(
-        f"{what} in the budget {describe_bytes(budget_bytes)}{reserved}: the least known to do is {describe_bytes(minimum_bytes)}{held}. "
-        "Raise the budget to at least that, or take a smaller batch.",
-        budget_bytes=budget_bytes,
-        minimum_bytes=minimum_bytes,
-        is_proved=is_proved,
-    )
-
-
-def _minimum_bytes(graph: Graph) -> int:
-    from .solvers.minimum import minimum
-
-    return minimum(graph).peak_bytes
-
-
-class Plans:
-    """Plans by graph: the same step at another place, or compiled again, is not solved again."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self._known: dict[tuple[Graph, int], Solution] = {}
-
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
-        """Returns the solution for a captured step, the same on all ranks; `unplanned_bytes` are held back beside the reserve."""
-        key = step.graph.fingerprint
-        held_bytes = self.options.reserve_bytes + unplanned_bytes + bucket_bytes()
-        found = next((s for (g, held), s in self._known.items() if held == held_bytes and g.fingerprint == key and g == step.graph), None)
-        if found is None:
-            found = self._known[step.graph, held_bytes] = self._solve(step.graph, held_bytes)
-        return found
-
-    def _solve(self, graph: Graph, held_bytes: int) -> Solution:
-        options, keep_all = self.options, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-        budget_bytes = parse_budget(options.budget, keep_all_bytes=keep_all + bucket_bytes())
-
-        def solve() -> Solution:
-            return solve_graph(
-                graph,
-                budget_bytes,
-                solver=options.solver,
-                time_limit_s=options.time_limit_s,
-                gap=options.gap,
-                reserve_bytes=held_bytes,
-            )
-
-        asked = f"{budget_bytes} {held_bytes} {options.solver} {options.gap} {options.time_limit_s}"
-        return solve_once(graph, asked, solve, time_limit_s=options.time_limit_s)
-
-
-@dataclass(frozen=True)
-class FixedPlan:
-    """One solution for one graph; any other graph is refused."""
-
-    solution: Solution
-
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
-        """Returns the solution where it was made for this very step."""
-        if unplanned_bytes:
-            raise BudgetError(
-                f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between its compiled pieces the step holds "
-                f"{describe_bytes(unplanned_bytes)} more than its budget; solve for a budget that is smaller by so much",
-                budget_bytes=self.solution.budget_bytes,
-                minimum_bytes=self.solution.budget_bytes + unplanned_bytes,
-                is_proved=False,
-            )
-        if self.solution.schedule is None:
-            raise ScheduleError(f"this solution has no schedule to run: its status is {self.solution.status}")
-        if step.graph.fingerprint != self.solution.fingerprint:
-            raise ScheduleError(
-                f"this plan is for another step: it was made for graph {self.solution.fingerprint}, and this model with this input is "
-                f"graph {step.graph.fingerprint} ({step.graph.num_operators} operators); trace and solve again with this model, "
-                "these shapes, this precision and this torch version"
-            )
-        return self.solution
 
 
 class PlannedCall:
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
-    and again for every new shape. A module that can't be captured whole runs piece by piece.
+    and again for every new shape. A step that finds gradients at the parameters, which accumulate, has a plan of its own that
+    leaves room for them. A module that can't be captured whole runs piece by piece, and there leaves no such room.
     """
 
     def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
         self.module, self.plan = module, plan
-        self.costs = resolve_costs(costs, device_type(module))
+        self.device_type, self.differentiate = device_type(module), differentiate
+        self.costs = resolve_costs(costs, self.device_type)
         self.pieces: list[Piece] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
-        backend = make_backend(plan, self.costs, self.pieces.append, differentiate=differentiate, model_bytes=model_bytes(module))
-        self._compiled = compile_call(module, backend)
+        self._whole: dict[int, Callable[..., Any]] = {}  # bytes of gradients that earlier steps left -> the step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`."""
@@ -195,26 +59,100 @@ class PlannedCall:
         if self.piecewise is None:
             refuse_sharded(self.module)
         start = time.perf_counter()
+        self._plan_largest(args, kwargs)
         result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
         if not self.pieces and not (self.piecewise and self.piecewise.plans):
             raise TraceError(nothing_to_differentiate(self.module))
         return result
 
+    def _plan_largest(self, args: Any, kwargs: Any) -> None:
+        """Plans for the largest sizes that the inputs declare, whose schedule then is that of every smaller one."""
+        tensors = tensors_in(args, kwargs)
+        if isinstance(self.plan, FixedPlan) or not any(torch_private.largest_shape(tensor) for tensor in tensors):
+            return
+        largest = pytree.tree_map_only(torch.Tensor, _at_its_largest, (args, kwargs))
+        try:
+            step = captured_step(self.module, *largest, costs=self.costs, differentiate=self.differentiate, on_device_type=self.device_type)
+        except GraphBreak:  # pieces are found in a real step only
+            return
+        self.plan(step, is_largest=True)
+
     def _run(self, args: Any, kwargs: Any) -> Any:
+        with torch_private.without_dynamic_marks(tensors_in(args, kwargs)):
+            return self._run_static(args, kwargs)
+
+    def _run_static(self, args: Any, kwargs: Any) -> Any:
         if self.piecewise is None:
             try:
-                return run_compiled(self._compiled, args, kwargs)
+                return run_compiled(self._whole_step(), args, kwargs)
             except GraphBreak as found:
                 self.piecewise = Piecewise(self.module, self.plan, self.costs)
                 self.piecewise.breaks[found.place] = None
-                self._compiled = compile_call(self.module, self.piecewise.backend, is_whole=False)
-        return self.piecewise.run(lambda: run_compiled(self._compiled, args, kwargs), tensors_in(args, kwargs))
+                self._in_pieces = compile_call(self.module, self.piecewise.backend, is_whole=False)
+        return self.piecewise.run(lambda: run_compiled(self._in_pieces, args, kwargs), tensors_in(args, kwargs))
+
+    def _whole_step(self) -> Callable[..., Any]:
+        """The step as one graph, planned beside the gradients that there are."""
+        held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
+        if held_bytes not in self._whole:
+            plan: Planner = partial(self.plan, unplanned_bytes=held_bytes)
+            size_bytes = model_bytes(self.module)
+            backend = make_backend(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
+            self._whole[held_bytes] = compile_call(self.module, backend)
+        return self._whole[held_bytes]
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets, which are counted apart."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None and p.grad.layout is torch.strided]
+    storages = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if not bucket_bytes() or _is_alone(g)}
+    return sum(storages.values())
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the largest sizes that `tensor` declares; itself where it declares none."""
+    shape = torch_private.largest_shape(tensor)
+    if not shape:
+        return tensor
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def captured_step(
+    model: nn.Module, args: Any, kwargs: Any, *, costs: str | CostModel, differentiate: str, on_device_type: str = ""
+) -> TracedStep:
+    """Captures one step on fake copies of parameters, buffers and inputs, and runs nothing."""
+    captured: list[TracedStep] = []
+
+    def plan(step: TracedStep) -> Solution:
+        captured.append(step)
+        raise _CapturedError
+
+    model_costs = resolve_costs(costs, on_device_type or device_type(model))
+    with on_fakes(model, args, kwargs, on_device_type) as (fake_args, fake_kwargs):
+        backend = make_backend(plan, model_costs, lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model))
+        compiled = compile_call(model, backend)
+        try:
+            run_compiled(compiled, fake_args, fake_kwargs)
+        except Exception as error:
+            if not isinstance(torch_private.unwrap_failure(error), _CapturedError):
+                raise
+    if not captured:
+        raise TraceError(nothing_to_differentiate(model))
+    return captured[0]
+
+
+class _CapturedError(RematError):
+    """Ends a trace once the graph is there: nothing has to run."""
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Returns the tensors among a call's arguments."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def model_bytes(module: nn.Module) -> int:
@@ -310,7 +248,8 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     reason = torch_private.compile_reason(module)
     if reason is not None and reason.graph_break:
         raise TraceError(
-            f"the step has a graph break ({reason.reason}), and this door plans one graph at a time; remat.checkpoint plans the pieces together"
+            f"the step has a graph break ({reason.reason}), and this door plans one graph at a time; "
+            "remat.checkpoint plans the pieces together"
         )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")

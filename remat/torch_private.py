@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ __all__ = [
     "is_inside_autocast_cast",
     "is_profiling",
     "is_sharded",
+    "largest_shape",
     "local_part",
     "rank_store",
     "run_counting_allocations",
@@ -68,6 +69,7 @@ __all__ = [
     "unwrap_failure",
     "with_kernel",
     "with_python_kernels",
+    "without_dynamic_marks",
     "without_leaf_warnings",
     "without_modes",
 ]
@@ -138,6 +140,27 @@ def is_inside_autocast_cast(device_type: str) -> bool:
 def is_associative_scan(target: object) -> bool:
     """True for the higher-order operator (`associative_scan_op`, 2.13)."""
     return target is associative_scan_op
+
+
+_MARKS = ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking")
+
+
+def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13); empty where none was."""
+    largest = {mark.dim: mark.max for mark in getattr(tensor, "_dynamo_dynamic_range", ()) if mark.max is not None}
+    return tuple(largest.get(dim, size) for dim, size in enumerate(tensor.shape)) if largest else ()
+
+
+@contextmanager
+def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hides what `mark_dynamic` noted on tensors (2.13): each shape is captured with its sizes."""
+    marked = [(vars(t), name) for t in tensors if hasattr(t, "_dynamo_dynamic_indices") for name in _MARKS if name in vars(t)]
+    hidden = [(own, name, own.pop(name)) for own, name in marked]
+    try:
+        yield
+    finally:
+        for own, name, value in hidden:
+            own[name] = value
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -342,7 +365,7 @@ def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[flo
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` once the backward that runs is over, as DDP and FSDP2 do (`queue_callback`, 2.13)."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
