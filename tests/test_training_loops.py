@@ -89,6 +89,22 @@ def test_gradient_accumulation(set_to_none: bool) -> None:
     assert_same_loop(loop)
 
 
+def test_gradients_of_earlier_steps_count() -> None:
+    """Naive: the plan of the first step, which found no gradients, serves those that add to them, and their peak is above the budget."""
+    model, x = Net(64), torch.randn(256, 64)
+    graph = remat.trace(model, (x,), costs="flops")
+    budget = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes * 3 // 4
+    remat.checkpoint(model, budget, costs="flops", time_limit_s=5.0)
+    for _ in range(3):
+        model(x).backward()
+    first, second = (piece.solution for piece in call_of(model).pieces)
+    held = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    resident = held + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    assert first.peak_bytes + held > budget
+    assert (first.budget_bytes, second.budget_bytes) == (budget, budget - held)
+    assert remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes + resident <= budget
+
+
 class Untied(nn.Module):
     """Where a weight has two uses in each of several forwards, nobody says in which order the gradients of all are added."""
 
