@@ -7,6 +7,7 @@ other libraries too.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,19 @@ def optimizer_memory(optimizer: str | MakeOptimizer, parameters: Iterable[nn.Par
             counted.peak_bytes = state_bytes = counted.held_bytes
             _step(made, name)
     return OptimizerMemory(name, state_bytes, counted.peak_bytes - state_bytes)
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Returns the bytes that an optimizer that is there holds, or will hold after its first step.
+
+    Wrappers of other libraries (`accelerate`, Lightning) are looked through.
+    """
+    while not type(optimizer).__module__.startswith("torch.optim") and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return optimizer_memory(lambda ps: type(optimizer)(ps, **defaults), parameters).state_bytes
 
 
 def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:

@@ -1,0 +1,160 @@
+"""Training libraries, the real ones: the same losses and weights, inside the budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.optimizer_memory import state_bytes_of
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+lightning = pytest.importorskip("lightning.pytorch")
+
+from remat.huggingface import RematCallback as TrainerPlan  # noqa: E402
+from remat.lightning import RematCallback as LightningPlan  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # theirs
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (count, 32), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Keeps the losses, and the report of each step that has one."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.reports: list[remat.Report] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        try:
+            self.reports.append(remat.report(model))
+        except remat.TraceError:
+            return
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.losses += [logs["loss"]] if "loss" in logs else []
+
+
+def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, Any]:
+    watch, model = Watch(), gpt2()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=8, max_steps=4, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, seed=3, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows(32), eval_dataset=rows(8), callbacks=[watch, *callbacks])
+    trainer.train()
+    trainer.evaluate()
+    return watch, model
+
+
+def test_trainer(tmp_path: Path) -> None:
+    options = {"bf16": True, "gradient_accumulation_steps": 2}
+    plain, plain_model = with_trainer(tmp_path, **options)
+    watch, model = with_trainer(tmp_path, TrainerPlan("70%", costs="flops", time_limit_s=2.0), **options)
+    assert watch.losses == plain.losses and len(set(watch.losses)) > 1
+    for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    report = watch.reports[-1]
+    assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.solution.budget_bytes
+    with pytest.raises(remat.TraceError, match="has no plan"):
+        remat.report(model)  # plain again
+
+
+def test_gradient_checkpointing_may_stay_enabled() -> None:
+    """Models that call `torch.utils.checkpoint` are planned as if they did not: nothing is recomputed twice."""
+
+    def step(change: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        model = gpt2().train()
+        change(model)
+        torch.manual_seed(5)
+        tokens = torch.stack([row["input_ids"] for row in rows(8)])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach(), model.transformer.h[0].attn.c_attn.weight.grad, model
+
+    def both(model: Any) -> None:
+        model.gradient_checkpointing_enable()
+        remat.checkpoint(model, "100%", costs="flops")
+
+    loss, gradient, _ = step(lambda model: model.gradient_checkpointing_enable())
+    mine, my_gradient, model = step(both)
+    assert torch.equal(loss, mine) and torch.equal(gradient, my_gradient)
+    assert remat.report(model).recomputed == {}
+
+
+class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
+        self.model = nn.Sequential(*layers)
+        self.losses: list[float] = []
+        self.report: remat.Report | None = None
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(batch), batch.sum(-1, keepdim=True))
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        try:
+            self.report = remat.report(self.model)
+        except remat.TraceError:
+            return
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def with_lightning(folder: Path, *callbacks: Any) -> Regression:
+    torch.manual_seed(7)
+    module, data = Regression(), torch.randn(4 * 256, 16, generator=torch.Generator().manual_seed(1))
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of workers
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=256))  # type: ignore[arg-type]
+    return module
+
+
+def test_lightning(tmp_path: Path) -> None:
+    plain = with_lightning(tmp_path)
+    module = with_lightning(tmp_path, LightningPlan("80%", module="model", costs="flops", time_limit_s=2.0))
+    assert module.losses == plain.losses and len(set(module.losses)) == 4
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert module.report is not None and module.report.measured_peak_bytes is not None
+    assert module.report.measured_peak_bytes <= module.report.solution.budget_bytes
+
+
+def test_lightning_names_the_modules_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Regression has no module 'net' to plan; it has: model"):
+        with_lightning(tmp_path, LightningPlan("80%", module="net"))
+
+
+def test_the_state_of_an_optimizer_that_is_there() -> None:
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW([{"params": model.weight, "lr": 0.1}, {"params": model.bias}])  # type: ignore[arg-type]
+    assert state_bytes_of(optimizer) == 2 * (440) + 8
