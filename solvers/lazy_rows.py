@@ -89,6 +89,6 @@ class LazyRows:
         count = 0
         for moments in self.moments:
             for _, j in moments.violated(point)[:1]:
-                moments.add(j)
+                moments.add(j, point)
                 count += 1
         return count

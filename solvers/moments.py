@@ -1,77 +1,200 @@
-"""Moment rows: what a window of one operator needs while values are computed again for it.
+"""Moments: what a window of one operator needs while values are computed again for it.
 
-The window model sees memory at the original operators only. In a window w = [v, v + 1) it can see more, as all that
-runs there runs before v: at the moment in which operator j is computed again for the last time, in memory are what j
-reads and writes, and much of what w ends with. With S and R of the window model, S' = S[v + 1] and, for each j:
+The window model sees memory at the original operators only. In a window w = [v, v + 1) it can see more, as all that runs
+there runs before v: the moment at which operator j is computed again for the last time cuts the window in two. With S, R
+of the window model, S' = S[v + 1], and for each operator q that w may compute again and each value i:
 
-    T[q] >= R[j] - S[v, i]                q writes i, which j reads: q was computed again before j
-    T[q] >= T[p] - S[v, i]                q writes i, which p reads
-    D[q] <= R[q], cost c_q                q is computed at least twice more in w; one for all j
-    a[i] >= S'[i] - R[p(i)]               held through w (1 in place of S'[i] where v reads i)
-    a[i] >= S'[i] + T[p(i)] - 1 - D[p(i)] computed again before j, once, and held since
+    T[q], L[q]   q is computed in w before the moment, after it (later)
+    a[i]         value i is in memory at the moment
+    D[q]         q is computed at least twice in w, cost c_q; one for all j
+
+    a[i] <= S[i] + T[p(i)]                 it was there from the start, or computed before
+    T[q] <= S[i] + T[p(i)]                 q reads i
+    L[q] <= a[i] + L[p(i)]                 q reads i
+    a[i] + L[p(i)] >= S'[i]                held over the window's end (1 in place of S'[i] where v reads i)
+    a[i] >= R[j]                           j reads i
+    T[q] <= R[q],  L[q] <= R[q],  T[q] + L[q] <= 1 + D[q] <= 1 + R[q],  T[j] = R[j],  L[j] = 0
     (m(reads of j) + m(writes of j) + workspace - reused) R[j] + sum over the others of m_i a_i <= B
 
-No order and no number of recomputations is assumed, so every schedule of the fixed order satisfies them, and the model
-stays a bound. Rows are added for those j whose own bytes are a good part of the budget; where values
-are small next to it, the original operator's own row says nearly as much. Source: this package's own.
+No order and no number of recomputations is assumed: every schedule of the fixed order has such a moment (where j is not
+computed in w, the window's start, with a = S and L = R), so the model stays a bound. Operators outside a chosen set, those
+that the violating point computes in w, have R in place of T and L, which is weaker and keeps the rows few; j may be added
+again with a larger set. What violates is told by the smallest a that the point allows, a linear program over the set.
+
+Rows are added for those j whose own bytes are a part of the budget that counts; where values are small next to it, the
+original operator's own row says nearly as much. Source: this package's own.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from .accounting import Bools, Floats, Ints
+from .accounting import Bools, Floats
+from .linear import Program
 from .window import WindowModel
 
 _TOLERANCE = 1e-6
-_LEAST_SHARE = 0.2  # of the budget, in bytes that an operator itself needs, for it to get a row
+_LEAST_SHARE = 0.1  # of the budget, in bytes that an operator itself needs, for it to get a row
+_MOST_TIMES = 4  # that one operator's moment is added, each time with a larger set
+
+Key = tuple[str, int]  # one of S, E (for S'), R, D, T, L, a; the operator or value
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The row `sum of coefficient * key >= lower`."""
+
+    entries: tuple[tuple[Key, float], ...]
+    lower: float = 0.0
 
 
 class MomentRows:
-    """The moment rows of the one-operator window [v, v + 1) of a model."""
+    """The moments of the one-operator window [v, v + 1) of a model."""
 
     def __init__(self, model: WindowModel, v: int) -> None:
         self.model, self.v = model, v
         self.graph, self.size = model.graph, model.accounting.size
         self.again = model.again[v, v + 1]
-        self.through = model.through.get((v, v + 1), np.full(len(self.size), -1))
         self.start, self.end = model.kept_columns(v), model.kept_columns(v + 1)
         arrays = self.graph.arrays
         self.is_read = np.zeros(len(self.size), np.bool_)
         self.is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
-        self.is_held_after = (arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & ((self.through >= 0) | self.is_read)
+        is_kept = (self.end >= 0) | self.is_read
+        self.held_after = np.flatnonzero((arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept)
         self.twice: dict[int, int] = {}
-        self.added: set[int] = set()
+        self.sets: dict[int, tuple[int, set[int]]] = {}  # operator -> how often it was added, the operators of its set
 
     def violated(self, point: Floats) -> list[tuple[float, int]]:
-        """Returns (bytes over the budget, operator) of the rows that are not there yet and that `point` violates."""
+        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst first."""
         again, limit = self.model.values_at(self.again, point), self.model.budget * self.model.relative_limit
+        chosen = set(np.flatnonzero(again > _TOLERANCE).tolist())
         found = []
-        for j in np.flatnonzero(self._may_bind & (again > 0)).tolist():
-            excess = self._usage(j, point, again) - limit
-            if j not in self.added and excess > _TOLERANCE * self.model.budget:
-                found.append((excess, j))
+        for j in np.flatnonzero(self._may_bind & (again > _TOLERANCE)).tolist():
+            times, known = self.sets.get(j, (0, set()))
+            if times < _MOST_TIMES and not chosen <= known:
+                excess = self._least_usage(j, chosen, point) - limit
+                if excess > 10 * _TOLERANCE * self.model.budget:
+                    found.append((excess, j))
         return sorted(found, reverse=True)
 
-    def _usage(self, j: int, point: Floats, again: Floats) -> float:
-        """The left side of the row of `j`, with the least T and a that `point` allows."""
-        size, producer, start = self.size, self.graph.arrays.producer, self.model.values_at(self.start, point)
-        before = np.zeros(self.graph.num_operators)
-        before[j] = again[j]
-        for p in range(j, -1, -1):
-            if before[p] > 0:
-                values = self._reads(p)
-                values = values[(producer[values] >= 0) & (self.again[producer[values]] >= 0)]
-                np.maximum.at(before, producer[values], before[p] - start[values])
-        before[j] = 0.0
-        others = np.flatnonzero(self.is_held_after & ~self._is_own(j))
-        makers = producer[others]
-        after = np.where(self.is_read[others], 1.0, self.model.values_at(self.end[others], point))
-        twice = np.array([point[self.twice[q]] if q in self.twice else 0.0 for q in makers.tolist()])
-        held = np.maximum(after - again[makers], after + before[makers] - 1 - twice)
-        return float(self._own_bytes[j] * again[j] + np.dot(size[others], np.maximum(held, 0.0)))
+    def add(self, j: int, point: Floats) -> None:
+        """Adds the moment of operator `j`, with the operators that `point` computes in the window as its set."""
+        program = self.model.program
+        times, known = self.sets.get(j, (0, set()))
+        chosen = known | set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist())
+        self.sets[j] = (times + 1, chosen)
+        own: dict[Key, int] = {}
+
+        def column_of(key: Key) -> int:
+            kind, index = key
+            if kind == "D":
+                return self._twice(index)
+            if kind in "SER":
+                return int({"S": self.start, "E": self.end, "R": self.again}[kind][index])
+            if key not in own:
+                own[key] = int(program.add_columns(np.zeros(1), is_integer=False)[0])
+            return own[key]
+
+        for row in self._rows(j, chosen):
+            self._add(program, row.entries, column_of, lower=row.lower)
+        budget = self.model.budget
+        usage = tuple((key, -size / budget) for key, size in self._usage(j, chosen))
+        self._add(program, usage, column_of, lower=-self.model.relative_limit)
+
+    @staticmethod
+    def _add(program: Program, entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int], *, lower: float) -> None:
+        """Adds one row; what has no column is 0."""
+        merged: dict[int, float] = {}
+        for key, coefficient in entries:
+            column = column_of(key)
+            if column >= 0:
+                merged[column] = merged.get(column, 0.0) + coefficient
+        program.add_rows(np.array([list(merged)], np.int64).reshape(1, -1), list(merged.values()), lower=lower)
+
+    def _least_usage(self, j: int, chosen: set[int], point: Floats) -> float:
+        """The least left side of the moment of `j` in bytes that `point` allows; infinite where it allows none."""
+        program, own = Program(), {}
+        given = {"S": self.model.values_at(self.start, point), "E": self.model.values_at(self.end, point)}
+        given["R"] = self.model.values_at(self.again, point)
+        constant, cost = 0.0, dict[Key, float]()
+        for key, size in self._usage(j, chosen):
+            if key[0] in given:
+                constant += size * float(given[key[0]][key[1]])
+            else:
+                cost[key] = size
+        for row in self._rows(j, chosen):
+            lower, entries = row.lower, []
+            for key, coefficient in row.entries:
+                if key[0] in given:
+                    lower -= coefficient * float(given[key[0]][key[1]])
+                elif key[0] == "D":
+                    lower -= coefficient * (float(point[self.twice[key[1]]]) if key[1] in self.twice else 0.0)
+                else:
+                    if key not in own:
+                        price = np.array([cost.get(key, 0.0) / self.model.budget])
+                        own[key] = int(program.add_columns(price, is_integer=False)[0])
+                    entries.append((own[key], coefficient))
+            if entries:
+                columns, coefficients = zip(*entries, strict=True)
+                program.add_rows(np.array([columns]), list(coefficients), lower=lower - _TOLERANCE)
+            elif lower > _TOLERANCE:
+                return math.inf
+        if not own:
+            return constant
+        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        return outcome.bound * self.model.budget + constant
+
+    def _rows(self, j: int, chosen: set[int]) -> Iterator[_Row]:
+        """All rows of the moment but that of memory."""
+        for q in sorted(chosen - {j}):
+            yield _Row(((("R", q), 1.0), (("T", q), -1.0)))
+            yield _Row(((("R", q), 1.0), (("L", q), -1.0)))
+            yield _Row(((("D", q), 1.0), (("T", q), -1.0), (("L", q), -1.0)), lower=-1.0)
+            for value in self._reads(q):
+                yield _Row(((("T", q), -1.0), (("S", value), 1.0), *self._before(value, j, chosen)))
+                yield _Row(((("L", q), -1.0), (("a", value), 1.0), *self._later(value, j, chosen)))
+        for value in self._reads(j):
+            yield _Row(((("a", value), 1.0), (("R", j), -1.0)))
+        for value in self._values(j, chosen):
+            yield _Row(((("a", value), -1.0), (("S", value), 1.0), *self._before(value, j, chosen)))
+        for value in self.held_after.tolist():
+            if int(self.graph.arrays.producer[value]) != j:
+                entries = ((("a", value), 1.0), *self._later(value, j, chosen))
+                yield _Row(entries, lower=1.0) if self.is_read[value] else _Row((*entries, (("E", value), -1.0)))
+
+    def _usage(self, j: int, chosen: set[int]) -> Iterator[tuple[Key, float]]:
+        """The left side of the memory row, in bytes."""
+        yield ("R", j), float(self._own_bytes[j])
+        arrays = self.graph.arrays
+        own = {*self._reads(j), *arrays.write[arrays.write_start[j] : arrays.write_start[j + 1]].tolist()}
+        for value in self._values(j, chosen):
+            if value not in own and self.size[value] > 0:
+                yield ("a", value), float(self.size[value])
+
+    def _before(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
+        """T of what writes `value`, R where it has none."""
+        producer = int(self.graph.arrays.producer[value])
+        return (((("T", producer) if producer in chosen and producer != j else ("R", producer)), 1.0),)
+
+    def _later(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
+        """L of what writes `value`, R where it has none, nothing for j itself."""
+        producer = int(self.graph.arrays.producer[value])
+        return () if producer == j else (((("L", producer) if producer in chosen else ("R", producer)), 1.0),)
+
+    def _values(self, j: int, chosen: set[int]) -> list[int]:
+        """The values with an a: what is held afterwards, and what the set reads."""
+        return sorted({*self.held_after.tolist(), *self._reads(j), *(value for q in chosen for value in self._reads(q))})
+
+    def _reads(self, j: int) -> list[int]:
+        """The values `j` reads that were written before v."""
+        arrays = self.graph.arrays
+        read = arrays.read[arrays.read_start[j] : arrays.read_start[j + 1]]
+        return [int(value) for value in read if arrays.producer[value] < self.v]
 
     @cached_property
     def _own_bytes(self) -> Floats:
@@ -85,68 +208,6 @@ class MomentRows:
     @cached_property
     def _may_bind(self) -> Bools:
         return (self.again >= 0) & (self._own_bytes >= _LEAST_SHARE * self.model.budget)
-
-    def _is_own(self, j: int) -> Bools:
-        """Which values `j` reads or writes."""
-        arrays = self.graph.arrays
-        is_own = np.zeros(len(self.size), np.bool_)
-        is_own[self._reads(j)] = True
-        is_own[arrays.write[arrays.write_start[j] : arrays.write_start[j + 1]]] = True
-        return is_own
-
-    def _reads(self, j: int) -> Ints:
-        arrays = self.graph.arrays
-        return arrays.read[arrays.read_start[j] : arrays.read_start[j + 1]]
-
-    def add(self, j: int) -> None:
-        """Adds the row of operator `j`."""
-        arrays, size = self.graph.arrays, self.size
-        before = self._before(j)
-        self.added.add(j)
-        entries: dict[int, float] = {int(self.again[j]): float(self._own_bytes[j])}
-        constant = 0.0
-        for value in np.flatnonzero(self.is_held_after & ~self._is_own(j)).tolist():
-            again = int(self.again[arrays.producer[value]])
-            if int(arrays.producer[value]) in before:
-                entries[self._held(value, before[int(arrays.producer[value])])] = size[value]
-            elif not self.is_read[value]:
-                entries[int(self.through[value])] = size[value]
-            else:
-                constant += size[value]
-                if again >= 0:
-                    entries[again] = entries.get(again, 0.0) - size[value]
-        columns, coefficients = np.array(list(entries)), np.array(list(entries.values()))
-        budget = self.model.budget
-        self.model.program.add_row(columns, coefficients / budget, upper=self.model.relative_limit - constant / budget)
-
-    def _before(self, j: int) -> dict[int, int]:
-        """The columns of T by operator, for what may have to be computed again before `j`."""
-        program, producer = self.model.program, self.graph.arrays.producer
-        columns: dict[int, int] = {j: int(self.again[j])}
-        stack = [j]
-        while stack:
-            p = stack.pop()
-            for value in self._reads(p).tolist():
-                q = int(producer[value])
-                if q < 0 or self.again[q] < 0:
-                    continue
-                if q not in columns:
-                    columns[q] = int(program.add_columns(np.zeros(1))[0])
-                    stack.append(q)
-                row = np.array([[columns[p], columns[q], self.start[value]]])
-                program.add_rows(row, [1.0, -1.0, -1.0], upper=0.0)
-        del columns[j]
-        return columns
-
-    def _held(self, value: int, before: int) -> int:
-        """The column of a[i] for a value that may have been computed again before j."""
-        program, producer = self.model.program, int(self.graph.arrays.producer[value])
-        column = int(program.add_columns(np.zeros(1))[0])
-        after, constant = (-1, 1.0) if self.is_read[value] else (int(self.end[value]), 0.0)
-        program.add_rows(np.array([[after, self.again[producer], column]]), [1.0, -1.0, -1.0], upper=-constant)
-        row = np.array([[after, before, self._twice(producer), column]])
-        program.add_rows(row, [1.0, 1.0, -1.0, -1.0], upper=1.0 - constant)
-        return column
 
     def _twice(self, operator: int) -> int:
         if operator not in self.twice:

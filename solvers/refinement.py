@@ -1,9 +1,11 @@
 """Adaptive refinement: window models with ever more stages, each a bound, cut where the schedules built from them fail.
 
-Start with the backward as one stage (`window`). Build the schedule of the model's point and simulate it. Where it needs
-too much memory, make the original operator before which it overflows most a stage of its own; where it fits but costs
-more than the model says, the one before which it pays most beyond it. The next model has all unions of neighbouring
-stages as windows and, in stages of one operator, moment rows (`moments`). Memory rows found before are kept.
+Start with the backward as one stage (`window`). Build the schedule of the model's point and simulate it. Where it needs too
+much memory right before an original operator, while values are computed again for it, make that a stage of its own; where
+too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
+costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
+of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Memory rows found before are kept,
+stages of one operator in which no moment was ever short are given up.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
 solver proves that no point is cheaper, that schedule is optimal. Ends where the schedule is as cheap as the bound, where
@@ -29,6 +31,7 @@ _MAX_COLUMNS = 40_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
 _TOLERANCE = 1e-9
+_HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,23 @@ class Refinement:
         """Starts with the forward and the backward as one stage each; nothing is solved yet."""
         self.graph, self.budget_bytes = graph, budget_bytes
         self.first = forward_length(graph)
-        self.boundaries = [self.first, graph.num_operators] if 0 < self.first < graph.num_operators else []
+        self.is_split = 0 < self.first < graph.num_operators
+        self.singles: set[int] = set()
+        self.cuts: set[int] = set()
         self.rows: set[tuple[Window, int]] = set()
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Where stages begin and end, without the forward."""
+        around = {boundary for v in self.singles for boundary in (v, v + 1)}
+        return sorted({self.first, self.graph.num_operators, *self.cuts, *around}) if self.is_split else []
 
     @property
     def is_over(self) -> bool:
         """True where there is nothing to refine, or not in reasonable time."""
         stages = len(self.boundaries) - 1
         columns = stages * (stages + 1) // 2 * 2 * self.first
-        return not self.boundaries or stages > MAX_STAGES or (stages > 1 and columns > _MAX_COLUMNS)
+        return not self.is_split or stages > MAX_STAGES or (stages > 1 and columns > _MAX_COLUMNS)
 
     def solve(self, *, deadline: float, cutoff_s: float | None = None) -> Step:
         """Solves the present model and prepares the next one.
@@ -70,61 +81,66 @@ class Refinement:
             deadline: of `time.perf_counter`, in seconds.
             cutoff_s: cost of a known schedule; points that are not cheaper are of no interest.
         """
-        stages = list(pairwise(self.boundaries))
-        windows = [(a, b) for i, a in enumerate(self.boundaries) for b in self.boundaries[i + 1 :]]
-        forward = (0, self.first)
+        boundaries, forward = self.boundaries, (0, self.first)
+        stages = list(pairwise(boundaries))
+        windows = [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
         model = WindowModel(self.graph, [forward, *windows], priced=[forward, *stages], budget_bytes=self.budget_bytes)
-        lazy = LazyRows(model, self.rows)
+        lazy = LazyRows(model, [row for row in self.rows if row[0] in {forward, *windows}])
         gap = _FIRST_GAP if len(stages) == 1 else _GAP
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=None if cutoff_s is None else model.objective(cutoff_s))
-        self.rows = lazy.rows
+        self.rows |= lazy.rows
+        short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
         if outcome.point is not None:
             kept = {boundary: values.tolist() for boundary, values in model.kept(outcome.point).items()}
-            steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]})
+            steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
-            self._cut(steps, paid)
+            self.singles &= short
+            self._cut(steps, boundaries, paid)
         if outcome.point is None or not (outcome.is_finished or len(stages) == 1):
-            self.boundaries = []
+            self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
 
-    def _cut(self, steps: list[int], paid_s: list[float]) -> None:
-        """Makes the operator where `steps` fail most a stage; ends where they don't, or no cut is left."""
-        excess, extra_s = self._failures(steps)
-        splittable = [v for v in excess if not self._is_single(v)]
-        worst = max(splittable, key=lambda v: excess[v], default=-1)
+    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float]) -> None:
+        """Cuts where `steps` fail most; ends where they don't, or no cut is left."""
+        before, at, extra_s = self._failures(steps)
+        is_known = set(boundaries)
+        excess = {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}
+        single = max((v for v in sorted(excess) if not {v, v + 1} <= is_known), key=lambda v: excess[v], default=-1)
+        cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
+        if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
+            self.cuts.add(cut)
+            return
         if not excess:
             surplus = {}
-            for (a, b), paid in zip(pairwise(self.boundaries), paid_s, strict=True):
+            for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
                 inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
                 if inside and b > a + 1 and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s:
                     surplus[max(inside, key=lambda v: inside[v])] = sum(inside.values()) - paid
-            worst = max(surplus, key=lambda v: surplus[v], default=-1)
-        if worst < 0:
-            self.boundaries = []
+            single = max(surplus, key=lambda v: surplus[v], default=-1)
+        if single < 0:
+            self.is_split = False
         else:
-            self.boundaries = sorted({*self.boundaries, worst, worst + 1})
+            self.singles.add(single)
 
-    def _is_single(self, v: int) -> bool:
-        return v in self.boundaries and v + 1 in self.boundaries
-
-    def _failures(self, steps: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        """Returns bytes over the budget, and cost of recomputations, by the original operator of the backward they lead to."""
+    def _failures(self, steps: list[int]) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+        """Returns bytes over the budget before, and at, each original operator of the backward, and the cost of what leads to it."""
         held = simulate(self.graph, Schedule.from_steps(self.graph, steps)).bytes_at
-        excess: dict[int, float] = {}
+        before: dict[int, float] = {}
+        at: dict[int, float] = {}
         extra_s: dict[int, float] = {}
         seen: set[int] = set()
         over, cost_s = 0.0, 0.0
         for position, op in enumerate(steps):
-            over = max(over, float(held[position]) - self.budget_bytes)
+            excess = float(held[position]) - self.budget_bytes
             if op in seen:
+                over = max(over, excess)
                 cost_s += self.graph.operators[op].cost_s
                 continue
             seen.add(op)
             if op >= self.first:
-                if over > 0:
-                    excess[op] = over
-                if cost_s > 0:
-                    extra_s[op] = cost_s
+                before.update({op: over} if over > max(excess, 0.0) else {})
+                at.update({op: excess} if excess > 0 else {})
+                extra_s.update({op: cost_s} if cost_s > 0 else {})
             over, cost_s = 0.0, 0.0
-        return excess, extra_s
+        return before, at, extra_s
