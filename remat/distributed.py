@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -94,6 +94,35 @@ def _read(answer: _Answer) -> Solution:
     if answer.minimum_bytes:
         raise BudgetError(answer.message, budget_bytes=answer.budget_bytes, minimum_bytes=answer.minimum_bytes, is_proved=answer.is_proved)
     raise SolverError(f"rank {answer.rank} could not plan this step: {answer.message}")
+
+
+@dataclass
+class Agreement:
+    """A size that the ranks which run the same plan agree on: the largest that any of them found.
+
+    No rank waits. Each says its own at the start of one step and reads all at the start of the next: what the ranks send each
+    other within a step, gradients at least, comes in between.
+
+    Attributes:
+        name: the same on ranks that are to agree.
+    """
+
+    name: str
+    _asked: int = field(default=0, init=False, repr=False)
+
+    def of_all_ranks(self, own: int) -> int:
+        """Returns what is agreed on, 0 until it is; `own` at once in a process that trains alone."""
+        if not is_distributed():
+            return own
+        self._asked += 1
+        if self._asked > 2:
+            return 0
+        store, key = torch_private.rank_store("remat"), f"agreement/{self.name}"
+        if self._asked == 1:
+            if own:
+                store.append(key, f"{own} ")
+            return 0
+        return max(map(int, store.get(key).split())) if store.check([key]) else 0
 
 
 def planned_part(model: nn.Module) -> nn.Module:

@@ -24,6 +24,7 @@ from . import torch_private
 from .autocast_cache import autocast_cache
 from .budget import describe_bytes
 from .capture import device_type, refuse_opaque_memory, refuse_scans, runs_once
+from .distributed import Agreement
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
 from .graph import Graph, Value, ValueKind
@@ -173,6 +174,7 @@ class JoinedPlan:
         copies: what each run copies, since something outside changes it.
         unplanned_bytes: held back for what runs between the pieces.
         meter: measures the first step that runs the plan.
+        excess: what that step held beyond its budget, agreed on by all ranks.
     """
 
     step: JoinedStep
@@ -181,6 +183,7 @@ class JoinedPlan:
     copies: tuple[Copied, ...]
     unplanned_bytes: int
     meter: StepMeter
+    excess: Agreement
 
 
 class Session:
@@ -360,7 +363,8 @@ class Piecewise:
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(pieces, copies, schedules, strict=True))
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, joined.freed_bytes)
-        self.plans[tuple(pieces)] = JoinedPlan(joined, solution, numbers, tuple(copies), unplanned_bytes, meter)
+        excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
+        self.plans[tuple(pieces)] = JoinedPlan(joined, solution, numbers, tuple(copies), unplanned_bytes, meter, excess)
 
     def _warn(self, first: JoinedStep, schedules: Sequence[Schedule], path: tuple[Piece, ...]) -> None:
         solution = self.plans[path].solution
@@ -376,13 +380,15 @@ class Piecewise:
         """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""
         for path, plan in list(self.plans.items()):
             measured = plan.meter.peak_bytes
-            allowed = plan.solution.budget_bytes + plan.unplanned_bytes
-            if measured is None or measured <= allowed:
+            if measured is None:
                 continue
-            excess = measured - allowed
+            allowed = plan.solution.budget_bytes + plan.unplanned_bytes
+            excess = plan.excess.of_all_ranks(max(0, measured - allowed))
+            if excess == 0:
+                continue
             _LOG.warning(
                 "the step held %s, which is %s more than its budget: what runs between its pieces is not planned; planning again with less",
-                describe_bytes(measured),
+                describe_bytes(allowed + excess),
                 describe_bytes(excess),
             )
             self._install(path, plan.copies, plan.step, plan.unplanned_bytes + excess)
