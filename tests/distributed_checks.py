@@ -75,7 +75,7 @@ class Counting(Solver):
 
     def solve(self, graph: remat.Graph, *, budget_bytes: int) -> remat.Solution:
         self.count[0] += 1
-        return remat.make_solver("auto", time_limit_s=2.0).solve(graph, budget_bytes=budget_bytes)
+        return remat.make_solver("auto", gap=0.2).solve(graph, budget_bytes=budget_bytes)
 
 
 def planned(model: nn.Module, budget: str = "70%", **options: Any) -> nn.Module:
