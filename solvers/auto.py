@@ -3,6 +3,7 @@
 1. Keeping everything, where it fits: optimal.
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
 3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time.
+   Then refined relaxations, whose schedules often fit and are near the bound.
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
@@ -54,6 +55,7 @@ _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
 _REFINING_SHARE = 0.4  # of the time that is then left
 _MOST_OPERATORS_TO_RESTART = 3_000
 _LEAST_OPERATORS_TO_PRICE = 500
+_MOST_RELAXATIONS = 6
 _PRICING_SHARE = 0.4  # of the time
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
@@ -141,7 +143,7 @@ class Auto(Solver):
         if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search, starts):
             return False
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
-        if not self._refine(search, refinement, starts):
+        if not self._relax(search, refinement, starts) or not self._refine(search, refinement, starts):
             return False
         self._solve_greedily(search, starts, least)
         self._anneal(search, starts[-1:], _FIRST_ROUNDS)
@@ -176,12 +178,24 @@ class Auto(Solver):
         keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
         return peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
 
-    def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
+    def _relax(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
+        """Refines linear relaxations of large graphs while their schedules don't fit; False where that is proved of the budget."""
+        if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
+            return True
+        for _ in range(_MOST_RELAXATIONS):
+            stages = refinement.boundaries
+            if not self._refine(search, refinement, starts, is_relaxed=True):
+                return False
+            if refinement.boundaries == stages:
+                break
+        return True
+
+    def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]], *, is_relaxed: bool = False) -> bool:
         """Raises the bound and adds a start by the next model; False where the budget is proved infeasible."""
         if refinement.is_over or search.is_over:
             return True
         limit_s = min(_MODEL_LIMIT_S, search.left_s / 2)
-        step = refinement.solve(deadline=time.perf_counter() + limit_s, cutoff_s=search.cost_s)
+        step = refinement.solve(deadline=time.perf_counter() + limit_s, cutoff_s=search.cost_s, is_relaxed=is_relaxed)
         if step.bound_s == math.inf:
             return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)

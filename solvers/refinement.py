@@ -27,7 +27,8 @@ from .on_demand import forward_length, steps_on_demand
 from .window import Window, WindowModel
 
 MAX_STAGES = 12
-_MAX_COLUMNS = 40_000
+_MAX_COLUMNS = 60_000
+_MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
 _TOLERANCE = 1e-9
@@ -71,23 +72,32 @@ class Refinement:
     def is_over(self) -> bool:
         """True where there is nothing to refine, or not in reasonable time."""
         stages = len(self.boundaries) - 1
-        columns = stages * (stages + 1) // 2 * 2 * self.first
-        return not self.is_split or stages > MAX_STAGES or (stages > 1 and columns > _MAX_COLUMNS)
+        return not self.is_split or stages > MAX_STAGES or (stages > 1 and 2 * self.first * (stages + 1) > _MAX_COLUMNS)
 
-    def solve(self, *, deadline: float, cutoff_s: float | None = None) -> Step:
+    def _windows(self, *, is_relaxed: bool) -> list[Window]:
+        """All unions of neighbouring stages; on large graphs and for relaxations only the stages and the whole."""
+        boundaries = self.boundaries
+        stages = list(pairwise(boundaries))
+        if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
+            return sorted({*stages, (boundaries[0], boundaries[-1])})
+        return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
+
+    def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False) -> Step:
         """Solves the present model and prepares the next one.
 
         Args:
             deadline: of `time.perf_counter`, in seconds.
             cutoff_s: cost of a known schedule; points that are not cheaper are of no interest.
+            is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
+                as they are where that schedule fits, or where a limit stopped the solver.
         """
         boundaries, forward = self.boundaries, (0, self.first)
-        stages = list(pairwise(boundaries))
-        windows = [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
+        stages, windows = list(pairwise(boundaries)), self._windows(is_relaxed=is_relaxed)
         model = WindowModel(self.graph, [forward, *windows], priced=[forward, *stages], budget_bytes=self.budget_bytes)
         lazy = LazyRows(model, [row for row in self.rows if row[0] in {forward, *windows}])
         gap = _FIRST_GAP if len(stages) == 1 else _GAP
-        outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=None if cutoff_s is None else model.objective(cutoff_s))
+        cutoff = None if cutoff_s is None else model.objective(cutoff_s)
+        outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
         self.rows |= lazy.rows
         short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
@@ -95,14 +105,17 @@ class Refinement:
             kept = {boundary: values.tolist() for boundary, values in model.kept(outcome.point).items()}
             steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
-            self.singles &= short
-            self._cut(steps, boundaries, paid)
-        if outcome.point is None or not (outcome.is_finished or len(stages) == 1):
+            self.singles &= short if not is_relaxed else self.singles
+            self._cut(steps, boundaries, None if is_relaxed else paid)
+        if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
 
-    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float]) -> None:
-        """Cuts where `steps` fail most; ends where they don't, or no cut is left."""
+    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float] | None) -> None:
+        """Cuts where `steps` fail most; ends where they don't, or no cut is left.
+
+        Without `paid_s`, what the model pays in each stage, only where they need too much memory.
+        """
         before, at, extra_s = self._failures(steps)
         is_known = set(boundaries)
         excess = {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}
@@ -111,7 +124,9 @@ class Refinement:
         if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
             self.cuts.add(cut)
             return
-        if not excess:
+        if paid_s is None and single < 0:
+            return
+        if paid_s is not None and not excess:
             surplus = {}
             for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
                 inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
