@@ -20,10 +20,10 @@ HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
 
-def launch(num_ranks: int, script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script), *args]
+def launch(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def of(num_ranks: int) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        done = launch(num_ranks, HERE / "distributed_checks.py", str(folder))
+        done = launch(num_ranks, str(HERE / "distributed_checks.py"), str(folder))
         results = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         return results if done.returncode == 0 else {**results, "failure": done.stderr[-4000:]}
 
@@ -84,3 +84,9 @@ def test_a_budget_that_cannot_be_met_is_an_error_on_every_rank(found: Any) -> No
 
 def test_sharded_parameters_are_planned_block_by_block_or_refused(found: Any) -> None:
     assert "blocks=model.layers" in found(2)["fsdp_whole_is_refused"]["message"]
+
+
+def test_the_example_for_a_cluster_trains() -> None:
+    done = launch(2, "-m", "experiments.distributed_training", "--layers", "2", "--steps", "3")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "step 2: loss 5." in done.stdout and "measured peak" in done.stdout
