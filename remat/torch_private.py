@@ -24,7 +24,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops.associative_scan import associative_scan_op  # 2.13
 from torch._ops import OpOverload, OpOverloadPacket  # 2.13
 from torch._prims_common import suggest_memory_format  # 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache  # 2.13
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]  # 2.13
 from torch.fx.experimental import proxy_tensor  # 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
@@ -321,6 +321,8 @@ def with_python_kernels(kept: Set[OpOverload], wrapped: Mapping[OpOverload, Call
 def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
     """Gives the results of some operators on fake tensors another layout (`FakeTensorMode.dispatch`, 2.13).
 
+    What lies in more memory than it reads is not taken from the cache of fake tensors, which forgets how much that was.
+
     Args:
         layouts: operator -> function of its result and its arguments that returns the result to take instead.
     """
@@ -333,12 +335,26 @@ def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterato
         with self:
             return layouts[func](result, *args, **(kwargs or {}))
 
+    def validated(self: Any, state: Any, key: Any, func: OpOverload, args: Any, kwargs: Any, output: Any) -> None:
+        validate(self, state, key, func, args, kwargs, output)
+        if isinstance(output, torch.Tensor) and not func.is_view and _has_slack(output):
+            raise _BypassDispatchCache("more memory than is read")
+
     patched: Any = FakeTensorMode
-    patched.dispatch = corrected
+    validate = patched._validate_output_for_cache_entry
+    patched.cache_clear()
+    patched.dispatch, patched._validate_output_for_cache_entry = corrected, validated
     try:
         yield
     finally:
-        patched.dispatch = plain
+        patched.dispatch, patched._validate_output_for_cache_entry = plain, validate
+
+
+def _has_slack(tensor: torch.Tensor) -> bool:
+    if not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):  # known at run time only
+        return False
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() and tensor.untyped_storage().nbytes() > (last + 1) * tensor.itemsize)
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
