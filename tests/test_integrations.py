@@ -68,7 +68,7 @@ def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, 
 def test_trainer(tmp_path: Path) -> None:
     options = {"bf16": True, "gradient_accumulation_steps": 2}
     plain, plain_model = with_trainer(tmp_path, **options)
-    watch, model = with_trainer(tmp_path, TrainerPlan("70%", costs="flops", time_limit_s=2.0), **options)
+    watch, model = with_trainer(tmp_path, TrainerPlan("70%", costs="flops", gap=0.2), **options)
     assert watch.losses == plain.losses and len(set(watch.losses)) > 1
     for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -141,7 +141,7 @@ def with_lightning(folder: Path, *callbacks: Any) -> Regression:
 
 def test_lightning(tmp_path: Path) -> None:
     plain = with_lightning(tmp_path)
-    module = with_lightning(tmp_path, LightningPlan("80%", module="model", costs="flops", time_limit_s=2.0))
+    module = with_lightning(tmp_path, LightningPlan("85%", module="model", costs="flops", gap=0.2))
     assert module.losses == plain.losses and len(set(module.losses)) == 4
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
