@@ -68,7 +68,9 @@ def checkpoint(
             "roofline", "roofline:H100" and "flops" compute; or a cost model.
         time_limit_s: how long planning may take.
         gap: planning stops once the cost is proved to be within this fraction of the least.
-        executor: "eager" runs the rewritten step operator by operator.
+        executor: "eager" runs the rewritten step operator by operator, in exactly the planned memory. "inductor" compiles it to
+            fused kernels as `torch.compile` does; their memory is measured at the first step, and a step above its budget is planned
+            again with less.
         differentiate: "scalars" plans for gradients of scalar outputs where there are any (the loss); "all" for every output.
 
     Raises:
@@ -242,4 +244,4 @@ def report(model: nn.Module) -> Report:
     if not call.pieces:
         raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
     piece = call.pieces[-1]
-    return Report(piece.step.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)
+    return Report(piece.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,7 @@ from torch import fx, nn
 from .autocast_cache import autocast_cache
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
+from .graph import Graph
 from .measure import FirstStepMeter
 from .plain_kernels import plain_kernels
 from .rewrite import SplitStep, split
@@ -24,17 +25,32 @@ from .torch_private import aot_autograd, backward_without_autocast, is_associati
 from .tracers.aot import TracedStep, read_joint
 from .tracers.costs import CostModel
 
-Planner = Callable[[TracedStep], Solution]
+
+class Step(Protocol):
+    """What is planned: a captured step, several joined, or kernels."""
+
+    @property
+    def graph(self) -> Graph:
+        """Its operators and storages."""
+
+
+Planner = Callable[[Step], Solution]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One captured step with its plan: what `report` shows."""
+    """One captured step with its plan: what `report` shows; `kernels` is the graph that was planned where operators are fused."""
 
     step: TracedStep
     solution: Solution
     split: SplitStep
     meter: FirstStepMeter
+    kernels: Graph | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that was planned."""
+        return self.kernels or self.step.graph
 
 
 class GraphBreak(TraceError):
@@ -63,7 +79,7 @@ def make_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_scans(module)
-        refused = _detach_non_scalars(module) if differentiate == "scalars" else []
+        refused = detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
         def partition(
@@ -93,7 +109,7 @@ def make_backend(
         )
         with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled = trace_and_compile(module, example_inputs)
-        return _refuse_gradients(compiled, refused) if refused else compiled
+        return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
 
@@ -131,7 +147,7 @@ def runs_once(backward: BoxedFunction) -> BoxedFunction:
     return run
 
 
-def _detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
+def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     """Cuts the gradient of every output that is no scalar, where there are scalars that have one.
 
     Returns pairs (place of the cut output, place of a scalar). AOTAutograd otherwise fills the
@@ -178,7 +194,9 @@ class _RefuseGradient(torch.autograd.Function):
 _refuse: Any = _RefuseGradient.apply
 
 
-def _refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]]) -> Callable[..., Any]:
+def refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]]) -> Callable[..., Any]:
+    """Returns `compiled` with an error for gradients of the outputs that `detach_non_scalars` cut."""
+
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
         for place, anchor in refused:

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 from . import torch_private
 from .autocast_cache import autocast_cache
 from .budget import describe_bytes
-from .capture import device_type, refuse_opaque_memory, refuse_scans, runs_once
+from .capture import Step, device_type, refuse_opaque_memory, refuse_scans, runs_once
 from .distributed import Agreement
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
-from .graph import Graph, Value, ValueKind
+from .graph import Value, ValueKind
 from .measure import StepMeter
 from .pieces import JoinedStep, Kept, Place, Run, composed, join
 from .plain_kernels import plain_kernels
@@ -42,14 +42,6 @@ from .tracers.storages import tensors_of
 
 _LOG = logging.getLogger(__name__)
 Copied = frozenset[tuple[str, int]]  # ("input" or "result", place): what a piece copies, since something outside changes it
-
-
-class Step(Protocol):
-    """What is planned: a captured step, or several joined."""
-
-    @property
-    def graph(self) -> Graph:
-        """Its operators and storages."""
 
 
 class StepPlanner(Protocol):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .budget import Budget, describe_bytes, parse_budget
+from .capture import Step
 from .distributed import bucket_bytes, solve_once
 from .errors import BudgetError, ScheduleError
 from .graph import Graph
-from .piecewise import Step
 from .plan_cache import PlanCache, plans_path
 from .schedule import Schedule, simulate
 from .solution import Solution, Status
@@ -34,7 +34,7 @@ class Options:
         costs: name of a cost model, or a cost model.
         time_limit_s: how long the solver may take.
         gap: the solver stops as soon as it proved this gap.
-        executor: "eager" runs the rewritten step operator by operator.
+        executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to fused kernels.
         differentiate: "scalars" or "all", see `make_backend`.
         plan_cache: plans are read from and written to the user's cache folder.
     """
@@ -53,8 +53,8 @@ class Options:
         parse_budget(self.budget, keep_all_bytes=1 << 60)
         if self.reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
-        if self.executor != "eager":
-            raise ValueError(f'executor={self.executor!r} is not there; "eager" is')
+        if self.executor not in ("eager", "inductor"):
+            raise ValueError(f'executor={self.executor!r} is neither "eager" nor "inductor"')
 
 
 def solve_graph(

@@ -40,13 +40,15 @@ class SplitStep:
     saved: tuple[fx.Node | int, ...]
 
 
-def split(step: TracedStep, schedule: Schedule) -> SplitStep:
+def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) -> SplitStep:
     """Returns the forward and backward graph modules that run `schedule`.
+
+    `is_free_order` lets first computations leave the step's order, which is right where nothing is random or changed in between.
 
     Raises:
         ScheduleError: the schedule is not valid for the step's graph.
     """
-    violations = validate(step.graph, schedule)
+    violations = validate(step.graph, schedule, is_free_order=is_free_order)
     if violations:
         raise ScheduleError(f"the schedule does not fit the step: {violations[0].rule} ({violations[0].detail})")
     plan = _Plan(step, schedule)

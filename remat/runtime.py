@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from . import torch_private
-from .capture import GraphBreak, Piece, Planner, device_type, make_backend, needs_gradient
+from .budget import describe_bytes
+from .capture import GraphBreak, Piece, Planner, Step, device_type, make_backend, needs_gradient
 from .distributed import bucket_bytes, refuse_sharded
 from .errors import RematError, TraceError
 from .fakes import on_fakes
@@ -23,6 +25,8 @@ from .plans import FixedPlan, Options, Plans
 from .solution import Solution
 from .tracers.aot import TracedStep
 from .tracers.costs import CostModel, resolve_costs
+
+_LOG = logging.getLogger(__name__)
 
 
 class PlannedCall:
@@ -40,7 +44,23 @@ class PlannedCall:
         self.pieces: list[Piece] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
+        self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
         self._whole: dict[int, Callable[..., Any]] = {}  # bytes of gradients that earlier steps left -> the step
+
+    @property
+    def is_inductor(self) -> bool:
+        """True where Inductor runs the plan."""
+        return isinstance(self.plan, Plans) and self.plan.options.executor == "inductor"
+
+    def _keep_within_budget(self) -> None:
+        """Plans again where Inductor's kernels held more than the budget: it frees memory in an order of its own."""
+        peaks = [(piece.meter.peak_bytes or 0, piece.solution.budget_bytes + self.unplanned_bytes) for piece in self.pieces]
+        excess = max((peak - allowed for peak, allowed in peaks), default=0)
+        if excess > 0:
+            _LOG.warning("Inductor's kernels held %s more than the budget; planning again with less", describe_bytes(excess))
+            self.unplanned_bytes += excess
+            self.pieces.clear()
+            self._whole.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`."""
@@ -48,6 +68,8 @@ class PlannedCall:
             return torch_private.call_plain(self.module, *args, **kwargs)
         if not self.pieces and self.piecewise is None:
             return self._first_call(args, kwargs)
+        if self.is_inductor:
+            self._keep_within_budget()
         return self._run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -87,6 +109,8 @@ class PlannedCall:
             try:
                 return run_compiled(self._whole_step(), args, kwargs)
             except GraphBreak as found:
+                if self.is_inductor:
+                    raise
                 self.piecewise = Piecewise(self.module, self.plan, self.costs)
                 self.piecewise.breaks[found.place] = None
                 self._in_pieces = compile_call(self.module, self.piecewise.backend, is_whole=False)
@@ -96,11 +120,16 @@ class PlannedCall:
         """The step as one graph, planned beside the gradients that there are."""
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
         if held_bytes not in self._whole:
-            plan: Planner = partial(self.plan, unplanned_bytes=held_bytes)
-            size_bytes = model_bytes(self.module)
-            backend = make_backend(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
-            self._whole[held_bytes] = compile_call(self.module, backend)
+            self._whole[held_bytes] = compile_call(self.module, self._backend(held_bytes))
         return self._whole[held_bytes]
+
+    def _backend(self, held_bytes: int) -> Any:
+        plan: Planner = partial(self.plan, unplanned_bytes=held_bytes + self.unplanned_bytes)
+        make = make_backend
+        if self.is_inductor:
+            from .inductor import make_inductor_backend as make  # Inductor takes seconds to import
+        size_bytes = model_bytes(self.module)
+        return make(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
 
 
 def gradient_bytes(module: nn.Module) -> int:
@@ -128,7 +157,8 @@ def captured_step(
     """Captures one step on fake copies of parameters, buffers and inputs, and runs nothing."""
     captured: list[TracedStep] = []
 
-    def plan(step: TracedStep) -> Solution:
+    def plan(step: Step) -> Solution:
+        assert isinstance(step, TracedStep), "what is captured on fakes is one graph"
         captured.append(step)
         raise _CapturedError
 
@@ -253,5 +283,8 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
         )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")
-    inner = make_backend(Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate)
+    make = make_backend
+    if options.executor == "inductor":
+        from .inductor import make_inductor_backend as make
+    inner = make(Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate)
     return inner(module, example_inputs)  # type: ignore[no-any-return]

@@ -47,6 +47,8 @@ __all__ = [
     "corrected_fakes",
     "get_call",
     "held_bytes",
+    "inductor_compilers",
+    "inductor_partitioner",
     "is_associative_scan",
     "is_compiled_node",
     "is_ddp_optimizer_on",
@@ -135,6 +137,27 @@ def is_inside_autocast_cast(device_type: str) -> bool:
     """True in what autocast itself calls, below its own dispatch key (`_dispatch_tls_is_dispatch_key_excluded`, 2.13)."""
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+
+
+def inductor_compilers() -> tuple[Any, Any]:
+    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    return compile_fx, compile_fx_inner
+
+
+def inductor_partitioner(cut: Callable[..., Any]) -> Any:
+    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13), without a key: Inductor then caches nothing it compiles."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return cut(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> None:
+            return None
+
+    return Partitioner()
 
 
 def is_associative_scan(target: object) -> bool:
