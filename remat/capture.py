@@ -116,7 +116,7 @@ def make_backend(
 
 def refuse_scans(module: fx.GraphModule) -> None:
     """Refuses what sums in another order where `torch.compile` runs it: its gradients are not the plain model's."""
-    if any(is_associative_scan(node.target) for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
+    if any(is_associative_scan(node) for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         raise TraceError(
             "under torch.compile this model takes an associative scan in place of the plain model's loop, which rounds otherwise: a "
             "planned step could not equal the plain one; turn it off (Mamba in transformers: config.use_associative_scan=False)"

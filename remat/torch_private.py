@@ -160,9 +160,12 @@ def inductor_partitioner(cut: Callable[..., Any]) -> Any:
     return Partitioner()
 
 
-def is_associative_scan(target: object) -> bool:
-    """True for the higher-order operator (`associative_scan_op`, 2.13)."""
-    return target is associative_scan_op
+def is_associative_scan(node: fx.Node) -> bool:
+    """True for the higher-order operator (`associative_scan_op`, 2.13), and for what dynamo makes of a call of it on the CPU.
+
+    There no operator is left of it, and the node only knows the line of the model that made the call.
+    """
+    return node.target is associative_scan_op or " associative_scan(" in (node.meta.get("stack_trace") or "")
 
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking")

@@ -70,6 +70,14 @@ def test_architectures(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_model_that_scans_otherwise_under_compilation_is_refused() -> None:
+    """Mamba takes a scan in place of its loop where it is compiled; on the CPU no operator tells, and gradients differed."""
+    workload = ARCHITECTURES["Mamba, associative scan"].make()
+    with pytest.raises(remat.TraceError, match="use_associative_scan=False"):
+        remat.trace(workload.model, kwargs=workload.kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_torch_nn(name: str) -> None:
     pytest.importorskip("expecttest", reason="PyTorch's module database needs expecttest")
