@@ -16,7 +16,8 @@ Growth is fitted as memory = c N^p, p from the larger half of the depths. The pa
 price of one more forward pass ("about 30 % slower"): the step of one network is measured here with that plan and without.
 A logarithm shows as a p that falls with depth. Measured: 1.30 times the step that keeps everything (1.33 by its costs), p = 0.44 on the
 ResNet. Not reproduced: the paper's sublinear LSTM. Two states cross every cut of a written-out LSTM, and neither the square root heuristic
-of single cuts nor its linearized form finds a schedule leaner than keeping everything (p = 0.86); the paper cuts between cells by hand. Writes `results/depth_growth.json` and `.png`.
+of single cuts nor its linearized form finds a schedule leaner than keeping everything (p = 0.86); the paper cuts between cells by hand.
+Writes `results/depth_growth.json` and `.png`.
 """
 
 from __future__ import annotations

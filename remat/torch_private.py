@@ -140,8 +140,10 @@ def is_inside_autocast_cast(device_type: str) -> bool:
 
 
 def inductor_compilers() -> tuple[Any, Any]:
-    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import and warn of torch's own old calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return compile_fx, compile_fx_inner
 
