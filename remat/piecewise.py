@@ -140,11 +140,15 @@ def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.
         source = inputs[place] if kind == "input" else results[place]
         with graph.inserting_after(last if kind == "input" else source):
             made = graph.call_function(copy_of, (source,))
-        made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
         if kind == "result":
+            made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
             results[place] = made
         else:
             source.replace_all_uses_with(made, delete_user_cb=lambda user, made=made, source=source: not _writes(user, made, source))
+            # What follows is a view of the copy from now on: the copy takes over the fake memory, and the input gets another one.
+            made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
+            for node in (source, *(user for user in source.users if user is not made)):
+                node.meta["val"] = source.meta["val"].clone() if node is source else source.meta["val"]
     graph.output(tuple(results))
     graph.output_node().meta = dict(joint.graph.output_node().meta)
     return fx.GraphModule(joint, graph)

@@ -155,6 +155,16 @@ class Views(Base):
         return self.loss(self.blocks[1](part))
 
 
+class ViewAfterwards(Base):
+    """A piece reads what it was given, and later a view of it: a sum may not be made in its memory in between."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        moved = (x + self.head.weight.sum()).exp().mean()
+        return self.loss(self.blocks[1](x.view(-1, 2, WIDTH).flatten(0, 1))) + moved
+
+
 class Branches(Base):
     """Which block runs is decided by the data."""
 
@@ -175,7 +185,7 @@ class ManyResults(Base):
 
 
 MODELS: dict[str, Callable[[], Base]] = {
-    m.__name__: m for m in (Broken, Prints, Loop, InPlace, Buffer, Skips, Hooked, Random, Views, Branches, ManyResults)
+    m.__name__: m for m in (Broken, Prints, Loop, InPlace, Buffer, Skips, Hooked, Random, Views, ViewAfterwards, Branches, ManyResults)
 }
 
 
