@@ -162,7 +162,7 @@ class ViewAfterwards(Base):
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
         moved = (x + self.head.weight.sum()).exp().mean()
-        return self.loss(self.blocks[1](x.view(-1, 2, WIDTH).flatten(0, 1))) + moved
+        return self.loss(self.blocks[1](x[1:])) + moved
 
 
 class Branches(Base):
