@@ -110,7 +110,7 @@ class Solution:
             first = violations[0]
             raise ScheduleError(f"{solver} made an invalid schedule: {first.rule} (step {first.step}: {first.detail})")
         simulation = simulate(graph, schedule)
-        bound_s = min(max(lower_bound_s, graph.cost_s), simulation.cost_s)
+        bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))  # solvers count in NumPy
         is_optimal = simulation.cost_s - bound_s <= gap * simulation.cost_s + 1e-9 * simulation.cost_s
         return cls(
             status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
@@ -147,7 +147,7 @@ class Solution:
             peak_bytes=0,
             cost_s=0.0,
             keep_all_cost_s=graph.cost_s,
-            lower_bound_s=max(lower_bound_s, graph.cost_s),
+            lower_bound_s=float(max(lower_bound_s, graph.cost_s)),
             minimum_bytes=minimum_bytes,
             solver=solver,
             wall_s=wall_s,

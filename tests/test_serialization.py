@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from remat.errors import GraphError, RematError, ScheduleError
@@ -47,6 +48,14 @@ def test_a_schedule_and_a_solution_come_back_equal(graph: Graph, tmp_path: Path)
 def test_a_solution_without_a_schedule_comes_back_equal(tmp_path: Path) -> None:
     graph = FAMILIES["chain"]()
     solution = Solution.without_schedule(graph, 3, Status.INFEASIBLE, solver="s", wall_s=0.1, minimum_bytes=9)
+    solution.save(tmp_path / "plan.json")
+    assert Solution.load(tmp_path / "plan.json") == solution
+
+
+def test_a_bound_counted_in_numpy_can_be_saved(tmp_path: Path) -> None:
+    """The LP bounds of large graphs were `numpy.float64`, which the JSON encoder refused."""
+    graph, steps = FAMILIES["chain"](), Schedule.keep_all(FAMILIES["chain"]()).steps
+    solution = Solution.of_steps(graph, 2**40, steps, lower_bound_s=np.float64(graph.cost_s + 1), solver="s", wall_s=0.0)
     solution.save(tmp_path / "plan.json")
     assert Solution.load(tmp_path / "plan.json") == solution
 
