@@ -1,6 +1,6 @@
 """Attention three ways: written out, tiled with an online softmax, and PyTorch's fused kernel.
 
-    python -m experiments.attention [--longest T]
+    python -m experiments.attention [--longest T] [--redraw]
 
 Softmax(Q K' / sqrt(d)) V for 4 heads of 64, one sequence of T tokens, float32, forward and backward on this machine's CPU, one thread.
 
@@ -17,10 +17,10 @@ Writes `results/attention.json` and `.png`.
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 
 import remat
-from experiments.figures import draw, legend_below, table, write
+from experiments.figures import arguments, draw, legend_below, read, table, titled, write
 from experiments.transformer_arithmetic import kept_bytes, traced
-from remat.plot_style import BLUE, GREY, ORANGE, new_figure, quiet
+from remat.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.schedule import Schedule
 
 SEED = 0
@@ -158,14 +158,32 @@ def remaining() -> Iterator[dict[str, Any]]:
             yield {"tokens": tokens, "attention": "fused" if is_fused else "written out", "layer_bytes": three - two}
 
 
-def picture(rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
+    """Returns the tokens from which tiled attention takes less than the written-out form up to the longest; between lengths on log axes."""
+    written, tiles = ({row["tokens"]: row[field] for row in rows if row["way"] == way} for way in ("written out", "tiled, online softmax"))
+    tokens = sorted(written)
+    above = [math.log(tiles[t] / written[t]) for t in tokens]  # positive where tiles take more
+    last = max((i for i, height in enumerate(above) if height >= 0), default=-1)
+    if last == len(tokens) - 1:
+        return None
+    if last < 0:
+        return float(tokens[0])
+    share = above[last] / (above[last] - above[last + 1])
+    return float(tokens[last] * (tokens[last + 1] / tokens[last]) ** share)
+
+
+def picture(record: Mapping[str, Any]) -> None:
     """Draws memory, time, and what remains."""
+    rows, kept = record["rows"], record["remaining"]
     figure = new_figure(
         "Attention: written out, tiled and fused (CPU, one thread; 4 heads of 64, forward and backward)", width=14, height=4.8
     )
     left, middle, right = figure.subplots(1, 3)
-    panels = ((left, "peak_bytes", 2**20, "memory of the step (MiB)"), (middle, "step_s", 1e-3, "CPU time (ms)"))
-    for axes, field, unit, label in panels:
+    panels = (
+        (left, "peak_bytes", 2**20, "memory of the step (MiB)", "less memory"),
+        (middle, "step_s", 1e-3, "CPU time (ms)", "less time"),
+    )
+    for axes, field, unit, label, what in panels:
         quiet(axes, x_label="tokens T", y_label=label, grid="both")
         for (name, _), colour in zip(WAYS.items(), (ORANGE, "#7b4fa3", BLUE), strict=True):
             mine = [row for row in rows if row["way"] == name]
@@ -173,6 +191,10 @@ def picture(rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
         ticks = sorted({row["tokens"] for row in rows})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
         axes.minorticks_off()
+        at = record["crossover_tokens"][field]
+        titled(axes, f"tiled takes {what} than written out from T = {at:,.0f}" if at else "tiled: no crossover")
+        if at:
+            axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
     ends = [row for row in rows if row["way"] == "written out"]
     x = np.array([ends[0]["tokens"], ends[-1]["tokens"]])
     left.plot(x, ends[-1]["peak_bytes"] / 2**20 * (x / x[-1]) ** 2, ":", color=GREY, label="slope of T squared")
@@ -180,22 +202,27 @@ def picture(rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
     lengths = sorted({row["tokens"] for row in kept})
     for place, (kind, colour) in enumerate((("written out", ORANGE), ("fused", BLUE))):
         heights = [row["layer_bytes"] / 2**20 for row in kept if row["attention"] == kind]
-        bars = right.bar(np.arange(len(lengths)) + 0.4 * (place - 0.5), heights, 0.38, color=colour, label=f"layer with attention {kind}")
+        bars = right.bar(np.arange(len(lengths)) + 0.4 * (place - 0.5), heights, 0.38, color=colour, label=f"GPT layer, attention {kind}")
         right.bar_label(bars, fmt="%.0f", fontsize=8)
     right.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    titled(right, "what remains to drop (bf16, batch 4, width 256)")
     legend_below(figure, [left, middle, right])
     draw("attention", figure)
 
 
 def main() -> None:
     """Measures, traces, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--longest", type=int, default=4096, help="tokens (default: 4096)")
-    longest = parser.parse_args().longest
-    torch.set_num_threads(1)
-    rows, kept = list(measured(longest)), list(remaining())
-    write("attention", {"rows": rows, "remaining": kept}, seed=SEED)
-    picture(rows, kept)
+    options = parser.parse_args()
+    if not options.redraw:
+        torch.set_num_threads(1)
+        rows, kept = list(measured(options.longest)), list(remaining())
+        crossings = {field: crossing(rows, field) for field in ("peak_bytes", "step_s")}
+        write("attention", {"rows": rows, "remaining": kept, "crossover_tokens": crossings}, seed=SEED)
+    record = read("attention")
+    picture(record)
+    rows = record["rows"]
     cells = [
         [f"{r['tokens']:,}, {r['way']}", f"{r['peak_bytes'] / 2**20:.1f} MiB", f"{1000 * r['step_s']:.1f} ms", f"{r['error_ulp']:.1f}"]
         for r in rows

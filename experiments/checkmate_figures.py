@@ -1,6 +1,6 @@
 """Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653), on traced training steps.
 
-    python -m experiments.checkmate_figures [--time-limit S] [--models NAME ...]
+    python -m experiments.checkmate_figures [--time-limit S] [--models NAME ...] [--redraw]
 
 *Figure 5*: extra compute against memory, float32, roofline costs, at the paper's batch sizes and resolutions: VGG16 (256
 images of 224 x 224), MobileNet (512; V2 here, V1 there), U-Net (32 of 416 x 608). Every heuristic, rounding and the MILP
@@ -26,7 +26,6 @@ Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_fig
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import remat
-from experiments.figures import draw, fake_tensors, legend_below, table, write
+from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.vision import PUBLISHED_BATCH, STEPS
 from remat.graph import Graph
 from remat.plot_style import BLUE, GREEN, GREY, INK, LINES, ORANGE, RED, new_figure, quiet
@@ -154,40 +153,70 @@ def figure_6(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
             yield {"model": name, "memory": label, "method": method, "batch": batch}
 
 
-def draw_figure_5(graphs: dict[str, dict[str, Any]]) -> None:
-    """Draws extra compute against memory, one panel a network, V100 costs."""
-    figure = new_figure("Extra compute against memory (Checkmate, figure 5), V100 roofline costs", width=13, height=5.4)
-    panels = np.atleast_1d(figure.subplots(1, len(graphs)))
-    colours = dict(zip(METHODS, (INK, *LINES[1:], "#b0519d", RED, BLUE), strict=True))
-    markers = dict(zip(METHODS, "o^sDvP*X.", strict=True))
-    for axes, (name, record) in zip(panels, graphs.items(), strict=True):
-        quiet(axes, x_label="memory of the whole step (GB)", y_label="extra compute over keeping everything (%)", grid="both")
-        axes.set_title(f"{name}, batch {PUBLISHED_BATCH[name]}", fontsize=10.5, loc="left")
-        x = [budget / 1e9 for budget in record["budgets"]]
-        axes.plot(x, record["bound_percent"], color=GREEN, linewidth=2, linestyle=(0, (4, 2)), label="proved: less is impossible")
-        for method, points in record["overhead_percent"].items():
-            style = markers[method] + ("-" if method == "auto" else "")
-            y = [np.nan if point is None else point for point in points]
-            axes.plot(x, y, style, color=colours[method], markersize=7 if method in ("auto", "milp") else 5, label=method)
-        axes.axvline(record["keep_all_bytes"] / 1e9, color=GREY, linestyle=":", linewidth=1.2, label="keeping everything")
-        axes.set_ylim(-1, min(45.0, axes.get_ylim()[1]))  # a schedule that computes more than that is no answer
-    legend_below(figure, list(panels), columns=6)
+_NAME = {"auto": "remat (auto)"}
+_COLOURS = dict(zip(METHODS, (INK, *LINES[1:], "#b0519d", RED, BLUE), strict=True))
+_MARKERS = dict(zip(METHODS, "o^sDvP*X.", strict=True))
+_TOP = 45.0  # percent; a schedule that computes more than that is no answer
+
+
+def draw_figure_5(panels: list[dict[str, Any]]) -> None:
+    """Draws extra compute against memory, a column a network: every strategy on V100 costs above, ours on three devices below."""
+    names = list(dict.fromkeys(panel["model"] for panel in panels))
+    figure = new_figure("Extra compute against memory (Checkmate, figure 5), roofline costs", width=14, height=9.6)
+    grid = figure.subplots(2, len(names), squeeze=False)
+    for column, name in enumerate(names):
+        mine = [panel for panel in panels if panel["model"] == name]
+        for axes in grid[:, column]:
+            quiet(axes, x_label="memory of the whole step (GB)", y_label="extra compute over keeping everything (%)", grid="both")
+        _draw_strategies(grid[0, column], mine[0])
+        _draw_devices(grid[1, column], mine)
+    legend_below(figure, list(grid.flat), columns=5)
     draw("checkmate_figure5", figure)
+
+
+def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
+    titled(axes, f"{panel['model']}, batch {panel['batch']}: every strategy, {panel['device']}")
+    x = [budget / 1e9 for budget in panel["budgets"]]
+    axes.plot(x, panel["bound_percent"], color=GREEN, linewidth=2, linestyle=(0, (4, 2)), label="proved: less is impossible")
+    for method, points in panel["overhead_percent"].items():
+        y = [np.nan if point is None else point for point in points]
+        style = _MARKERS[method] + ("-" if method == "auto" else "")
+        axes.plot(x, y, style, color=_COLOURS[method], markersize=7 if method in ("auto", "milp") else 5, label=_NAME.get(method, method))
+    axes.axvline(panel["keep_all_bytes"] / 1e9, color=GREY, linestyle=":", linewidth=1.2, label="keeping everything")
+    ours = panel["overhead_percent"]["auto"]
+    axes.set_ylim(-1, min(_TOP, axes.get_ylim()[1]))
+    for at, height in zip(x, ours, strict=True):
+        if height is not None and height > _TOP:
+            note = f"{height:.0f} % at\n{at:.1f} GB"
+            axes.annotate(note, (at, _TOP), xytext=(-6, -22), textcoords="offset points", fontsize=7.5, color=BLUE)
+
+
+def _draw_devices(axes: Any, panels: list[dict[str, Any]]) -> None:
+    titled(axes, f"{panels[0]['model']}: remat and its bound, by device")
+    for panel, colour in zip(panels, (BLUE, ORANGE, LINES[3]), strict=True):
+        x = [budget / 1e9 for budget in panel["budgets"]]
+        y = [np.nan if point is None else point for point in panel["overhead_percent"]["auto"]]
+        axes.plot(x, y, "o-", color=colour, markersize=4, label=f"remat, {panel['device']} costs")
+        axes.plot(x, panel["bound_percent"], color=colour, linestyle=(0, (4, 2)), linewidth=1.2)
+    axes.plot([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1.2, label="its proved bound")
+    axes.set_ylim(-1, min(_TOP, axes.get_ylim()[1]))
 
 
 def draw_figure_6(rows: list[dict[str, Any]]) -> None:
     """Draws the largest batches as bars."""
     names = list(dict.fromkeys(row["model"] for row in rows))
-    figure = new_figure("Largest batch with at most one more forward pass of compute (Checkmate, figure 6)", width=13, height=5)
-    panels = np.atleast_2d(figure.subplots(1, len(names)))[0]
+    figure = new_figure("Largest batch with at most one more forward pass of compute (Checkmate, figure 6)", width=14, height=5.6)
+    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
-        quiet(axes, y_label="images a step")
-        axes.set_title(name, fontsize=10.5, loc="left")
+        quiet(axes, x_label="images a step", grid="x")
+        titled(axes, name)
         for place, (memory, colour) in enumerate(zip(MEMORIES, (BLUE, ORANGE), strict=True)):
-            heights = [row["batch"] for row in rows if row["model"] == name and row["memory"] == memory]
-            bars = axes.bar(np.arange(len(heights)) + 0.4 * place, heights, 0.38, color=colour, label=memory)
-            axes.bar_label(bars, fontsize=7, color=INK)
-        axes.set_xticks(np.arange(len(IN_FIGURE_6)) + 0.2, IN_FIGURE_6, rotation=40, ha="right")
+            widths = [row["batch"] for row in rows if row["model"] == name and row["memory"] == memory]
+            bars = axes.barh(np.arange(len(widths)) + 0.4 * place, widths, 0.38, color=colour, label=f"{memory} of memory")
+            axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
+        axes.set_xlim(right=1.13 * axes.get_xlim()[1])
+    panels[0].set_yticks(np.arange(len(IN_FIGURE_6)) + 0.2, [_NAME.get(method, method) for method in IN_FIGURE_6])
+    panels[0].invert_yaxis()
     legend_below(figure, list(panels))
     draw("checkmate_figure6", figure)
 
@@ -212,24 +241,32 @@ def figure_5(name: str, device: str, time_limit_s: float) -> tuple[dict[str, Any
     return record, ratios(found)
 
 
-def main() -> None:
-    """Runs, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-limit", type=float, default=4.0, help="seconds for each solve (default: 4)")
-    parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
-    options = parser.parse_args()
+def run(models: Sequence[str], time_limit_s: float) -> None:
+    """Solves and writes."""
     panels, table_2 = [], {}
-    for name in options.models:
+    for name in models:
         for device in DEVICES:
-            record, row = figure_5(name, device, options.time_limit)
+            record, row = figure_5(name, device, time_limit_s)
             panels.append(record)
             if device == "V100":
                 table_2[name] = row
-    batches = [row for name in options.models for row in figure_6(name, min(4.0, options.time_limit))]
+    batches = [row for name in models for row in figure_6(name, min(4.0, time_limit_s))]
     content = {"figure_5": panels, "table_2": table_2, "table_2_published": PUBLISHED_RATIOS, "figure_6": batches}
-    write("checkmate_figures", {"time_limit_s": options.time_limit, **content})
-    draw_figure_5({panel["model"]: panel for panel in panels if panel["device"] == "V100"})
-    draw_figure_6(batches)
+    write("checkmate_figures", {"time_limit_s": time_limit_s, **content})
+
+
+def main() -> None:
+    """Runs, draws and prints."""
+    parser = arguments(__doc__)
+    parser.add_argument("--time-limit", type=float, default=4.0, help="seconds for each solve (default: 4)")
+    parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
+    options = parser.parse_args()
+    if not options.redraw:
+        run(options.models, options.time_limit)
+    record = read("checkmate_figures")
+    panels, table_2 = record["figure_5"], record["table_2"]
+    draw_figure_5(panels)
+    draw_figure_6(record["figure_6"])
     met = {
         p["model"]: {m: sum(y is not None for y in ys) for m, ys in p["overhead_percent"].items()} for p in panels if p["device"] == "V100"
     }

@@ -1,6 +1,6 @@
 """Memory of a ResNet and an LSTM against depth and unrolled steps (Chen et al., 2016, arXiv:1604.06174, figures 5 and 6).
 
-    python -m experiments.depth_growth [--longest N]
+    python -m experiments.depth_growth [--longest N] [--redraw]
 
 The paper's allocations, and ours, for a training step without what is held anyway (parameters, buffers, inputs) and without
 the gradients of parameters that the step returns, which grow with depth whatever is done:
@@ -9,25 +9,23 @@ the gradients of parameters that the step returns, which grow with depth whateve
 - *in place*: elementwise operators write over inputs that die with them;
 - *sharing*: and memory is given back after the last read: keeping everything as PyTorch does it;
 - *drop cheap*: batch norm, activations and pooling are computed again (the paper's section 4.2);
-- *sublinear*: the square root heuristic of the paper;
+- *sublinear*: the leanest of the paper's square root heuristic at single values, its linearized form, and segments of about equal length
+  cut where the fewest bytes cross: between the cells of an LSTM, where the paper cuts by hand and no single value does;
 - *ours, least*: the smallest peak that `remat.minimum` finds.
 
-Growth is fitted as memory = c N^p, p from the larger half of the depths. The paper's claim for sublinear plans is p = 1/2 at the
-price of one more forward pass ("about 30 % slower"): the step of one network is measured here with that plan and without.
-A logarithm shows as a p that falls with depth. Measured: 1.30 times the step that keeps everything (1.33 by its costs), p = 0.44 on the
-ResNet. Not reproduced: the paper's sublinear LSTM. Two states cross every cut of a written-out LSTM, and neither the square root heuristic
-of single cuts nor its linearized form finds a schedule leaner than keeping everything (p = 0.86); the paper cuts between cells by hand.
+Growth is fitted twice: as memory = c N^p, p from the larger half of the sizes, and as a + b f(N) with f linear, square root or
+logarithm, whichever is off the least. Beside it the measured step of one network of each kind with each plan, over the step that
+keeps everything: the paper's price of a sublinear plan is one more forward pass, "about 30 % slower".
 Writes `results/depth_growth.json` and `.png`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,19 +34,21 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from experiments.figures import draw, leanest, legend_below, table, write
+from experiments.figures import arguments, draw, leanest, legend_below, read, table, titled, write
 from experiments.static_memory import LSTM
 from remat.arena import Blocks
-from remat.graph import Graph
+from remat.graph import Graph, Phase
 from remat.plot_style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure, quiet
 from remat.schedule import Schedule, simulate
 from remat.solution import Solution
 from remat.solvers import make_solver
 from remat.solvers.minimum import minimum
+from remat.solvers.on_demand import steps_on_demand
 
 SEED = 0
 MEASURED = {"ResNet": 16, "LSTM": 64}  # the size that is run for real
 PAIRS = 9
+COSTS = "roofline:A100"  # for the memory: the same on every machine; what is timed is planned with measured costs
 
 
 class Residual(nn.Module):
@@ -93,14 +93,54 @@ def lstm(num_steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 NETWORKS: dict[str, Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {"ResNet": resnet, "LSTM": lstm}
-SIZES = {"ResNet": (4, 8, 16, 32, 64), "LSTM": (16, 32, 64, 128, 256)}
+SIZES = {"ResNet": (4, 8, 16, 32, 64), "LSTM": (8, 16, 32, 64, 128)}
 WAYS = ("no optimization", "in place", "sharing", "drop cheap", "sublinear", "ours, least")
+PLANNED = WAYS[3:]  # those that compute more
+LAWS: dict[str, Callable[[Any], Any]] = {"linear": lambda n: n, "square root": np.sqrt, "logarithm": np.log}
+
+
+def crossing_bytes(graph: Graph) -> Any:
+    """Returns, for each place between operators of the forward, the bytes that its later part reads of its earlier part."""
+    change = np.zeros(graph.num_forward + 1, np.int64)
+    for value, users in enumerate(graph.users_of):
+        last = max((user for user in users if graph.operators[user].phase is Phase.FORWARD), default=-1)
+        if 0 <= graph.producer[value] < last:
+            change[graph.producer[value] + 1] += graph.values[value].size_bytes
+            change[last + 1] -= graph.values[value].size_bytes
+    return np.cumsum(change)[: graph.num_forward]
+
+
+def segments(graph: Graph, count: int) -> Solution:
+    """Returns the plan of Chen's segments: each is computed again when the backward comes to it, from what crosses its beginning."""
+    crossing, length = crossing_bytes(graph), graph.num_forward / count
+    kept: set[int] = set()
+    for i in range(1, count):
+        low, high = int((i - 0.5) * length), max(int((i + 0.5) * length), int((i - 0.5) * length) + 1)
+        cut = low + int(np.argmin(crossing[low:high]))
+        for value, users in enumerate(graph.users_of):
+            if graph.producer[value] < cut and any(cut <= user < graph.num_forward for user in users):
+                kept.add(value)
+    schedule = Schedule.from_steps(graph, steps_on_demand(graph, kept))
+    return _solution(graph, schedule, f"{count} segments")
+
+
+def _solution(graph: Graph, schedule: Schedule, name: str) -> Solution:
+    peak = simulate(graph, schedule).peak_bytes
+    return Solution.of_steps(graph, peak, schedule.steps, lower_bound_s=graph.cost_s, solver=name, wall_s=0.0)
 
 
 def sublinear(graph: Graph) -> Solution:
-    """Returns the leaner of the square root heuristic and its linearized form: an LSTM has no single value to cut at."""
-    answers = [leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")]
+    """Returns the leanest of the square root heuristic, its linearized form, and segments cut where the fewest bytes cross."""
+    counts = sorted({round(2 ** (i / 2)) for i in range(2, 2 * int(math.log2(graph.num_forward)))})
+    answers = [*(leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")), *(segments(graph, count) for count in counts)]
     return min((answer for answer in answers if answer.is_solved), key=lambda answer: answer.peak_bytes)
+
+
+def plans(graph: Graph) -> dict[str, Solution]:
+    """Returns the plan of each way that computes more."""
+    least = Schedule.from_steps(graph, minimum(graph).steps)
+    ways = (leanest("recompute-cheap", graph), sublinear(graph), _solution(graph, least, "minimum"))
+    return dict(zip(PLANNED, ways, strict=True))
 
 
 def peaks(graph: Graph) -> dict[str, dict[str, float]]:
@@ -109,16 +149,12 @@ def peaks(graph: Graph) -> dict[str, dict[str, float]]:
     held = graph.resident_bytes
     apart, merged = Blocks.of(graph, keep_all, in_place=False), Blocks.of(graph, keep_all)
     returned = int(graph.arrays.size_bytes[graph.arrays.output].sum())
-    least = minimum(graph)
-    ours = Schedule.from_steps(graph, least.steps)
     rows = {
         "no optimization": (int(apart.size_bytes.sum()), 0.0),
         "in place": (int(merged.size_bytes.sum()), 0.0),
         "sharing": (simulate(graph, keep_all).peak_bytes - held, 0.0),
-        "ours, least": (least.peak_bytes - held, simulate(graph, ours).cost_s / graph.cost_s - 1),
+        **{way: (plan.peak_bytes - held, plan.overhead) for way, plan in plans(graph).items()},
     }
-    for way, solution in (("drop cheap", leanest("recompute-cheap", graph)), ("sublinear", sublinear(graph))):
-        rows[way] = (solution.peak_bytes - held, solution.overhead)
     return {way: {"bytes": rows[way][0] - returned, "overhead": rows[way][1]} for way in WAYS}
 
 
@@ -127,7 +163,7 @@ def grown(name: str, longest: int) -> Iterator[dict[str, Any]]:
     for size in (size for size in SIZES[name] if size <= longest):
         torch.manual_seed(SEED)
         model, args = NETWORKS[name](size)
-        graph = remat.trace(model, args)
+        graph = remat.trace(model, args, costs=COSTS)
         row = {"network": name, "size": size, "operators": graph.num_operators, "ways": peaks(graph)}
         print(row, flush=True)
         yield row
@@ -140,70 +176,111 @@ def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {way: float(np.polyfit(x, np.log([row["ways"][way]["bytes"] for row in large]), 1)[0]) for way in WAYS}
 
 
-def pace(name: str) -> dict[str, Any]:
-    """Returns the measured step time of the sublinear plan over keeping everything, in our executor and in plain PyTorch."""
+def laws(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns which of `LAWS` each way's memory follows: a + b f(N), least squares of relative errors over all sizes."""
+    sizes = np.array([row["size"] for row in rows], np.float64)
+
+    def off(law: Callable[[Any], Any], y: Any) -> float:
+        columns = np.stack([1 / y, law(sizes) / y], 1)
+        return float(np.sum((columns @ np.linalg.lstsq(columns, np.ones(len(y)))[0] - 1) ** 2))
+
+    found = {way: np.array([row["ways"][way]["bytes"] for row in rows], np.float64) for way in WAYS}
+    return {way: min(LAWS, key=lambda name: off(LAWS[name], found[way])) for way in WAYS}
+
+
+def paces(name: str) -> Iterator[dict[str, Any]]:
+    """Yields the measured step time of each plan over keeping everything, in our executor and in plain PyTorch."""
     torch.manual_seed(SEED)
     plain, args = NETWORKS[name](MEASURED[name])
     graph = remat.trace(plain, args, costs="profile")
-    solution = sublinear(graph)
     all_kept = make_solver("keep-all").solve(graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes)
-    planned, kept = (remat.wrap(copy.deepcopy(plain), plan, costs="profile") for plan in (solution, all_kept))
-    times = []
-    for step in range(PAIRS + 2):
-        moment = []
-        for one in (planned, kept, plain):
-            one.zero_grad(set_to_none=True)
-            start = time.process_time()
-            one(*args).backward()
-            moment.append(time.process_time() - start)
-        if step >= 2:
-            times.append(moment)
-    return {
-        "network": name,
-        "size": MEASURED[name],
-        "promised": 1 + solution.overhead,
-        "over_keep_all": statistics.median(a / b for a, b, _ in times),
-        "over_plain": statistics.median(a / c for a, _, c in times),
-    }
+    kept = remat.wrap(copy.deepcopy(plain), all_kept, costs="profile")
+    for way, solution in plans(graph).items():
+        planned = remat.wrap(copy.deepcopy(plain), solution, costs="profile")
+        times = []
+        for step in range(PAIRS + 2):
+            moment = []
+            for one in (planned, kept, plain):
+                one.zero_grad(set_to_none=True)
+                start = time.process_time()
+                one(*args).backward()
+                moment.append(time.process_time() - start)
+            if step >= 2:
+                times.append(moment)
+        yield {
+            "network": name,
+            "size": MEASURED[name],
+            "way": way,
+            "plan": solution.solver,
+            "promised": 1 + solution.overhead,
+            "over_keep_all": statistics.median(a / b for a, b, _ in times),
+            "over_plain": statistics.median(a / c for a, _, c in times),
+        }
 
 
-def picture(rows: dict[str, list[dict[str, Any]]], powers: dict[str, dict[str, float]]) -> None:
-    """Draws memory against size on logarithmic axes."""
-    figure = new_figure("Memory against depth: allocations of Chen et al. (2016), and the least found", width=12, height=5.4)
-    panels = figure.subplots(1, 2)
+_COLOURS = dict(zip(WAYS, (GREY, INK, ORANGE, "#7b4fa3", GREEN, BLUE), strict=True))
+
+
+def picture(record: Mapping[str, Any]) -> None:
+    """Draws memory against size on logarithmic axes, and the measured price of the plans."""
+    figure = new_figure("Memory against depth: allocations of Chen et al. (2016), and the least found", width=15, height=5.4)
+    panels = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
     labels = {"ResNet": "residual blocks N", "LSTM": "unrolled steps N"}
-    for axes, name in zip(panels, NETWORKS, strict=True):
+    for axes, name in zip(panels[:2], NETWORKS, strict=True):
         quiet(axes, x_label=labels[name], y_label="activations, gradients on the way, workspace (MiB)", grid="both")
-        axes.set_title(name, fontsize=10.5, loc="left")
-        sizes = [row["size"] for row in rows[name]]
-        for way, colour in zip(WAYS, (GREY, INK, ORANGE, "#7b4fa3", GREEN, BLUE), strict=True):
-            y = [row["ways"][way]["bytes"] / 2**20 for row in rows[name]]
+        titled(axes, f"{name}: memory, the law that fits best, the power fitted")
+        rows = [row for row in record["rows"] if row["network"] == name]
+        sizes = [row["size"] for row in rows]
+        for way, colour in _COLOURS.items():
+            y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
             axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
-            text, at = f"N^{powers[name][way]:.2f}", (sizes[-1], y[-1])
-            axes.annotate(text, at, xytext=(6, -3), textcoords="offset points", fontsize=8, color=colour)
+            text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
+            offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))  # these two all but coincide on the LSTM
+            axes.annotate(text, (sizes[-1], y[-1]), xytext=offset, textcoords="offset points", fontsize=8, color=colour)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_xlim(right=sizes[-1] * 1.6)
-        root = rows[name][-1]["ways"]["sublinear"]["bytes"] / 2**20
+        axes.set_xlim(right=sizes[-1] * 3)
+        root = rows[-1]["ways"]["sublinear"]["bytes"] / 2**20
         axes.plot(sizes, [root * math.sqrt(size / sizes[-1]) for size in sizes], ":", color=RED, label="slope of the square root")
-    legend_below(figure, list(panels), columns=4)
+    _draw_paces(panels[2], record["paces"])
+    legend_below(figure, list(panels), columns=5)
     draw("depth_growth", figure)
+
+
+def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
+    quiet(axes, y_label="step over keeping everything, measured")
+    titled(axes, "price: CPU time of the step")
+    at = np.arange(len(NETWORKS))
+    for place, way in enumerate(PLANNED):
+        mine = [row for row in rows if row["way"] == way]
+        bars = axes.bar(at + 0.27 * (place - 1), [row["over_keep_all"] for row in mine], 0.25, color=_COLOURS[way])
+        axes.bar_label(bars, fmt="%.2f", fontsize=9, label_type="center", color="white")
+        ticks = [row["promised"] for row in mine]
+        label = "promised by the plan's costs" if not place else None
+        axes.plot(at + 0.27 * (place - 1), ticks, "_", color=RED, markersize=22, markeredgewidth=1.6, label=label)
+    axes.axhline(1.3, color=INK, linestyle=":", linewidth=1.2, label='the paper\'s "about 30 % slower"')
+    axes.set_xticks(at, [f"{name}, N = {MEASURED[name]}" for name in NETWORKS])
 
 
 def main() -> None:
     """Traces, measures, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--longest", type=int, default=64, help="largest network (default: 64)")
-    longest = parser.parse_args().longest
-    torch.set_num_threads(1)
-    rows = {name: list(grown(name, longest)) for name in NETWORKS}
-    powers = {name: exponents(rows[name]) for name in NETWORKS}
-    paces = [pace(name) for name in NETWORKS]
-    write("depth_growth", {"rows": [row for name in NETWORKS for row in rows[name]], "exponents": powers, "paces": paces}, seed=SEED)
-    picture(rows, powers)
-    print(table([[way, *(f"{powers[name][way]:.2f}" for name in NETWORKS)] for way in WAYS], ["memory grows as N to the power", *NETWORKS]))
-    cells = [[p["network"], *(f"{p[key]:.2f}" for key in ("promised", "over_keep_all", "over_plain"))] for p in paces]
-    print(table(cells, ["step of the sublinear plan", "promised", "over keeping everything", "over plain PyTorch"]))
+    parser = arguments(__doc__)
+    parser.add_argument("--longest", type=int, default=128, help="largest network (default: 128)")
+    options = parser.parse_args()
+    if not options.redraw:
+        torch.set_num_threads(1)
+        rows = {name: list(grown(name, options.longest)) for name in NETWORKS}
+        fitted = {"exponents": {name: exponents(rows[name]) for name in NETWORKS}, "laws": {name: laws(rows[name]) for name in NETWORKS}}
+        priced = [row for name in NETWORKS for row in paces(name)]
+        write("depth_growth", {"rows": [row for name in NETWORKS for row in rows[name]], **fitted, "paces": priced}, seed=SEED)
+    record = read("depth_growth")
+    picture(record)
+    powers, found = record["exponents"], record["laws"]
+    cells = [[way, *(f"{powers[name][way]:.2f}, {found[name][way]}" for name in NETWORKS)] for way in WAYS]
+    print(table(cells, ["memory grows as N to the power", *NETWORKS]))
+    columns = ("promised", "over_keep_all", "over_plain")
+    cells = [[f"{row['network']}, {row['way']}", *(f"{row[column]:.2f}" for column in columns)] for row in record["paces"]]
+    print(table(cells, ["step", "promised", "over keeping everything", "over plain PyTorch"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,14 @@ from remat.solution import Solution
 from remat.solvers import make_solver
 
 RESULTS = Path(__file__).parent / "results"
+_BEGAN = time.perf_counter()
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that describes a script and knows `--redraw`: the picture again, from the results that are there."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--redraw", action="store_true", help="draw results/NAME.json again, compute nothing")
+    return parser
 
 
 @contextmanager
@@ -48,10 +59,16 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
 
 
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
-    """Writes `results/NAME.json`: the environment and a record."""
+    """Writes `results/NAME.json`: the environment, how long the script took until here, and a record."""
     RESULTS.mkdir(exist_ok=True)
-    content = {"environment": environment(seed=seed), **record}
+    content = {"environment": environment(seed=seed), "run": _run(), **record}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _run() -> dict[str, float]:
+    """Seconds since this module was imported, and CPU seconds of the process and of those that it waited for."""
+    user, system, their_user, their_system, _ = os.times()
+    return {"wall_s": round(time.perf_counter() - _BEGAN, 1), "cpu_s": round(user + system + their_user + their_system, 1)}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -63,6 +80,11 @@ def read(name: str) -> dict[str, Any]:
 def draw(name: str, figure: Figure) -> None:
     """Writes `results/NAME.png`."""
     save(figure, RESULTS / f"{name}.png")
+
+
+def titled(axes: Axes, text: str) -> None:
+    """Writes above one of several axes what it shows."""
+    axes.set_title(text, fontsize=10.5, loc="left")
 
 
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 3) -> None:

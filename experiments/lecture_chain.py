@@ -1,6 +1,6 @@
 """The chain of ten matrix products that lectures count: products against memory, exactly.
 
-    python -m experiments.lecture_chain
+    python -m experiments.lecture_chain [--redraw]
 
 A linear network of ten layers, x[i] = x[i-1] W[i]. A layer is one product in the forward and two in the backward (the
 gradients of its input and of its weight), 30 in all where everything is kept. Memory counts matrices of one layer's size:
@@ -21,13 +21,13 @@ matrix products that PyTorch executes are counted. Writes `results/lecture_chain
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 import remat
-from experiments.figures import draw, legend_below, write
+from experiments.figures import arguments, draw, legend_below, read, write
 from remat.graph import Graph, Operator, Phase, Value, ValueKind
 from remat.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
 from remat.schedule import Schedule, simulate
@@ -137,8 +137,9 @@ def run(width: int = 64) -> Iterator[dict[str, Any]]:
         yield {"budget": share, "peak_bytes": solution.peak_bytes, "planned": planned, "executed": executed, "is_equal": is_equal}
 
 
-def picture(optimum: list[dict[str, Any]], hand: list[dict[str, Any]]) -> None:
+def picture(record: Mapping[str, Any]) -> None:
     """Draws products against memory."""
+    optimum, hand = record["least"], record["by_hand"]
     figure = new_figure("Ten matrix products in a chain: what memory costs")
     axes = figure.subplots()
     quiet(axes, x_label="memory (matrices: activations and gradients on the way)", y_label="matrix products, forward and backward")
@@ -154,6 +155,7 @@ def picture(optimum: list[dict[str, Any]], hand: list[dict[str, Any]]) -> None:
         label = f"{row['name']}: {row['products']}"
         axes.plot(row["matrices"], row["products"], marker, color=colour, markersize=9, label=label)
     axes.set_ylim(25, 80)
+    axes.set_xticks(range(1, max(x) + 1))
     axes.set_xlim(2.5, max(x) + 0.8)
     legend_below(figure, axes, columns=2)
     draw("lecture_chain", figure)
@@ -161,12 +163,13 @@ def picture(optimum: list[dict[str, Any]], hand: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Counts, runs, writes and draws."""
-    graph = chain()
-    hand, optimum, executed = list(by_hand(graph)), list(least(graph)), list(run())
-    for row in [*hand, *optimum, *executed]:
+    if not arguments(__doc__).parse_args().redraw:
+        graph = chain()
+        write("lecture_chain", {"by_hand": list(by_hand(graph)), "least": list(least(graph)), "executed": list(run())}, seed=SEED)
+    record = read("lecture_chain")
+    picture(record)
+    for row in [*record["by_hand"], *record["least"], *record["executed"]]:
         print(row)
-    write("lecture_chain", {"by_hand": hand, "least": optimum, "executed": executed}, seed=SEED)
-    picture(optimum, hand)
 
 
 if __name__ == "__main__":

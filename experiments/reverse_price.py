@@ -1,6 +1,6 @@
 """What reverse mode costs: backward over forward, rooflines, and model FLOP utilisation with recomputation.
 
-    python -m experiments.reverse_price [--time-limit S]
+    python -m experiments.reverse_price [--time-limit S] [--redraw]
 
 *Price.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating derivatives", 2008) bounds
 function and gradient together by a small constant, at most five, times the function. Counted here for eight architectures,
@@ -15,8 +15,7 @@ All numbers are computed from shapes and the device's data sheet: they bound wha
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 import remat
-from experiments.figures import draw, fake_tensors, legend_below, table, write
+from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.models import GPT, MODELS, make
 from remat.api import trace_step
 from remat.graph import Graph, Phase
@@ -101,13 +100,25 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
         yield {"model": name, "way": way, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "utilisation": share}
 
 
-def picture(prices: list[dict[str, Any]], operators: dict[str, list[dict[str, Any]]], shares: list[dict[str, Any]]) -> None:
+def points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Returns FLOP per byte and FLOP per second of the operators that compute, products apart from the rest; equal ones once."""
+    found: dict[str, set[tuple[float, ...]]] = {"products, convolutions": set(), "the rest": set()}
+    for row in rows:
+        if row["flop"]:
+            place = found["products, convolutions" if row["is_product"] else "the rest"]
+            place.add(tuple(float(f"{row['flop'] / row[over]:.4g}") for over in ("bytes", "seconds")))
+    return {kind: [list(point) for point in sorted(place)] for kind, place in found.items()}
+
+
+def picture(record: Mapping[str, Any]) -> None:
     """Draws the three parts."""
+    prices, operators, shares = record["prices"], record["operators"], record["utilisation"]
     figure = new_figure("What reverse mode costs, and where the time goes (computed for an H100)", width=14, height=5)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1.5, 1))
     _draw_prices(left, prices)
     _draw_roofline(middle, operators)
     quiet(right, y_label="model FLOP utilisation, at most (%)")
+    titled(right, "utilisation, by way of planning")
     ways = list(dict.fromkeys(row["way"] for row in shares))
     names = list(operators)
     for place, (way, colour) in enumerate(zip(ways, (GREY, ORANGE, BLUE), strict=True)):
@@ -120,7 +131,8 @@ def picture(prices: list[dict[str, Any]], operators: dict[str, list[dict[str, An
 
 
 def _draw_prices(axes: Any, prices: list[dict[str, Any]]) -> None:
-    quiet(axes, x_label="gradient over forward", grid="x")
+    quiet(axes, x_label="forward and backward over forward", grid="x")
+    titled(axes, "the price of a gradient")
     at = np.arange(len(prices))
     axes.barh(at - 0.2, [row["flop"] for row in prices], 0.38, color=BLUE, label="in FLOP")
     axes.barh(at + 0.2, [row["seconds"] for row in prices], 0.38, color="#a5c8ec", label="in seconds, by roofline")
@@ -129,13 +141,12 @@ def _draw_prices(axes: Any, prices: list[dict[str, Any]]) -> None:
     axes.invert_yaxis()
 
 
-def _draw_roofline(axes: Any, operators: dict[str, list[dict[str, Any]]]) -> None:
+def _draw_roofline(axes: Any, operators: Mapping[str, Mapping[str, list[list[float]]]]) -> None:
     quiet(axes, x_label="arithmetic intensity (FLOP per byte moved)", y_label="attainable rate (TFLOP/s)", grid="both")
-    for (name, rows), colour in zip(operators.items(), (BLUE, ORANGE), strict=True):
-        for is_product, marker in ((True, "o"), (False, "x")):
-            mine = [row for row in rows if row["is_product"] is is_product and row["flop"]]
-            kind = "products, convolutions" if is_product else "the rest"
-            x, y = [row["flop"] / row["bytes"] for row in mine], [row["flop"] / row["seconds"] / 1e12 for row in mine]
+    titled(axes, "every operator of a step (below the roof: launches)")
+    for (name, kinds), colour in zip(operators.items(), (BLUE, ORANGE), strict=True):
+        for (kind, found), marker in zip(kinds.items(), "ox", strict=True):
+            x, y = [intensity for intensity, _ in found], [rate / 1e12 for _, rate in found]
             axes.plot(x, y, marker, color=colour, markersize=4, alpha=0.6, label=f"{name.split(',')[0]}: {kind}")
     roof = np.logspace(-2, 4, 200)
     axes.plot(
@@ -145,20 +156,32 @@ def _draw_roofline(axes: Any, operators: dict[str, list[dict[str, Any]]]) -> Non
     axes.set_yscale("log")
 
 
-def main() -> None:
-    """Counts, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)")
-    time_limit_s = parser.parse_args().time_limit
-    prices = [price(name) for name in MODELS]
+def computed(time_limit_s: float) -> dict[str, Any]:
+    """Returns the three parts."""
     steps = large_steps()
     operators = {name: list(roofline(step)) for name, step in steps.items()}
-    shares = [row for name, step in steps.items() for row in utilisation(name, step, time_limit_s)]
-    totals = {name: _totals(rows) for name, rows in operators.items()}
-    write("reverse_price", {"device": DEVICE.name, "factor": FACTOR, "prices": prices, "totals": totals, "utilisation": shares}, seed=SEED)
-    picture(prices, operators, shares)
+    return {
+        "prices": [price(name) for name in MODELS],
+        "totals": {name: _totals(rows) for name, rows in operators.items()},
+        "utilisation": [row for name, step in steps.items() for row in utilisation(name, step, time_limit_s)],
+        "operators": {name: points(rows) for name, rows in operators.items()},
+    }
+
+
+def main() -> None:
+    """Counts, prints, writes and draws."""
+    parser = arguments(__doc__)
+    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)")
+    options = parser.parse_args()
+    if not options.redraw:
+        write("reverse_price", {"device": DEVICE.name, "factor": FACTOR, **computed(options.time_limit)}, seed=SEED)
+    record = read("reverse_price")
+    picture(record)
+    prices = record["prices"]
     print(table([[r["model"], f"{r['flop']:.2f}", f"{r['seconds']:.2f}"] for r in prices], ["gradient over forward", "FLOP", "seconds"]))
-    cells = [[f"{r['model']}: {r['way']}", f"{100 * r['overhead']:.1f} %", f"{100 * r['utilisation']:.1f} %"] for r in shares]
+    cells = [
+        [f"{r['model']}: {r['way']}", f"{100 * r['overhead']:.1f} %", f"{100 * r['utilisation']:.1f} %"] for r in record["utilisation"]
+    ]
     print(table(cells, ["", "more compute", "utilisation, at most"]))
 
 

@@ -1,6 +1,6 @@
 """Mixed precision and sharding: what a rank holds in a training step, by category, with and without rematerialization.
 
-    python -m experiments.sharding
+    python -m experiments.sharding [--redraw]
 
 A GPT-2 medium (24 layers, width 1,024, 8 x 1,024 tokens a rank, fused attention) with AdamW, computed from traces:
 
@@ -14,17 +14,18 @@ some ranks they are all that is left, and that is where a plan (the least that `
 Bars add each category's own peak, an upper bound on the peak of their sum. The least plans of both precisions hold about the same: the
 loss in float32 over a vocabulary of 50,257 is what neither can drop.
 
-Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU); bytes of the shards of parameters,
-gradients and moments after a step against the computed N-th parts. Shards are cut along the first dimension, so that parts are equal where
-it divides by N. Writes `results/sharding.json` and `.png`.
+Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU), fp32 and bf16-mixed (FSDP's
+mixed precision policy). Bytes of the shards of parameters, gradients and moments after a step against the computed N-th parts (shards
+are cut along the first dimension, so that parts are equal where it divides by N); and what a step holds at its peak beyond those
+shards, plain and planned to 60 % of what its blocks need where they keep everything. Writes `results/sharding.json`
+and `.png`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,13 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import remat
-from experiments.figures import draw, fake_tensors, legend_below, table, write
+from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, write
 from experiments.models import GPT
 from experiments.transformer_arithmetic import FusedBlock
 from remat.budget import format_bytes
 from remat.composition import Category, Composition
 from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, LINES, ORANGE, new_figure, quiet
+from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, PALE, new_figure, quiet
 from remat.schedule import Schedule
 from remat.solvers.minimum import minimum
 
@@ -50,6 +51,9 @@ BATCH, TOKENS = 8, 1024
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
 MEASURED_RANKS = (1, 2, 4)
 COSTS = "roofline:H100"
+SMALL: dict[str, Any] = {"num_layers": 4, "width": 128, "num_heads": 4, "vocabulary": 512}
+SMALL_BATCH, SMALL_TOKENS = 8, 128
+SHARE = "60%"
 _HELD = (Category.PARAMETERS, Category.INPUTS, Category.PARAMETER_GRADIENTS)
 
 
@@ -115,22 +119,36 @@ def computed() -> Iterator[dict[str, Any]]:
                 }
 
 
-def _rank(rank: int, ranks: int, folder: str) -> None:
-    """One process: shards, trains a step, and writes what its shards hold."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def _small() -> GPT:
     torch.manual_seed(SEED)
-    model = GPT(num_layers=4, width=128, num_heads=4, vocabulary=512)
-    mesh = init_device_mesh("cpu", (ranks,))
+    return GPT(**SMALL)
+
+
+def _sharded(*, is_mixed: bool, is_planned: bool) -> nn.Module:
+    """The small GPT under FSDP2, plain or planned block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _small()
+    if is_planned:
+        remat.checkpoint(model, SHARE, blocks=model.blocks, costs="flops", time_limit_s=10.0)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
+    """Trains a step, measures the next one, and says what this rank holds and held."""
+    model = _sharded(is_mixed=is_mixed, is_planned=is_planned)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(ids=torch.randint(0, 512, (2, 64))).backward()
-    optimizer.step()
+    ids = torch.randint(0, SMALL["vocabulary"], (SMALL_BATCH, SMALL_TOKENS))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ids=ids).backward()
+        optimizer.step()
 
     def local(tensor: Any) -> int:
         part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -142,28 +160,51 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
         "gradients": sum(local(p.grad) for p in model.parameters() if p.grad is not None),
         "optimizer": sum(map(local, moments)),
     }
+    found: dict[str, Any] = {"measured": held}
+    if is_planned:
+        report = remat.report(model)
+        found |= {"predicted_peak_bytes": report.solution.peak_bytes, "measured_peak_bytes": report.measured_peak_bytes}
+        found |= {"overhead": report.solution.overhead, "unplanned_bytes": report.unplanned_bytes}
+    optimizer.zero_grad()
+    return found | {"step_bytes": remat.measure(lambda: model(ids=ids).backward(), device="cpu").peak_bytes}
+
+
+def _rank(rank: int, ranks: int, folder: str) -> None:
+    """One process: trains in both precisions, plain and planned; the first one writes what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = [
+        {"precision": precision, "plan": plan, **_trained(is_mixed=precision != "fp32", is_planned=plan != "everything kept")}
+        for precision in ("fp32", "bf16-mixed")
+        for plan in ("everything kept", f"remat, {SHARE}")
+    ]
     if rank == 0:
-        torch.save(held, f"{folder}/held.pt")
+        torch.save(found, f"{folder}/found.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    """Yields what rank 0 holds after a step, beside the computed N-th parts."""
-    count = sum(p.numel() for p in GPT(num_layers=4, width=128, num_heads=4, vocabulary=512).parameters())
+    """Yields what rank 0 holds after a step and at most during one, beside the computed N-th parts."""
+    count = sum(p.numel() for p in _small().parameters())
     for ranks in MEASURED_RANKS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, args=(ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
-            held = torch.load(os.path.join(folder, "held.pt"))
+            found = torch.load(os.path.join(folder, "found.pt"))
         expected = {"parameters": 4 * count // ranks, "gradients": 4 * count // ranks, "optimizer": 8 * count // ranks}
-        yield {"ranks": ranks, "measured": held, "computed": expected}
+        for row in found:
+            print(ranks, row, flush=True)
+            yield {"ranks": ranks, "computed": expected, **row}
 
 
-def picture(rows: list[dict[str, Any]]) -> None:
-    """Draws bytes a rank against ranks, a panel for each precision and plan."""
-    figure = new_figure("What a rank holds: GPT-2 medium, AdamW, 8 x 1,024 tokens a rank", width=14, height=4.8)
+def picture(record: Mapping[str, Any]) -> None:
+    """Draws bytes a rank against ranks, a panel for each precision and plan, and what was measured."""
+    figure = new_figure("What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens a rank (computed); right: measured", width=17, height=4.8)
+    rows = record["rows"]
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
-    panels = figure.subplots(1, len(cases), sharey=True)
+    grid = figure.add_gridspec(1, len(cases) + 1, width_ratios=(*[1] * len(cases), 1.15))
+    first = figure.add_subplot(grid[0, 0])
+    panels = [first, *(figure.add_subplot(grid[0, i], sharey=first) for i in range(1, len(cases)))]
     for axes, (precision, plan) in zip(panels, cases, strict=True):
         mine = [row for row in rows if (row["precision"], row["plan"]) == (precision, plan)]
         quiet(axes, x_label="FSDP ranks", y_label="memory a rank (GiB)" if axes is panels[0] else "")
@@ -175,16 +216,30 @@ def picture(rows: list[dict[str, Any]]) -> None:
             axes.bar(range(len(mine)), height, 0.75, bottom=below, color=colour, label=kind)
             below += height
         axes.set_xticks(range(len(mine)), [f"{row['ranks']:,}" for row in mine], fontsize=8)
-    legend_below(figure, list(panels), columns=4)
+    last = figure.add_subplot(grid[0, len(cases)])
+    _draw_measured(last, record["measured"])
+    legend_below(figure, [*panels, last], columns=8)
     draw("sharding", figure)
+
+
+def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
+    quiet(axes, x_label="FSDP ranks, as local processes", y_label="peak of the step beyond parameters, moments (MiB)")
+    axes.set_title("GPT of 4 layers, width 128: measured", fontsize=9.5, loc="left")
+    cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
+    for place, (case, colour) in enumerate(zip(cases, (GREY, LINES[5], PALE, "#8fd0d1"), strict=True)):
+        heights = [row["step_bytes"] / 2**20 for row in rows if (row["precision"], row["plan"]) == case]
+        bars = axes.bar(np.arange(len(heights)) + 0.21 * (place - 1.5), heights, 0.2, color=colour, label=", ".join(case))
+        axes.bar_label(bars, fmt="%.0f", fontsize=7.5)
+    axes.set_xticks(range(len(MEASURED_RANKS)), [str(ranks) for ranks in MEASURED_RANKS])
 
 
 def main() -> None:
     """Computes, measures, prints, writes and draws."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rows, checks = list(computed()), list(measured())
-    write("sharding", {"rows": rows, "measured": checks}, seed=SEED)
-    picture(rows)
+    if not arguments(__doc__).parse_args().redraw:
+        write("sharding", {"rows": list(computed()), "measured": list(measured())}, seed=SEED)
+    record = read("sharding")
+    picture(record)
+    rows = record["rows"]
     cells = [
         [
             f"{r['precision']}, {r['plan']}, {r['ranks']:,} ranks",
@@ -195,7 +250,7 @@ def main() -> None:
         if r["ranks"] in (1, 8, 1024)
     ]
     print(table(cells, ["", *rows[0]["bytes"], "together"]))
-    for check in checks:
+    for check in record["measured"]:
         print(check)
 
 

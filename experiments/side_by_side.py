@@ -1,6 +1,6 @@
 """What PyTorch offers and what `remat` does, on the same training steps: measured peak against measured step time.
 
-    python -m experiments.side_by_side [--pairs N] [--resume]
+    python -m experiments.side_by_side [--pairs N] [--resume] [--redraw]
 
 A GPT with dropout and a ResNet on this machine's CPU, one thread:
 
@@ -9,7 +9,7 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 - the same with selective checkpointing: products and convolutions are saved, the rest is computed again;
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers replaced by PyTorch's so that masks
   can be compared);
-- `remat` from 100 % to the least, and its predicted peak.
+- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through Inductor.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and backward over the plain
 step's, medians of pairs that take turns. Gradients of one step from the same seed are compared with plain's: equal to the bit,
@@ -21,12 +21,11 @@ that are there are kept. Writes `results/side_by_side.json` and `.png`.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import remat
 from experiments.comparison import peak_bytes, state_after_step
-from experiments.figures import draw, legend_below, read, table, write
+from experiments.figures import arguments, draw, legend_below, read, table, titled, write
 from experiments.models import GPT, Workload
 from remat.budget import parse_budget
-from remat.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
+from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, RED, new_figure, quiet
 from remat.schedule import Schedule
 
 SEED = 0
 BUDGETS = ("100%", "80%", "60%", "45%", "least")
-SHARES = (1.0, 0.5, 0.0)
+INDUCTOR_BUDGETS = ("80%", "60%")
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 TIME_LIMIT_S = 10.0
 CLOSE = 1e-2
 _PRODUCTS = {
@@ -59,12 +59,12 @@ def gpt() -> Workload:
 
 
 def resnet() -> Workload:
-    """ResNet-18's shapes, 16 images of 64 x 64."""
+    """ResNet-18's blocks, half as wide, 16 images of 96 x 96."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    config = ResNetConfig(embedding_size=32, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], layer_type="basic")
     model = ResNetForImageClassification(config).train()
-    return Workload(model, {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.arange(16) % 2})
+    return Workload(model, {"pixel_values": torch.randn(16, 3, 96, 96), "labels": torch.arange(16) % 2})
 
 
 MODELS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "ResNet-18": resnet}
@@ -101,9 +101,10 @@ def compiled(workload: Workload, share: float) -> Workload:
     return Workload(call, workload.kwargs)
 
 
-def planned(workload: Workload, budget: int | str) -> Workload:
+def planned(workload: Workload, budget: int | str, executor: str = "eager") -> Workload:
     """Plans with remat."""
-    return Workload(remat.checkpoint(workload.model, budget, time_limit_s=TIME_LIMIT_S), workload.kwargs)
+    torch._functorch.config.activation_memory_budget = 1.0
+    return Workload(remat.checkpoint(workload.model, budget, time_limit_s=TIME_LIMIT_S, executor=executor), workload.kwargs)
 
 
 def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
@@ -118,6 +119,8 @@ def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
     for budget in BUDGETS:
         if budget == "least" or parse_budget(budget, keep_all_bytes=most) > least:
             yield "remat", budget, functools.partial(planned, budget=least if budget == "least" else budget)
+    for budget in INDUCTOR_BUDGETS:
+        yield "remat, run by Inductor", budget, functools.partial(planned, budget=budget, executor="inductor")
 
 
 def difference(found: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
@@ -167,63 +170,73 @@ def measured(name: str, pairs: int, known: Container[tuple[str, str, str]]) -> I
         off = difference(gradients(workload), truth)
         step_s, ratio = paces(workload, plain, pairs)
         row = {"model": name, "family": family, "label": label, "peak_bytes": peak_bytes(workload), "step_s": step_s, "ratio": ratio}
-        if family == "remat":
+        if family.startswith("remat"):
             solution = remat.report(workload.model).solution
             row |= {"predicted_peak_bytes": solution.peak_bytes, "predicted_overhead": solution.overhead, "gap": solution.gap}
         yield row | {"gradients": verdict(off), "gradient_difference": off}
     torch._functorch.config.activation_memory_budget = 1.0
 
 
-_COLOURS = dict(
-    zip(("plain PyTorch", "checkpoint a block", "selective checkpoint a block", "Inductor, activation_memory_budget", "remat"),
-        (GREY, ORANGE, GREEN, "#7b4fa3", BLUE), strict=True)
-)  # fmt: skip
+_COLOURS = {
+    "plain PyTorch": GREY,
+    "checkpoint a block": ORANGE,
+    "selective checkpoint a block": GREEN,
+    "Inductor, activation_memory_budget": "#7b4fa3",
+    "remat": BLUE,
+    "remat, run by Inductor": LINES[5],
+}
 
 
-def picture(rows: list[dict[str, Any]]) -> None:
+def picture(record: Mapping[str, Any]) -> None:
     """Draws step time against peak, a panel a model."""
+    rows = record["rows"]
     figure = new_figure("The same training step by several ways (CPU, one thread)", width=12, height=5.2)
     panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
     for axes, name in zip(panels, MODELS, strict=True):
         quiet(axes, x_label="measured peak of the step (MiB)", y_label="measured CPU time over the plain step's", grid="both")
-        axes.set_title(name, fontsize=10.5, loc="left")
+        titled(axes, name)
         mine = [row for row in rows if row["model"] == name]
         for family, colour in _COLOURS.items():
-            group = sorted((row for row in mine if row["family"] == family), key=lambda row: row["peak_bytes"])
+            group = [row for row in mine if row["family"] == family]  # in the order of their budgets
             x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
             axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
             for row, at, height in zip(group, x, y, strict=True):
-                axes.annotate(row["label"], (at, height), xytext=(6, 5), textcoords="offset points", fontsize=7.5, color=colour)
+                offset = (6, -11) if family == "plain PyTorch" else (6, 5)
+                axes.annotate(row["label"], (at, height), xytext=offset, textcoords="offset points", fontsize=7.5, color=colour)
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(
             [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x", color=RED, markersize=13,
             markeredgewidth=2.2, linestyle="", label="wrong gradients",
         )  # fmt: skip
         axes.set_xlim(left=0)
-    legend_below(figure, list(panels))
+    legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
 
 
+def run(pairs: int, *, is_resumed: bool) -> None:
+    """Runs everything on one thread, and writes every row as it is measured."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = read("side_by_side")["rows"] if is_resumed else []
+    known = {(row["model"], row["family"], row["label"]) for row in rows}
+    for name in MODELS:
+        for row in measured(name, pairs, known):
+            rows.append(row)
+            print(row, flush=True)
+            write("side_by_side", {"pairs": pairs, "rows": rows}, seed=SEED)
+
+
 def main() -> None:
-    """Runs everything on one thread, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs, prints and draws."""
+    parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=9, help="steps of each way, each beside a plain one (default: 9)")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an interrupted run")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = read("side_by_side")["rows"] if options.resume else []
-    for row in rows:
-        row["gradients"] = verdict(row["gradient_difference"])
-    known = {(row["model"], row["family"], row["label"]) for row in rows}
-    for name in MODELS:
-        for row in measured(name, options.pairs, known):
-            rows.append(row)
-            print(row, flush=True)
-            write("side_by_side", {"pairs": options.pairs, "rows": rows}, seed=SEED)
-    write("side_by_side", {"pairs": options.pairs, "rows": rows}, seed=SEED)
-    picture(rows)
+    if not options.redraw:
+        run(options.pairs, is_resumed=options.resume)
+    record = read("side_by_side")
+    picture(record)
     cells = []
-    for row in rows:
+    for row in record["rows"]:
         peak, ratio = f"{row['peak_bytes'] / 2**20:.1f} MiB", f"{row['ratio']:.2f}"
         cells.append([f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]])
     print(table(cells, ["", "measured peak", "time over plain", "gradients"]))

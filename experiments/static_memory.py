@@ -1,13 +1,14 @@
 """Static memory planning: the values of a training step placed in one arena, and what in-place and sharing save.
 
-    python -m experiments.static_memory [--time-limit S]
+    python -m experiments.static_memory [--time-limit S] [--redraw]
 
-For an MLP, ResNet-50, an LSTM written out over 32 steps and a GPT, each where everything is kept and at 60 % of that:
+For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each where everything is kept and at 60 % of that:
 
 - *own memory*: each value has memory of its own for the whole step.
-- *shared*: memory is taken when a value is computed and given back after its last read (liveness counting).
-- *in place*: an elementwise operator may also write over an input that dies with it. This is what the simulator counts
-  and the executor does; what is live at once is a lower bound on every arena.
+- *in place alone*: an elementwise operator writes over an input that dies with it.
+- *shared alone*: memory is taken when a value is computed and given back after its last read (liveness counting).
+- *both*: this is what the simulator counts and the executor does; what is live at once is a lower bound on every arena.
+  In-place adds nothing to sharing where the peak is not at such an operator.
 - placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by size (Pisarchyk and Lee,
   2020, arXiv:2001.03288); and of our search over orders (`remat.arena.search`); over the lower bound.
 
@@ -16,8 +17,7 @@ Parameters, buffers and inputs are held anyway and not counted. Writes `results/
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,12 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from experiments.figures import draw, legend_below, table, write
-from experiments.models import gpt, resnet50
+from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
+from experiments.models import GPT, resnet50
 from remat.arena import Blocks, greedy_by_size, in_time_order, search
 from remat.budget import format_bytes
 from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, LINES, ORANGE, new_figure, quiet
+from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
 from remat.schedule import Schedule
 
 SEED = 0
@@ -87,19 +87,21 @@ def resnet_graph() -> Graph:
 
 
 def gpt_graph() -> Graph:
-    """Six layers of width 128, 8 x 128 tokens."""
-    workload = gpt()
-    return remat.trace(workload.model, kwargs=dict(workload.kwargs))
+    """GPT-2 small's shapes, 8 x 512 tokens, on fake tensors."""
+    with fake_tensors():
+        model = GPT(num_layers=12, width=768, num_heads=12, vocabulary=50257)
+        ids = torch.zeros(8, 512, dtype=torch.long)
+    return remat.trace(model.train(), kwargs={"ids": ids})
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {"MLP": mlp_graph, "ResNet-50": resnet_graph, "LSTM, 32 steps": lstm_graph, "GPT": gpt_graph}
+GRAPHS: dict[str, Callable[[], Graph]] = {"MLP": mlp_graph, "ResNet-50": resnet_graph, "LSTM, 32 steps": lstm_graph, "GPT-2": gpt_graph}
 
 
 def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, Any]:
     """Returns the bytes of each way of laying out a schedule's values."""
     blocks = Blocks.of(graph, schedule)
     arenas = {
-        "as values come": in_time_order(blocks),
+        "best fit, as values come": in_time_order(blocks),
         "greedy by size": greedy_by_size(blocks),
         "our search": search(blocks, time_limit_s=time_limit_s, seed=SEED),
     }
@@ -107,58 +109,70 @@ def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, 
     return {
         "blocks": len(blocks.first),
         "own memory": int(apart.size_bytes.sum()),
+        "in place": int(blocks.size_bytes.sum()),
         "shared": apart.live_bytes,
-        "in place": blocks.live_bytes,
+        "both": blocks.live_bytes,
         "arenas": {name: blocks.arena_bytes(offset) for name, offset in arenas.items()},
     }
 
 
-def picture(rows: list[dict[str, Any]]) -> None:
-    """Draws the savings, and the fragmentation beside them."""
-    figure = new_figure("One training step's values in memory: what sharing and working in place save", width=12, height=5.6)
-    left, right = figure.subplots(1, 2)
+_KINDS = {"in place": ("in place alone", GREY), "shared": ("shared alone: freed after the last read", ORANGE), "both": ("both", BLUE)}
+
+
+def picture(record: Mapping[str, Any]) -> None:
+    """Draws the savings, and the fragmentation beside them; a row a schedule."""
+    rows = record["rows"]
+    figure = new_figure("One training step's values in memory: what sharing and working in place save", width=12, height=7.2)
+    left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
-    quiet(left, y_label="memory (% of no sharing)")
-    for place, (kind, label, colour) in enumerate(
-        (("shared", "shared: freed after the last read", ORANGE), ("in place", "shared, and in place", BLUE))
-    ):
-        bars = left.bar(at + 0.4 * (place - 0.5), [100 * row[kind] / row["own memory"] for row in rows], 0.38, color=colour, label=label)
-        left.bar_label(bars, fmt="%.0f", fontsize=8)
-    quiet(right, y_label="arena over the lower bound (%)")
+    quiet(left, x_label="memory (% of each value having its own)", grid="x")
+    titled(left, "what is held at once")
+    for place, (kind, (label, colour)) in enumerate(_KINDS.items()):
+        bars = left.barh(at + 0.27 * (place - 1), [100 * row[kind] / row["own memory"] for row in rows], 0.25, color=colour, label=label)
+        left.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+    quiet(right, x_label="arena over the lower bound (%), the most that is held at once", grid="x")
+    titled(right, "fragmentation: the arena that offers every value a place")
     for place, (kind, colour) in enumerate(zip(rows[0]["arenas"], (LINES[3], GREEN, LINES[5]), strict=True)):
-        heights = [100 * (row["arenas"][kind] / row["in place"] - 1) for row in rows]
-        bars = right.bar(at + 0.27 * (place - 1), heights, 0.26, color=colour, label=f"arena: {kind}")
-        right.bar_label(bars, fmt="%.1f", fontsize=7)
-    for axes in (left, right):
-        axes.set_xticks(at, [f"{row['model']}, {row['schedule']}" for row in rows], rotation=35, ha="right", fontsize=8.5)
+        heights = [100 * (row["arenas"][kind] / row["both"] - 1) for row in rows]
+        bars = right.barh(at + 0.27 * (place - 1), heights, 0.25, color=colour, label=f"arena: {kind}")
+        right.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+    left.set_yticks(at, [f"{row['model']}\n{row['schedule']}" for row in rows], fontsize=8.5)
+    left.set_xlim(right=109)
+    left.invert_yaxis()
     legend_below(figure, [left, right])
     draw("static_memory", figure)
 
 
+def rows_of(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
+    """Yields a row where everything is kept, and one for the plan."""
+    torch.manual_seed(SEED)
+    graph = GRAPHS[name]()
+    solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
+    assert solution.schedule is not None
+    for label, schedule in (("everything kept", Schedule.keep_all(graph)), (f"at {BUDGET}", solution.schedule)):
+        yield {"model": name, "schedule": label, "operators": graph.num_operators, **planned(graph, schedule, time_limit_s)}
+
+
 def main() -> None:
     """Traces, plans, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each search and solve (default: 10)")
-    time_limit_s = parser.parse_args().time_limit
-    rows: list[dict[str, Any]] = []
-    for name, make in GRAPHS.items():
-        torch.manual_seed(SEED)
-        graph = make()
-        solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
-        assert solution.schedule is not None
-        for label, schedule in (("everything kept", Schedule.keep_all(graph)), (f"at {BUDGET}", solution.schedule)):
-            rows.append({"model": name, "schedule": label, "operators": graph.num_operators, **planned(graph, schedule, time_limit_s)})
-    write("static_memory", {"time_limit_s": time_limit_s, "rows": rows}, seed=SEED)
-    picture(rows)
+    options = parser.parse_args()
+    if not options.redraw:
+        found = [row for name in GRAPHS for row in rows_of(name, options.time_limit)]
+        write("static_memory", {"time_limit_s": options.time_limit, "rows": found}, seed=SEED)
+    record = read("static_memory")
+    picture(record)
+    rows = record["rows"]
     cells = [
         [
             f"{row['model']}, {row['schedule']}",
-            *(format_bytes(row[kind]) for kind in ("own memory", "shared", "in place")),
-            *(f"{100 * (size / row['in place'] - 1):.2f} %" for size in row["arenas"].values()),
+            *(format_bytes(row[kind]) for kind in ("own memory", *_KINDS)),
+            *(f"{100 * (size / row['both'] - 1):.2f} %" for size in row["arenas"].values()),
         ]
         for row in rows
     ]
-    print(table(cells, ["", "own memory", "shared", "in place", *(f"over it: {kind}" for kind in rows[0]["arenas"])]))
+    print(table(cells, ["", "own memory", *_KINDS, *(f"over it: {kind}" for kind in rows[0]["arenas"])]))
 
 
 if __name__ == "__main__":

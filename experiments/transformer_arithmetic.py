@@ -1,6 +1,10 @@
 """Transformer arithmetic: activation bytes by formula against traced ones, and what each way of checkpointing leaves.
 
-    python -m experiments.transformer_arithmetic [--time-limit S]
+    python -m experiments.transformer_arithmetic [--time-limit S] [--redraw]
+
+*Numbers.* A rule of thumb counts 12 d T numbers a layer: queries, keys and values (3), what attention returns (1), the MLP's inner
+values before and after the GELU (4 + 4). Traced without dropout: 16, those and the inputs and outputs of the two norms; and T² for
+each head, the softmax; and T for each word of the vocabulary once, the log-softmax of the loss.
 
 *Terms.* For b sequences of T tokens, width d and h heads in 16 bit with dropout, Korthikanti et al. (2022,
 arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes a layer: everything that the backward of a pre-norm block
@@ -8,7 +12,7 @@ with attention written out reads. Traced: what `remat.trace` finds kept for the 
 by shape into values with T x T entries, with a vocabulary's, and the others, for several T; a layer is the difference of a
 model of three layers and one of two. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps each mask in the type
 of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d and 1 b h T² more; the rest are the statistics
-of the norms and the causal mask that the heads share.
+of the norms and the causal mask that the heads share. The loss keeps 2 b T V bytes for V words.
 
 *Ways.* GPT-2 medium's shapes (24 layers, width 1,024, 16 heads, 8 x 1,024 tokens, bf16, no dropout, roofline costs of an
 A100): everything kept; block inputs only, as `torch.utils.checkpoint` users write; everything but the T x T matrices
@@ -19,9 +23,8 @@ Writes `results/transformer_arithmetic.json` and `.png`.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,11 +33,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from experiments.figures import draw, fake_tensors, legend_below, table, write
+from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.models import GPT, Block
 from remat.budget import format_bytes
 from remat.graph import Graph, Phase
-from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, RED, new_figure, quiet
+from remat.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.schedule import Schedule, lifetimes, simulate
 from remat.solvers import make_solver
 
@@ -141,50 +144,114 @@ def _row(graph: Graph, attention: str, name: str, solution: remat.Solution) -> d
     }  # fmt: skip
 
 
-def picture(terms: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """Draws formula beside trace, and step time against peak."""
-    figure = new_figure("Activations of a transformer: by formula, traced, and what checkpointing leaves", width=12, height=5)
-    left, right = figure.subplots(1, 2)
-    quiet(left, x_label="tokens", y_label="kept for the backward, a layer (MiB)")
+def numbers(tokens: int = 128) -> dict[str, float]:
+    """Returns the numbers that a layer without dropout keeps, in units of d T, by what they are; T x T left out."""
+    graph = traced(tokens, BATCH, num_layers=3, width=WIDTH, num_heads=HEADS, vocabulary=VOCABULARY, dropout=0.0)
+    schedule, found = Schedule.keep_all(graph), dict.fromkeys(_PARTS.values(), 0.0)
+    lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
+    for value in lives.value[(lives.first < mark) & (lives.last >= mark)].tolist():
+        op, kept = graph.operators[graph.producer[value]], graph.values[value]
+        is_read = any(graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value])
+        if (
+            is_read
+            and op.module.startswith("blocks.1")
+            and math.prod(kept.shape) % (BATCH * tokens * WIDTH) == 0
+            and kept.shape[-1] != tokens
+        ):
+            found[_PARTS[op.target.split(".")[1]]] += math.prod(kept.shape) / (BATCH * tokens * WIDTH)
+        elif is_read and op.module.startswith("blocks.1") and kept.shape == (BATCH, HEADS, WIDTH // HEADS, tokens):
+            found[_PARTS["clone"]] += 1.0  # keys, transposed
+    return found
+
+
+_PARTS = {
+    "add": "inputs of the norms",
+    "native_layer_norm": "outputs of the norms",
+    "clone": "queries, keys, values; attention's result",
+    "addmm": "MLP, before the GELU",
+    "gelu": "MLP, after the GELU",
+}
+_RULE = 12.0
+
+
+def picture(record: Mapping[str, Any]) -> None:
+    """Draws the numbers of a layer, formula beside trace, and step time against peak."""
+    figure = new_figure("Activations of a transformer: counted, by formula and traced, and what checkpointing leaves", width=15, height=5.2)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(0.75, 1, 1.25))
+    _draw_numbers(left, record["numbers"])
+    _draw_terms(middle, record["terms"])
+    _draw_ways(right, record["ways"])
+    legend_below(figure, [left, middle, right], columns=5)
+    draw("transformer_arithmetic", figure)
+
+
+def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
+    quiet(axes, x_label="numbers kept for the backward, a layer (d T)", grid="x")
+    titled(axes, f"no dropout, without T × T: {sum(found.values()):g} d T")
+    colours = [GREY if "norm" in part else BLUE for part in found]
+    bars = axes.barh(range(len(found)), list(found.values()), 0.7, color=colours)
+    axes.bar_label(bars, fmt="%g", fontsize=9, padding=2)
+    axes.set_yticks(
+        range(len(found)), [part.replace("; ", ";\n").replace(", ", ",\n", part.startswith("MLP")) for part in found], fontsize=8.5
+    )
+    axes.invert_yaxis()
+    axes.barh(0, 0, color=BLUE, label=f"in the rule of thumb, {_RULE:g} d T")
+    axes.barh(0, 0, color=GREY, label="not in it")
+
+
+def _draw_terms(axes: Any, terms: list[dict[str, Any]]) -> None:
+    quiet(axes, x_label="tokens T", y_label="kept for the backward, a layer (MiB)")
+    titled(axes, "bf16 with dropout: formula and trace")
     at = np.arange(len(terms))
     for offset, source, alpha in ((-0.2, "formula", 0.45), (0.2, "bytes a layer", 1.0)):
         below = np.zeros(len(terms))
         for term, colour in (("d T", BLUE), ("T x T", ORANGE)):
             height = np.array([row[source][term] / 2**20 for row in terms])
             label = f"{'formula' if alpha < 1 else 'traced'}: {term.replace('x', '×')} term"
-            left.bar(at + offset, height, 0.38, bottom=below, color=colour, alpha=alpha, label=label)
+            axes.bar(at + offset, height, 0.38, bottom=below, color=colour, alpha=alpha, label=label)
             below += height
-    left.set_xticks(at, [str(row["tokens"]) for row in terms])
-    quiet(right, x_label="peak of the whole step (GiB)", y_label="step on an A100, by roofline (ms)", grid="both")
-    names = list(dict.fromkeys(row["way"] for row in rows))
-    colours = dict(zip(names, (GREY, RED, GREEN, LINES[3], BLUE, ORANGE), strict=False))
+    axes.set_xticks(at, [f"{row['tokens']:,}" for row in terms])
+
+
+def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
+    quiet(axes, x_label="peak of the whole step (GiB)", y_label="step on an A100, by roofline (ms)", grid="both")
+    titled(axes, "GPT-2 medium, 8 × 1,024 tokens: ways of checkpointing")
     for row in rows:
-        is_fused = row["attention"].startswith("fused")
-        face = colours[row["way"]] if not is_fused else "white"
-        label = row["way"] if not is_fused else "_"  # an underscore hides it: the ways of fused attention are named once
-        right.plot(
-            row["peak_bytes"] / 2**30, 1000 * row["step_s"], "D" if row["way"].startswith("ours") else "o", markerfacecolor=face,
-            markeredgecolor=colours[row["way"]], markeredgewidth=1.6, markersize=6 if row["way"].startswith("ours") else 11, label=label,
-        )  # fmt: skip
-    right.plot([], [], "o", markerfacecolor="white", markeredgecolor=GREY, label="hollow: fused attention")
-    legend_below(figure, [left, right])
-    draw("transformer_arithmetic", figure)
+        is_ours, is_fused = row["way"].startswith("ours"), row["attention"].startswith("fused")
+        x, y, colour = row["peak_bytes"] / 2**30, 1000 * row["step_s"], BLUE if is_fused else ORANGE
+        if is_ours:
+            axes.plot(x, y, "D", markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.8, markersize=13)
+            change = (
+                1000
+                * row["step_s"]
+                / next(1000 * r["step_s"] for r in rows if r["way"] in row["way"] and r["attention"] == row["attention"])
+            )
+            text, offset = f"ours, same memory: {100 * (change - 1):+.1f} % time", (12, -13)
+        else:
+            axes.plot(x, y, "o", color=colour, markersize=7)
+            text, offset = row["way"], (12, 2)
+        axes.annotate(text.replace(" x ", " × "), (x, y), xytext=offset, textcoords="offset points", fontsize=8.5, color=colour)
+    axes.plot([], [], "o", color=ORANGE, label="attention written out")
+    axes.plot([], [], "o", color=BLUE, label="attention fused")
+    axes.plot([], [], "D", markerfacecolor="none", markeredgecolor=INK, markersize=9, label="ours in the memory of")
+    axes.set_xlim(right=max(row["peak_bytes"] for row in rows) / 2**30 * 1.2)
+    axes.margins(y=0.15)
 
 
 def main() -> None:
     """Traces, solves, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)")
-    time_limit_s = parser.parse_args().time_limit
-    terms, rows = list(terms_by_length()), []
-    for row in ways(time_limit_s):
-        rows.append(row)
-        print(row, flush=True)
-    write("transformer_arithmetic", {"time_limit_s": time_limit_s, "terms": terms, "ways": rows})
-    picture(terms, rows)
+    options = parser.parse_args()
+    if not options.redraw:
+        terms, rows = list(terms_by_length()), list(ways(options.time_limit))
+        write("transformer_arithmetic", {"time_limit_s": options.time_limit, "numbers": numbers(), "terms": terms, "ways": rows})
+    record = read("transformer_arithmetic")
+    picture(record)
+    print(table([[part, f"{count:g}"] for part, count in record["numbers"].items()], ["kept by a layer, no dropout", "d T"]))
     columns = ("d T coefficient", "T x T coefficient", "vocabulary coefficient")
-    print(table([[str(t["tokens"]), *(f"{t[c]:.2f}" for c in columns)] for t in terms], ["tokens", *columns]))
-    cells = [[f"{r['attention']}: {r['way']}", format_bytes(r["peak_bytes"]), f"{100 * r['overhead']:.1f} %"] for r in rows]
+    print(table([[str(t["tokens"]), *(f"{t[c]:.2f}" for c in columns)] for t in record["terms"]], ["tokens", *columns]))
+    cells = [[f"{r['attention']}: {r['way']}", format_bytes(r["peak_bytes"]), f"{100 * r['overhead']:.1f} %"] for r in record["ways"]]
     print(table(cells, ["", "peak", "more compute"]))
 
 
