@@ -112,15 +112,12 @@ def tradeoff_chart(solutions: Sequence[Solution], chosen: Solution | None, *, ke
     right = max([1, keep_all_bytes, *(s.budget_bytes for s in solved)])
     scale = Scale.for_largest(right, units.size)
     chart = _figure(x_label=labelled("memory of the whole step", scale, units), y_label="extra compute (%)", height=360)
+    chart.min_border_left = 60
     lines: dict[str, Any] = {}
     if solved:
         lines |= _frontier(chart, solved, right, scale, units)
     if chosen is not None and chosen.is_solved:
-        label = f"this plan: {units.size_text(chosen.peak_bytes)}, {100 * chosen.overhead:.2f} % more compute"
-        point = chart.scatter(
-            [chosen.peak_bytes / scale.factor], [100 * chosen.overhead], size=15, marker="star", color=RED, line_color="white"
-        )
-        lines[label] = point
+        _mark_plan(chart, chosen, scale, units)
     impossible = max((s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0)
     left = min([s.peak_bytes for s in solved] + ([impossible] if impossible else []) or [0])
     if impossible:
@@ -159,7 +156,7 @@ def _figure(*, x_label: str, y_label: str, height: int, **options: Any) -> Any:
         _quiet_axis(axis)
     chart.xgrid.grid_line_color = None
     chart.ygrid.grid_line_color = PALE
-    chart.min_border_left, chart.min_border_right = 140, 24  # the same for all charts, so that steps stand above each other
+    chart.min_border_left, chart.min_border_right = 140, 24  # the same for both charts over steps, so that these stand above each other
     return chart
 
 
@@ -350,7 +347,21 @@ def _frontier(chart: Any, solved: Sequence[Solution], right: int, scale: Scale, 
     points = chart.scatter("x", "y", source=source, size=8, color=BLUE, line_color="white")
     chart.add_tools(HoverTool(renderers=[points], tooltips="<b>@size</b><br>@y{0.00} % more compute, at least @bound{0.00} %"))
     proved = chart.step(proved_x, proved_y, mode="before", color=GREEN, line_width=2, line_dash=[6, 3])
-    return {"found": [found, points], "proved: less is impossible": proved}
+    edges = np.unique([*peak, *budget, right])
+    above = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
+    below = [[*least, 0.0][np.searchsorted(budget, at)] for at in edges[1:]]  # nothing is proved beyond the last budget
+    gap = chart.quad(
+        left=edges[:-1] / scale.factor, right=edges[1:] / scale.factor, top=above, bottom=below, color=BLUE, alpha=0.1, line_color=None
+    )
+    gap.level = "underlay"
+    return {"found": [found, points], "proved: less is impossible": proved, "not known: between found and proved": gap}
+
+
+def _mark_plan(chart: Any, plan: Solution, scale: Scale, units: Units) -> None:
+    x, y = plan.peak_bytes / scale.factor, 100 * plan.overhead
+    chart.scatter([x], [y], size=17, marker="star", color=RED, line_color="white")
+    text = f"this plan: {units.size_text(plan.peak_bytes)}, {y:.2f} % more"
+    chart.add_layout(Label(x=x, y=y, text=text, text_font=_FONT, text_font_size="13px", text_color=RED, x_offset=9, y_offset=7))
 
 
 def _legend_below(chart: Any, lines: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from bokeh.models.callbacks import CustomJS
 from bokeh.models.filters import BooleanFilter
 from bokeh.models.sources import CDSView, ColumnDataSource
 from bokeh.models.widgets.inputs import Select, TextInput
-from bokeh.models.widgets.tables import DataTable, NumberFormatter, TableColumn
+from bokeh.models.widgets.tables import DataTable, HTMLTemplateFormatter, NumberFormatter, TableColumn
 
 from .decisions import Decision, Fate
 from .graph import Graph
@@ -24,6 +24,9 @@ const text = words.value.toLowerCase(), is_all = fate.value == fate.options[0], 
 view.filter.booleans = data.fate.map((kind, i) => (is_all || kind == fate.value) && (!text ||
     ['value', 'module', 'operator', 'source'].some(name => data[name][i].toLowerCase().includes(text))));
 """
+
+
+_WHOLE_ON_HOVER = '<span title="<%- value %>"><%- value %></span>'  # cells are narrower than some of what they say; <%- escapes
 
 
 def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
@@ -43,16 +46,15 @@ def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
             "reason": [d.reason for d in decisions],
         }
     )
-    number = NumberFormatter(format="0,0.[000]", text_align="right")
+    number, text = NumberFormatter(format="0,0.[000]", text_align="right"), HTMLTemplateFormatter(template=_WHOLE_ON_HOVER)
     titles = {
-        "value": ("value", 140), "module": ("module", 120), "operator": ("operator", 120), "shape": ("shape", 140),
-        "source": ("source", 170), "size": (labelled("size", scale, units), 80), "fate": ("fate", 90),
-        "times": ("computed", 75), "reason": ("why", 370),
+        "value": ("value", 110), "module": ("module", 110), "operator": ("operator", 100), "shape": ("shape", 125),
+        "source": ("source", 165), "size": (labelled("size", scale, units), 70), "fate": ("fate", 90),
+        "times": ("computed", 72), "reason": ("why", 345),
     }  # fmt: skip
     columns = [TableColumn(field=name, title=title, width=width) for name, (title, width) in titles.items()]
     for shown in columns:
-        if shown.field in ("size", "times"):
-            shown.formatter = number
+        shown.formatter = number if shown.field in ("size", "times") else text
     view = CDSView(filter=BooleanFilter(booleans=[True] * len(decisions)))
     words = TextInput(placeholder="filter by name, module, operator or source", width=330)
     fate = Select(options=["all values", *Fate], value="all values", width=170)
