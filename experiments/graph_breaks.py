@@ -236,8 +236,10 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as Markdown."""
-    titles = ("model", "budget", "outcome", "rounded otherwise than plain", "by", "in float64", "pieces", "operators", "budget, MiB")
-    titles += ("predicted", "measured", "plain", "unplanned", "overhead")
+    titles = [
+        "model", "budget", "outcome", "rounded otherwise than plain", "by", "in float64", "pieces", "operators", "budget, MiB", "predicted",
+        "measured", "plain", "unplanned", "overhead",
+    ]  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 11]
     for row in rows:
         sizes = (row.budget_bytes, row.predicted_bytes, row.measured_bytes, row.plain_bytes, row.unplanned_bytes)

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from remat.pieces import composed
 from remat.piecewise import Piecewise
 from remat.runtime import PlannedCall
+from remat.schedule import Schedule, simulate
 from remat.torch_private import get_call
 
 from .planned import UNLIMITED, Given, keep_nothing, planned
@@ -244,7 +246,7 @@ def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Broken", "Views"])
 def test_all_pieces_stay_within_one_budget(name: str) -> None:
-    """Naive: each piece has a budget of its own; what runs between them is forgotten."""
+    """Naive: each piece has a budget of its own, in which it keeps everything; what runs between them is forgotten."""
     model, x = MODELS[name](), batch(0).requires_grad_()
     remat.checkpoint(model, "60%", costs="flops", time_limit_s=1.0)
     for _ in range(3):
@@ -256,6 +258,13 @@ def test_all_pieces_stay_within_one_budget(name: str) -> None:
         assert report.num_pieces == 3
         assert "test_graph_breaks.py" in str(report)
         assert "3 compiled pieces under one budget" in str(report)
+        joined = runner_of(model).joined
+        assert joined is not None
+        alone = [Schedule.keep_all(run.step.graph) for run in joined.runs]
+        assert all(
+            simulate(run.step.graph, own).peak_bytes <= report.solution.budget_bytes for run, own in zip(joined.runs, alone, strict=True)
+        )
+        assert simulate(joined.graph, composed(joined, alone)).peak_bytes > report.solution.budget_bytes  # that is how wrong it is
 
 
 def test_a_trace_goes_through_the_breaks_and_its_plan_runs() -> None:

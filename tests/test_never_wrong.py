@@ -7,6 +7,7 @@ protection taken out. The second run must fail, so that the comparison is known 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 import remat
 from remat import capture, executor, rewrite
-from remat.tracers import aot, cleaning
+from remat.tracers import aot, cleaning, retarget
 
 from .planned import UNLIMITED, Steps, assert_same, call_of, keep_all, keep_nothing, planned, state_after
 
@@ -213,6 +214,37 @@ def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(names) > len(call_of(model).pieces[0].step.nodes)  # something was computed again
 
     assert_only_naive_is_wrong(check, monkeypatch, (aot, "pinned_reason", lambda *_: ""))
+
+
+class Scatters(nn.Module):
+    """Adds rows of one tensor where an index says: on CUDA by atomics, in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x).sin()
+        loss: torch.Tensor = torch.zeros(3, 8).index_add(0, index, hidden).sin().sum()
+        return loss
+
+
+def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: every operator may be computed again; the gradient is then of other values than the loss. The reason is on the node."""
+    args = (torch.randn(4, 8), torch.tensor([0, 1, 1, 2]))
+    on_cpu = remat.trace(Scatters(), args, costs="flops")
+    assert not any(op.pinned for op in on_cpu.operators if "index_add" in op.target)
+
+    def check() -> None:
+        graph = retarget.retarget(on_cpu, "cuda")
+        times = Counter(keep_nothing(graph))
+        assert max(times.values()) > 1
+        for index, op in enumerate(graph.operators):
+            if "index_add" in op.target:
+                assert times[index] == 1
+                assert op.pinned == "its CUDA kernel gives another result at every run"
+
+    assert_only_naive_is_wrong(check, monkeypatch, (retarget, "is_nondeterministic", lambda *_: False))
 
 
 class Item(nn.Module):
