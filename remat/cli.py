@@ -7,6 +7,7 @@ Commands import what they need when they run, so that `solve` starts without tor
 from __future__ import annotations
 
 import importlib.metadata
+import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +36,7 @@ from .instance import read_instance
 from .solution import Solution, Status
 from .solvers import SOLVER_NAMES
 
+_FINDING = 17  # columns before what `doctor` says of a thing
 EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
 
 
@@ -407,7 +409,8 @@ def doctor(
     for finding in examine():
         mark = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}[finding.is_ok]
         console.print(f"{mark} [bold]{finding.name:<11}[/]", end="")
-        console.print(finding.detail, markup=False, highlight=False, soft_wrap=True)
+        lines = textwrap.wrap(finding.detail, max(40, console.width - _FINDING), break_long_words=False, break_on_hyphens=False)
+        console.print(f"\n{' ' * _FINDING}".join(lines), markup=False, highlight=False, soft_wrap=True)
         is_well = is_well and finding.is_ok is not False
     raise typer.Exit(0 if is_well else 1)
 

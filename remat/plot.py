@@ -136,10 +136,12 @@ def _draw_timeline(axes: Axes, timeline: Timeline, colour: str, units: Units, *,
 def _draw_resident(axes: Axes, resident_bytes: int, top: int) -> None:
     if not resident_bytes:
         return
-    axes.axhspan(0, resident_bytes, facecolor=PALE, edgecolor="none", zorder=0.5)
-    if resident_bytes > 0.05 * top:
+    text = "parameters, buffers, inputs"
+    has_room = resident_bytes > 0.05 * top
+    axes.axhspan(0, resident_bytes, facecolor=PALE, edgecolor="none", zorder=0.5, label=None if has_room else text)
+    if has_room:
         axes.annotate(
-            "parameters, buffers, inputs", (0, resident_bytes), xycoords=("axes fraction", "data"), xytext=(5, -11),
+            text, (0, resident_bytes), xycoords=("axes fraction", "data"), xytext=(5, -11),
             textcoords="offset points", fontsize=8, color=INK,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from .units import Scale, Units
 
 _HELD = LinearSegmentedColormap.from_list("held", ["#eaf0f7", "#8fb3dc"])
 _MAX_GROUPS = 26  # module names that fit beside the axis
+_LEAST_NAMED = 1 / 45  # of all operators; names of smaller modules would stand on each other
 
 
 def plot_schedule(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = None, title: str = "") -> Figure:
@@ -105,7 +106,8 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
         return
     for _, _, stop in groups:
         axes.axhline(stop - 0.5, color=PALE, linewidth=0.6, zorder=0)
-    axes.set_yticks([(start + stop - 1) / 2 for _, start, stop in groups], [name for name, _, _ in groups])
+    named = [group for group in groups if group[2] - group[1] > graph.num_operators * _LEAST_NAMED]
+    axes.set_yticks([(start + stop - 1) / 2 for _, start, stop in named], [name for name, _, _ in named])
     axes.tick_params(axis="y", length=0, labelsize=8)
 
 

@@ -20,6 +20,7 @@ from .solution import Solution
 
 _WIDTH = 80
 _ROWS = 12
+_MODULE, _SOURCE = 15, 12  # columns for a module's path, and for file and line
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -187,13 +188,14 @@ class Report:
 def _group_table(title: str, groups: list[Group]) -> Table:
     total = sum(group.size_bytes for group in groups)
     table = Table(box=box.SIMPLE, title=f"{title}: {format_bytes(total)}", title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
-    for name, width in (("module", 17), ("operator", 15), ("largest", 17), ("source", 11)):
+    for name, width in (("module", _MODULE + 1), ("operator", 14), ("largest", 18), ("source", _SOURCE + 1)):  # with the padding
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
     for name, width in (("of", 3), ("bytes", 9)):
         table.add_column(name, justify="right", no_wrap=True, width=width)
     for group in groups[:_ROWS]:
         shape, target = shape_text(group.dtype, group.shape), short_target(group.target)
-        table.add_row(group.module or "(top)", target, shape, group.source.split(": ")[0], str(group.count), format_bytes(group.size_bytes))
+        module = group.module if len(group.module) <= _MODULE else "…" + group.module[1 - _MODULE :]
+        table.add_row(module or "(top)", target, shape, short_source(group.source), str(group.count), format_bytes(group.size_bytes))
     rest = groups[_ROWS:]
     if rest:
         table.add_row("...", "", "", "", str(sum(group.count for group in rest)), format_bytes(sum(group.size_bytes for group in rest)))
@@ -207,6 +209,17 @@ def short_target(target: str) -> str:
     'mm'
     """
     return target.removeprefix("aten.").removesuffix(".default")
+
+
+def short_source(source: str, width: int = _SOURCE) -> str:
+    """Returns file and line in a number of columns; what is too long loses letters of the file, not of the line.
+
+    >>> short_source("modeling_resnet.py:66: hidden_states = self.convolution(input)")
+    'modeling…:66'
+    """
+    place = source.split(": ")[0]
+    name, _, line = place.rpartition(":")
+    return place if len(place) <= width else f"{name[: max(0, width - len(line) - 2)]}…:{line}"
 
 
 def shape_text(dtype: str, shape: Sequence[int]) -> str:

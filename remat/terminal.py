@@ -131,7 +131,7 @@ def show_graph(graph: Graph) -> None:
         ("cost", f"{units.cost_text(graph.cost_s)} ({graph.costs or 'as given'})"),
         ("resident", f"{units.size_text(graph.resident_bytes)} of parameters, buffers and inputs"),
         ("peak", f"{units.size_text(keep_all.peak_bytes)} where everything is kept"),
-        ("never recomputed", "; ".join(f"{count} {reason}" for reason, count in pinned.most_common()) or "none"),
+        ("never recomputed", "; ".join(f"{count}: {reason}" for reason, count in pinned.most_common()) or "none"),
         ("largest values", ", ".join(f"{v.name} ({units.size_text(v.size_bytes)})" for v in _largest(graph, 5)) or "none"),
     ]
     _show_pairs(rows)
