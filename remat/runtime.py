@@ -208,11 +208,11 @@ def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> C
 
 def _install_capturing_hooks(module: nn.Module) -> None:
     """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't enter; once a model."""
-    library = sys.modules.get("transformers.utils.output_capturing")
-    if library is None:
+    library, models = (sys.modules.get(f"transformers.{name}") for name in ("utils.output_capturing", "modeling_utils"))
+    if library is None or models is None:
         return
     for part in module.modules():
-        if isinstance(part, sys.modules["transformers.modeling_utils"].PreTrainedModel):
+        if isinstance(part, models.PreTrainedModel):
             library.maybe_install_capturing_hooks(part)
 
 

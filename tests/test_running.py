@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, final
 
 import pytest
@@ -682,3 +684,10 @@ def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
     tensors = [*model.parameters(), *model.buffers(), x]
     resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     assert measured + resident == call_of(model).pieces[0].solution.peak_bytes
+
+
+def test_a_library_that_is_imported_in_part_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformers` loads its modules one by one, when a name of theirs is first asked for."""
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert remat.trace(nn.Linear(3, 3), (torch.ones(2, 3),)).num_operators > 0
