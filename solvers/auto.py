@@ -33,7 +33,7 @@ from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
-from .eviction import Rule, is_eviction_ready, steps_with_eviction
+from .eviction import Rule, steps_with_eviction
 from .interrupt import heeding_interrupts, is_interrupted
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
@@ -208,11 +208,10 @@ class Auto(Solver):
     def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
         """Offers the greedy's schedules, and that of the least budget where none of them fits."""
         is_small = search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
-        can_run = is_small and (is_eviction_ready() or search.left_s > COMPILER_S)
-        for rule in Rule if can_run else ():
+        for rule in Rule if is_small else ():
             if search.is_over:
                 return
-            steps = steps_with_eviction(search.graph, search.budget_bytes, rule)
+            steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s)
             if steps is not None:
                 search.offer(steps.tolist())
         if search.steps is None and not search.is_over:

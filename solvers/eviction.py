@@ -11,16 +11,18 @@ Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and 
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import numpy as np
 
 from ..graph import Graph
 from .accounting import Bools, Floats, Ints
-from .compiled import compiled, inner, is_ready
+from .compiled import compiled, in_time, inner
 from .sequence import users
 
 _FAR = 1 << 40
+_MOST_OPERATORS_IN_PYTHON = 2_000  # a few seconds, in place of those of the compiler
 
 
 class Rule(IntEnum):
@@ -31,12 +33,9 @@ class Rule(IntEnum):
     LARGE = 2  # most bytes, per cost of getting it back
 
 
-def is_eviction_ready() -> bool:
-    """True where the greedy does not wait for the compiler first, some seconds, once a machine."""
-    return is_ready(_run)
-
-
-def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP, *, max_factor: float = 8.0) -> Ints | None:
+def steps_with_eviction(
+    graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP, *, max_factor: float = 8.0, left_s: float = math.inf
+) -> Ints | None:
     """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
 
     Args:
@@ -44,12 +43,14 @@ def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP
         budget_bytes: resident bytes included.
         rule: which value goes first.
         max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
+        left_s: where it was never compiled on this machine and this is too short for that, small graphs run in plain Python,
+            large ones get None.
 
     Operators work in place only where they must, snapshots count in full: the simulated peak can be lower.
     """
     arrays = graph.arrays
-    room = budget_bytes - graph.resident_bytes
-    if room < 0:
+    room, run = budget_bytes - graph.resident_bytes, in_time(_run, left_s)
+    if room < 0 or (run is not _run and graph.num_operators > _MOST_OPERATORS_IN_PYTHON):
         return None
     size = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
     user_start, user = users(graph)
@@ -59,7 +60,7 @@ def steps_with_eviction(graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP
     reuse_start = np.append(arrays.reuse_start, arrays.reuse_start[-1])
     steps = np.zeros(int(max_factor * graph.num_operators) + 1, np.int64)
     cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
-    length = _run(
+    length = run(
         cost, size, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
         user_start, user, is_pinned, room, int(rule), max_factor * graph.cost_s, steps,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .accounting import Accounting, Ints
 from .compiled import COMPILER_S, IS_COMPILED
-from .eviction import Rule, is_eviction_ready, steps_with_eviction
+from .eviction import Rule, steps_with_eviction
 from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
@@ -66,12 +66,11 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
     best_peak, best_steps = _leanest_simple(graph)
     step = max(int(keep_all * _PRECISION), 1)
-    can_evict = graph.num_operators <= MOST_OPERATORS_TO_EVICT and (is_eviction_ready() or time_limit_s > COMPILER_S)
-    for rule in Rule if can_evict else ():
+    for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         low, high = floor, best_peak
         while high - low > step and not is_past(deadline):
             middle = (low + high) // 2
-            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR)
+            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
             if steps is None or not keeps_regions(graph, steps.tolist()):
                 low = middle
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Solution, Status
+from remat.solvers import compiled
 from remat.solvers.auto import Auto
 from remat.solvers.eviction import Rule, steps_with_eviction
 from remat.solvers.lazy_rows import LazyRows
@@ -71,7 +73,7 @@ def tiny_graph(seed: int) -> Graph:
 def test_published_instances_are_solved_near_the_best_known(name: str, label: str, best: float) -> None:
     graph, budgets = instance(name)
     gap = 0.001 if label != "7GB" else 0.005  # there it may stop at 0.5 % above the bound
-    solution = Auto(gap=gap, rounds=1, time_limit_s=30.0).solve(graph, budget_bytes=budgets[label])
+    solution = Auto(gap=gap, rounds=1, time_limit_s=60.0).solve(graph, budget_bytes=budgets[label])
     assert solution.schedule is not None
     assert validate(graph, solution.schedule, budget_bytes=budgets[label]) == []
     assert solution.lower_bound_s <= solution.cost_s <= best
@@ -184,6 +186,19 @@ def test_eviction_fits_or_says_none(rule: Rule) -> None:
         if steps is not None:
             assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= budget
     assert steps_with_eviction(graph, 2, rule) is None
+
+
+def test_where_the_compiler_would_take_too_long_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "is_ready", lambda function: False)
+    graph, budgets = instance("checkmate_unet")
+    for rule in Rule:
+        plain, fast = (steps_with_eviction(graph, budgets["7GB"], rule, left_s=left_s) for left_s in (1.0, math.inf))
+        assert plain is not None
+        assert fast is not None
+        assert np.array_equal(plain, fast)
+    assert steps_with_eviction(chain(3_000), 100, left_s=1.0) is None
+    solution = Auto(time_limit_s=5.0).solve(graph, budget_bytes=budgets["7GB"])
+    assert solution.schedule is not None
 
 
 def test_one_seed_gives_one_answer() -> None:
