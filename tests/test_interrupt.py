@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ solver = make_solver(sys.argv[2], time_limit_s=float(sys.argv[4]), gap=0.0, prog
 solution = solver.solve(graph, budget_bytes=int(sys.argv[3]))
 print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Interrupts as a program on a terminal has them: what a shell starts in the background ignores them, and its children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def problem(folder: Path, num_nodes: int) -> tuple[Path, Graph, int]:
