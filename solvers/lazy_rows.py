@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,13 +25,27 @@ _ROWS_A_ROUND = 20
 class LazyRows:
     """A window model and the memory rows it has so far."""
 
-    def __init__(self, model: WindowModel, rows: Iterable[tuple[Window, int]] = ()) -> None:
-        """Starts with `rows`: windows of the model, each with one of its operators."""
+    def __init__(
+        self,
+        model: WindowModel,
+        rows: Iterable[tuple[Window, int]] = (),
+        moments: Mapping[tuple[int, int], set[int]] = MappingProxyType({}),
+    ) -> None:
+        """Starts with `rows`: windows of the model, each with one of its operators; and `moments`: (v, j) with their sets."""
         self.model = model
         self.rows = set(rows)
         self.moments = [MomentRows(model, a) for a, b in model.windows if b == a + 1 and a > 0]
         for window, v in sorted(self.rows):
             model.add_memory_row(window, v)
+        for (v, j), chosen in moments.items():
+            for rows_of_window in self.moments:
+                if rows_of_window.v == v:
+                    rows_of_window.add(j, chosen)
+
+    @property
+    def sets(self) -> dict[tuple[int, int], set[int]]:
+        """The moments so far: (v, j) with the operators of its set."""
+        return {(moments.v, j): chosen for moments in self.moments for j, (_, chosen) in moments.sets.items()}
 
     def solve(
         self,
@@ -89,6 +104,6 @@ class LazyRows:
         count = 0
         for moments in self.moments:
             for _, j in moments.violated(point)[:1]:
-                moments.add(j, point)
+                moments.add_at(j, point)
                 count += 1
         return count

@@ -82,11 +82,15 @@ class MomentRows:
                     found.append((excess, j))
         return sorted(found, reverse=True)
 
-    def add(self, j: int, point: Floats) -> None:
+    def add_at(self, j: int, point: Floats) -> None:
         """Adds the moment of operator `j`, with the operators that `point` computes in the window as its set."""
+        self.add(j, set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist()))
+
+    def add(self, j: int, chosen: set[int]) -> None:
+        """Adds the moment of operator `j`, with `chosen` and what it was added with before as its set."""
         program = self.model.program
         times, known = self.sets.get(j, (0, set()))
-        chosen = known | set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist())
+        chosen = known | chosen
         self.sets[j] = (times + 1, chosen)
         own: dict[Key, int] = {}
 

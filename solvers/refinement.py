@@ -61,6 +61,7 @@ class Refinement:
         self.singles: set[int] = set()
         self.cuts: set[int] = set()
         self.rows: set[tuple[Window, int]] = set()
+        self.moments: dict[tuple[int, int], set[int]] = {}
 
     @property
     def boundaries(self) -> list[int]:
@@ -94,11 +95,12 @@ class Refinement:
         boundaries, forward = self.boundaries, (0, self.first)
         stages, windows = list(pairwise(boundaries)), self._windows(is_relaxed=is_relaxed)
         model = WindowModel(self.graph, [forward, *windows], priced=[forward, *stages], budget_bytes=self.budget_bytes)
-        lazy = LazyRows(model, [row for row in self.rows if row[0] in {forward, *windows}])
+        lazy = LazyRows(model, [row for row in self.rows if row[0] in {forward, *windows}], self.moments)
         gap = _FIRST_GAP if len(stages) == 1 else _GAP
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
         self.rows |= lazy.rows
+        self.moments |= lazy.sets
         short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
         if outcome.point is not None:

@@ -98,7 +98,7 @@ class WindowModel:
         is_again[start:end] = ~arrays.is_pinned[start:end]
         chosen = np.flatnonzero(is_again)
         cost = arrays.cost_s[chosen] * self.cost_scale if is_priced and self.peak_column < 0 else np.zeros(len(chosen))
-        self.again[window] = self._scatter(count, chosen, self.program.add_columns(cost))
+        self.again[window] = self._scatter(count, chosen, self.program.add_columns(cost, is_integer=is_priced))
         for boundary in {start, end} - {0, count} - set(self.keep):
             is_useful, _ = self.accounting.relevant(boundary)
             values = np.flatnonzero(is_useful)
@@ -107,7 +107,7 @@ class WindowModel:
             self.keep[boundary] = self._scatter(len(is_useful), values, columns)
         if 0 < end < count:
             values = np.flatnonzero(self.keep[end] >= 0)
-            columns = self.program.add_columns(np.zeros(len(values)))
+            columns = self.program.add_columns(np.zeros(len(values)), is_integer=False)
             self.through[window] = self._scatter(len(self.keep[end]), values, columns)
 
     @staticmethod
