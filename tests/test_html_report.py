@@ -136,6 +136,13 @@ def test_parameters_are_told_from_buffers() -> None:
     assert kinds.count(ValueKind.INPUT) == 1
 
 
+def test_our_own_code_is_no_source_line() -> None:
+    import torch
+
+    traced = remat.trace(torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Flatten(0)), (torch.randn(4, 8),), differentiate="all")
+    assert not any("torch_private" in op.source for op in traced.operators)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("uint8", "u8[2,3]"), ("float32", "f32[2,3]"), ("bfloat16", "bf16[2,3]"), ("", "")])
 def test_types_and_shapes_read_well(dtype: str, expected: str) -> None:
     assert shape_text(dtype, (2, 3)) == expected

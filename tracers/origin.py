@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_OWN = ("remat", "torch_private.py")  # calls the model: the innermost frame of what torch's own modules compute
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")  # the module that was captured: a local or global of the captured frame, of any name
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
@@ -28,7 +29,7 @@ def module_of(node: fx.Node) -> str:
 
 def source_of(node: fx.Node) -> str:
     """Returns the line of user code that made `node`, such as `model.py:31: return self.down(x)`; empty if unknown."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if Path(frame["file"]).parts[-2:] != _OWN]
     if not frames:
         return ""
     frame = frames[-1]
