@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,14 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 import remat
 from experiments.comparison import is_same_step
-from experiments.coverage_models import ARCHITECTURES
+from experiments.coverage_models import ARCHITECTURES, Architecture, words
 from experiments.coverage_modules import module_cases
 from experiments.models import Workload
 from remat.plain_kernels import LAYOUTS, plain_kernels
 from remat.solvers.on_demand import steps_on_demand
 from remat.torch_private import FakeTensorMode
 
-UNLIMITED = 1 << 50
+from .planned import UNLIMITED, planned
+
 # One a family, the cheapest to trace; and those whose causes of failure were found and mended.
 SAMPLE = (
     "Bloom",  # a custom autograd function, whose backward AOTAutograd does not mark
@@ -50,17 +54,15 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def keep_half(graph: remat.Graph) -> remat.Solution:
+def keep_half(graph: remat.Graph) -> Sequence[int]:
     """Recomputes every other value, random ones too: whatever is replayed wrongly shows."""
-    kept = [value for value in range(len(graph.values)) if value % 2]
-    return remat.Solution.of_steps(graph, UNLIMITED, steps_on_demand(graph, kept), lower_bound_s=0.0, solver="given", wall_s=0.0)
+    return steps_on_demand(graph, [value for value in range(len(graph.values)) if value % 2])
 
 
 def assert_is_plain(plain: Workload) -> None:
     """The step that keeps half leaves the plain step's loss, gradients, buffers and random state, twice."""
-    graph = remat.trace(copy.deepcopy(plain.model), kwargs=plain.kwargs, costs="flops")
-    planned = Workload(remat.wrap(copy.deepcopy(plain.model), keep_half(graph), costs="flops"), plain.kwargs)
-    assert all(is_same_step(planned, plain, seed) for seed in (1, 2))
+    mine = Workload(planned(copy.deepcopy(plain.model), keep_half), plain.kwargs)
+    assert all(is_same_step(mine, plain, seed) for seed in (1, 2))
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
@@ -72,9 +74,18 @@ def test_architectures(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_scans_otherwise_under_compilation_is_refused() -> None:
     """Mamba takes a scan in place of its loop where it is compiled; on the CPU no operator tells, and gradients differed."""
-    workload = ARCHITECTURES["Mamba, associative scan"].make()
+    scans = ARCHITECTURES["Mamba, associative scan"]
+    assert isinstance(scans, Architecture)
+    workload = replace(scans, config={**scans.config, "num_hidden_layers": 1}, batch=lambda: words(8)).make()
     with pytest.raises(remat.TraceError, match="use_associative_scan=False"):
         remat.trace(workload.model, kwargs=workload.kwargs)
+
+
+def test_a_part_of_transformers_may_be_imported_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where whatever a user imported left `transformers.modeling_utils` out, no model of anybody could be planned."""
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert remat.trace(nn.Linear(2, 2), (torch.ones(2, 2),), costs="flops").operators
 
 
 @pytest.mark.filterwarnings("ignore")
