@@ -1,0 +1,103 @@
+"""Numbers, pictures and commands in the documents: each is in a result file, in a folder, in the program."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from experiments.predicted_vs_measured import Row, _cells
+from remat.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(RESULTS.glob("README.md"))]
+MAKEFILE = (ROOT / "Makefile").read_text()
+FIGURES = re.search(r"^FIGURES := (.*)$", MAKEFILE, re.MULTILINE)[1].split()  # type: ignore[index]
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(text: str) -> set[str]:
+    return {re.sub(r"\s+", " ", line.strip()) for line in text.splitlines() if line.startswith("|")}
+
+
+def found_in(pattern: str) -> set[tuple[str, str]]:
+    return {(path.relative_to(ROOT).as_posix(), match) for path in DOCUMENTS for match in re.findall(pattern, path.read_text())}
+
+
+def test_the_front_pages_measured_peaks_are_those_of_the_result_file() -> None:
+    shown = rows_of((ROOT / "README.md").read_text())
+    rows = [Row(**row) for model in read("predicted_vs_measured").values() for row in model["rows"]]
+    assert rows
+    for row in rows:
+        assert f"| {' | '.join(_cells(row))} |".replace("|  |", "| |") in shown
+
+
+def test_the_front_pages_published_graphs_are_those_of_the_result_file() -> None:
+    shown = rows_of((ROOT / "README.md").read_text())
+    for row in read("checkmate_published")["rows"]:
+        ours = f"{row['cost']:,.0f} | {row['bound']:,.0f} | {row['seconds']:.1f}"
+        numbers = f"| {ours} | {row['published_cost']:,} | {row['published_seconds']:g} |"
+        assert any(line.endswith(numbers) for line in shown), numbers
+
+
+def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
+    shown, runs = rows_of((ROOT / "README.md").read_text()), json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"]
+    for run in runs:
+        peak = f"{run['peak_bytes'] / 2**20:.0f} MiB, {100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
+        numbers = f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | {run['loss']:.6f} |"
+        assert any(numbers in line for line in shown), numbers
+
+
+def pictures() -> Iterator[tuple[str, Path]]:
+    for document, link in found_in(r"!\[[^\]]*\]\(([^)]+)\)"):
+        yield document, (ROOT / document).parent / link
+
+
+def test_every_picture_has_a_result_file_that_says_when_and_where_it_was_made() -> None:
+    found = list(pictures())
+    assert len(found) >= 5
+    for document, picture in found:
+        assert picture.is_file(), f"{document} shows {picture.name}"
+        name = re.sub(r"_figure\d", "_figures", picture.stem)
+        record = picture.parent / ("demo.json" if picture.parent.name == "demo" else f"{name}.json")
+        content = json.loads(record.read_text())
+        made = content.get("environment", content)
+        assert {"date", "seed", "python", "cores"} <= set(made), record.name
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for document, link in found_in(r"\]\(([^)#:]+)(?:#[^)]*)?\)"):
+        assert ((ROOT / document).parent / link).exists(), f"{document} links to {link}"
+
+
+def test_every_path_that_is_named_exists() -> None:
+    for document, path in found_in(r"`((?:experiments|tests|solvers|tracers|remat|docs)/[\w./-]+\.(?:py|json|md|png|csv))`"):
+        assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+def test_every_command_that_is_named_exists() -> None:
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for document, name in found_in(r"`remat (\w+)[^`|]*`"):
+        assert name in commands, f"{document} names remat {name}"
+    for document, name in found_in(r"(?:python|torchrun[^`\n]*) -m (experiments\.\w+)"):
+        assert importlib.util.find_spec(name) or name.endswith(".NAME"), f"{document} names {name}"
+    for document, name in found_in(r"(?:^|`)make (\w+)"):
+        assert re.search(rf"^{name}:", MAKEFILE, re.MULTILINE), f"{document} names make {name}"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_of_make_experiments_is_there_and_in_the_index(name: str) -> None:
+    record = read(name)
+    assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
+    assert list(RESULTS.glob(f"{name.removesuffix('s')}*.png"))
+    assert f"`{name}.py`" in (ROOT / "experiments" / "README.md").read_text()
