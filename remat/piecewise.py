@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -106,9 +107,35 @@ class Piece:
         return (*results[: self.num_forward], token, *results[self.num_forward :])
 
     def run_backward(self, args: list[Any]) -> Any:
-        """Runs the backward half that belongs to the forward that saved `args`."""
+        """Runs the backward half that belongs to the forward that saved `args`.
+
+        Where no gradient arrives for a result, what leads to nothing else has none, as in plain PyTorch: no zeros, to which
+        an optimizer would apply its weight decay.
+        """
         _, number, turn = args.pop(0).shape
-        return self.runner.meter.backward(self._halves[number][1], args, turn, self.num_tangents)
+        first = len(args) - self.num_tangents
+        missing = frozenset(place for place, tangent in enumerate(args[first:]) if tangent is None)
+        for place in missing:
+            like = self._tangents[place].meta["val"]
+            args[first + place] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+        gradients = self.runner.meter.backward(self._halves[number][1], args, turn, self.num_tangents)
+        return gradients if not missing else [g if self._arrives(place, missing) else None for place, g in enumerate(gradients)]
+
+    @cached_property
+    def _tangents(self) -> list[fx.Node]:
+        return [node for node in self.joint.graph.find_nodes(op="placeholder") if _is_tangent(node)]
+
+    @cached_property
+    def _leading_to(self) -> list[frozenset[int]]:
+        """For each gradient that the backward returns, the tangents that it is computed from."""
+        leading: dict[fx.Node, frozenset[int]] = {node: frozenset({place}) for place, node in enumerate(self._tangents)}
+        for node in self.joint.graph.nodes:
+            leading.setdefault(node, frozenset().union(*(leading[source] for source in node.all_input_nodes)))
+        results: Any = self.joint.graph.output_node().args[0]
+        return [leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset() for node in results[self.num_forward :]]
+
+    def _arrives(self, place: int, missing: frozenset[int]) -> bool:
+        return not self._leading_to[place] or not self._leading_to[place] <= missing
 
 
 _PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
@@ -190,7 +217,8 @@ class Session:
         self.pieces: list[Piece] = []
         self.numbers: list[int] = []
         self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
-        self.versions: list[tuple[int, str, int, Any, int]] = []  # run, kind, place, reference to the tensor, its version
+        self.versions: list[tuple[int, str, int, Callable[[], torch.Tensor | None], int]] = []  # run, kind, place, tensor, its version
+        self._given: list[tuple[str, int, Callable[[], torch.Tensor | None]]] = []
         self.storages: list[Any] = []  # weak: an address tells storages apart as long as somebody refers to it
         self._inputs: tuple[Place | None, ...] = ()
 
@@ -202,22 +230,27 @@ class Session:
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
         self.pieces.append(piece)
         self.numbers.append(number)
-        self._inputs = self._note("input", args)
+        self._given = [("input", place, self._reference(tensor)) for place, tensor in enumerate(args) if _is_watched(tensor)]
+        self._inputs = self._places(args)
         return number, turn
 
     def end(self, results: Sequence[Any]) -> None:
-        """Notes what the run returned, and the versions of all that it was given and returned."""
-        self.places.append((self._inputs, self._note("result", results)))
-
-    def _note(self, kind: str, tensors: Sequence[Any]) -> tuple[Place | None, ...]:
+        """Notes what the run returned, and the versions of all that it was given and returned, with its own changes done."""
         turn = len(self.pieces) - 1
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self.storages.append(torch_private.StorageWeakRef(tensor.untyped_storage()))
-                if not isinstance(tensor, nn.Parameter):
-                    reference = weakref.ref(tensor) if self.plan else (lambda tensor=tensor: tensor)
-                    self.versions.append((turn, kind, place, reference, tensor._version))
-        return tuple(Place.of(t) if isinstance(t, torch.Tensor) and t.layout == torch.strided else None for t in tensors)
+        made = [("result", place, self._reference(tensor)) for place, tensor in enumerate(results) if _is_watched(tensor)]
+        for kind, place, reference in (*self._given, *made):
+            tensor = reference()
+            if tensor is not None:
+                self.versions.append((turn, kind, place, reference, tensor._version))
+        self.places.append((self._inputs, self._places(results)))
+
+    def _reference(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        return weakref.ref(tensor) if self.plan else lambda: tensor
+
+    def _places(self, tensors: Sequence[Any]) -> tuple[Place | None, ...]:
+        found = [tensor if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else None for tensor in tensors]
+        self.storages += [torch_private.StorageWeakRef(tensor.untyped_storage()) for tensor in found if tensor is not None]
+        return tuple(None if tensor is None else Place.of(tensor) for tensor in found)
 
     def changed(self) -> list[Copied]:
         """For each run, what was changed after it."""
@@ -228,6 +261,11 @@ class Session:
             if tensor is not None and tensor._version != version and first and (kind, place) in first[0]:
                 found[turn].add((kind, place))
         return list(map(frozenset, found))
+
+
+def _is_watched(tensor: Any) -> bool:
+    """True for what something outside may change between runs; parameters change between steps."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
 
 
 class Piecewise:
@@ -289,7 +327,7 @@ class Piecewise:
             compiled: Callable[..., Any] = torch_private.aot_autograd(
                 fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
             )(module, example_inputs)
-        return compiled
+        return _without_zeros_for_no_gradient(compiled) if pieces else compiled
 
     def _piece(self, piece: Piece) -> Piece:
         """A piece that dynamo compiled before, and again since some Python value is another, is the same piece."""
@@ -399,6 +437,21 @@ def _boxed(call: BoxedFunction) -> BoxedFunction:
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
     return run
+
+
+def _without_zeros_for_no_gradient(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiled piece whose backward is told which of its results got no gradient; autograd would say zeros."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        if not any(torch_private.is_sharded(arg) for arg in args):  # AOTAutograd wraps the gradients of sharded ones, all of them
+            nodes: set[Any] = {result.grad_fn for result in results if isinstance(result, torch.Tensor)}
+            for node in nodes:
+                if node is not None and torch_private.is_compiled_node(node):
+                    node.set_materialize_grads(False)
+        return results
+
+    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
 
 
 def signature(piece: Piece) -> str:

@@ -186,8 +186,21 @@ class ManyResults(Base):
         return {"loss": logits.pow(2).mean(), "logits": logits, "hidden": hidden}
 
 
+class Unused(Base):
+    """A result that the loss does not need, of a head that has no other: its gradient is none, not zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x, unused = self.blocks[1](x), self.blocks[2](x)
+        torch._dynamo.graph_break()
+        self.seen.append(unused.sum().item())
+        return self.loss(x)
+
+
 MODELS: dict[str, Callable[[], Base]] = {
-    m.__name__: m for m in (Broken, Prints, Loop, InPlace, Buffer, Skips, Hooked, Random, Views, ViewAfterwards, Branches, ManyResults)
+    m.__name__: m
+    for m in (Broken, Prints, Loop, InPlace, Buffer, Skips, Hooked, Random, Views, ViewAfterwards, Unused, Branches, ManyResults)
 }
 
 
@@ -210,7 +223,7 @@ def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tens
     loss = loss_of(model(x))
     loss.backward()
     assert x.grad is not None
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
     return [loss.detach(), torch.rand(1), x.grad, *gradients, *(b.clone() for b in model.buffers())]
 
 
