@@ -25,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,16 @@ def _asked_for(arguments: list[str], known: Container[str]) -> list[tuple[str, s
     if arguments == ["--modules"]:
         return _modules()
     if arguments == ["--missing"]:
-        return [case for case in models + _modules() if case[0] not in known]
+        return _in_turn([case for case in models + _modules() if case[0] not in known])
     return [case for case in models if not arguments or case[0] in arguments]
+
+
+def _in_turn(cases: list[tuple[str, str, Callable[[], Workload]]]) -> list[tuple[str, str, Callable[[], Workload]]]:
+    """One of every family after the other, so that a run that is stopped has some of each."""
+    families: dict[str, list[tuple[str, str, Callable[[], Workload]]]] = {}
+    for case in cases:
+        families.setdefault(case[1], []).append(case)
+    return [case for row in zip_longest(*families.values()) for case in row if case is not None]
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
@@ -129,6 +138,7 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
         least = minimum(graph)
         keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least.peak_bytes}
+        blank = replace(blank, num_operators=graph.num_operators, plain_bytes=peak_bytes(copy.deepcopy(plain)))
         return [_measure_at(replace(blank, budget=label), plain, graph, budget, least) for label, budget in budgets.items()]
     except remat.TraceError as error:
         return [replace(blank, outcome=f"TraceError: {_first_line(error)}")]
@@ -152,9 +162,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
         outcome=within if is_equal else "DIFFERENT",
         predicted_bytes=solution.peak_bytes,
         measured_bytes=measured_bytes,
-        plain_bytes=peak_bytes(plain),
         overhead=solution.overhead,
-        num_operators=graph.num_operators,
         wall_s=time.perf_counter() - start,
     )
 
