@@ -22,7 +22,7 @@ def main(page: str, script: str, picture: str = "", width: str = "1280", height:
     os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
     os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")  # root in a container has no sandbox
     from PySide6.QtCore import QTimer, QUrl
-    from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineUrlRequestInterceptor
+    from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineSettings, QWebEngineUrlRequestInterceptor
     from PySide6.QtWebEngineWidgets import QWebEngineView
     from PySide6.QtWidgets import QApplication
 
@@ -44,6 +44,7 @@ def main(page: str, script: str, picture: str = "", width: str = "1280", height:
     opened = Page(view)
     opened.setUrlRequestInterceptor(offline)
     view.setPage(opened)
+    view.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, False)
     view.resize(int(width), int(height))
     view.show()
 

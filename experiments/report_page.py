@@ -45,7 +45,7 @@ def main() -> None:
             _DRAWN,
             str(RESULTS / "report_page.png"),
             "1280",
-            "2250",
+            "1565",
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         seen = json.loads(done.stdout.splitlines()[-1])

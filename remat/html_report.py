@@ -95,10 +95,10 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
 def _figures(report: Report) -> list[Figure]:
     solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
     num_operators = report.graph.num_operators
-    share = f"{solution.peak_bytes / keep_all:.0%} of keeping everything" if keep_all else ""
+    share = f"the plan needs {solution.peak_bytes / keep_all:.0%} of it" if keep_all else ""
     figures = [
         Figure("predicted peak", units.size_text(solution.peak_bytes), f"budget {units.size_text(solution.budget_bytes)}"),
-        Figure("keeping everything", units.size_text(keep_all), f"the plan needs {share}"),
+        Figure("keeping everything", units.size_text(keep_all), share),
         Figure("extra compute", f"{100 * solution.overhead:.2f} %", f"at least {100 * solution.overhead_bound:.2f} %: proved"),
         Figure(
             "recomputations",
