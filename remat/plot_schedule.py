@@ -64,7 +64,7 @@ def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     row, left, right = graph.arrays.producer[value][is_held] - 0.5, first[is_held], last[is_held] + 1
     corners = np.stack([np.stack([x, y], 1) for x, y in ((left, row), (right, row), (right, row + 1), (left, row + 1))], 1)
     shade = np.sqrt(size[is_held] / max(1, size.max(initial=1)))
-    axes.add_collection(PolyCollection(list(corners), facecolors=_HELD(shade), edgecolors="none", zorder=1, rasterized=True))
+    axes.add_collection(PolyCollection(list(corners), facecolors=_HELD(shade), edgecolors="none", zorder=1, rasterized=True, snap=False))
 
 
 def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
