@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from experiments.checkmate_figures import cells_of_table_2
 from experiments.predicted_vs_measured import Row, _cells
 from remat.cli import app
 
@@ -56,6 +57,12 @@ def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
         peak = f"{run['peak_bytes'] / 2**20:.0f} MiB, {100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
         numbers = f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | {run['loss']:.6f} |"
         assert any(numbers in line for line in shown), numbers
+
+
+def test_checkmates_table_2_is_that_of_the_result_file() -> None:
+    shown = rows_of((RESULTS / "README.md").read_text())
+    for cells in cells_of_table_2(read("checkmate_figures")):
+        assert f"| {' | '.join(cells)} |" in shown
 
 
 def pictures() -> Iterator[tuple[str, Path]]:
