@@ -227,7 +227,10 @@ def _resident_bytes(model: nn.Module, batch: torch.Tensor) -> int:
 
 def _table(runs: list[Run], budget_bytes: int) -> Table:
     table = Table(
-        title=f"budget {format_bytes(budget_bytes)}: half of the plain step's activations", title_justify="left", box=box.SIMPLE_HEAD
+        title=f"budget {format_bytes(budget_bytes)}: half of the plain step's activations",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("")
     for heading in ("measured peak", "step", "loss", "gradient off"):
