@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count  # 2.13
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # 2.13
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
@@ -85,10 +87,35 @@ def capture_settings() -> Iterator[None]:
     came or went. Recurrent networks are captured. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
-    with dynamo_config.patch(
-        {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
-    ):
+    settings = {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
+    with dynamo_config.patch(settings), _COUNTED_FRAMES:
         yield
+
+
+class _CountedFrames:
+    """Has dynamo count compiled frames while any thread is inside (`set_fullgraph_compiled_frame_count`, 2.13).
+
+    With `fullgraph=True` it starts the count at a call and says "found no compiled frames" where it ends at zero. All threads have one
+    count: one that starts it anew makes another one fail, whose frames ran. Who finds it started leaves the check alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside, self._before = threading.Lock(), 0, -1
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._before = set_fullgraph_compiled_frame_count(0)
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                set_fullgraph_compiled_frame_count(self._before)
+
+
+_COUNTED_FRAMES = _CountedFrames()
 
 
 @contextmanager

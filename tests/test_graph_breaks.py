@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import remat
@@ -37,12 +36,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout, self.norm = nn.Dropout(0.2), nn.BatchNorm1d(WIDTH)
+        self.up, self.dropout, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.up(x))
-        out: torch.Tensor = self.norm(x + self.dropout(self.down(torch.tanh(hidden) * hidden)))
+        hidden = torch.tanh(self.up(x))
+        out: torch.Tensor = self.norm(x + self.dropout(hidden.sin() * hidden))
         return out
 
 
@@ -261,7 +259,7 @@ def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
 def test_all_pieces_stay_within_one_budget(name: str) -> None:
     """Naive: each piece has a budget of its own, in which it keeps everything; what runs between them is forgotten."""
     model, x = MODELS[name](), batch(0).requires_grad_()
-    remat.checkpoint(model, "60%", costs="flops", time_limit_s=1.0)
+    remat.checkpoint(model, "70%", costs="flops", time_limit_s=1.0)
     for _ in range(3):
         loss_of(model(x)).backward()
     report = remat.report(model)
@@ -280,13 +278,20 @@ def test_all_pieces_stay_within_one_budget(name: str) -> None:
         assert simulate(joined.graph, composed(joined, alone)).peak_bytes > report.solution.budget_bytes  # that is how wrong it is
 
 
-def test_a_trace_goes_through_the_breaks_and_its_plan_runs() -> None:
+@pytest.fixture(scope="module")
+def traced() -> remat.Graph:
+    torch._dynamo.reset()
+    model = Broken()
+    before = copy.deepcopy(model.state_dict())
+    graph = remat.trace(model, (batch(0),), costs="flops")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return graph
+
+
+def test_a_trace_goes_through_the_breaks_and_its_plan_runs(traced: remat.Graph) -> None:
     model, x = Broken(), batch(0)
     plain = copy.deepcopy(model)
-    before = copy.deepcopy(model.state_dict())
-    graph = remat.trace(model, (x,), costs="flops")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    remat.wrap(model, Given(keep_nothing).solve(graph, budget_bytes=UNLIMITED), costs="flops")
+    remat.wrap(model, Given(keep_nothing).solve(traced, budget_bytes=UNLIMITED), costs="flops")
     for seed in range(3):
         losses = []
         for each in (model, plain):
@@ -303,18 +308,16 @@ def test_a_trace_of_what_needs_data_says_so() -> None:
         remat.trace(Branches(), (batch(0),))
 
 
-def test_a_plan_of_another_path_is_refused() -> None:
-    model = Broken()
-    solution = Given(keep_nothing).solve(remat.trace(model, (batch(0),), costs="flops"), budget_bytes=UNLIMITED)
+def test_a_plan_of_another_path_is_refused(traced: remat.Graph) -> None:
+    solution = Given(keep_nothing).solve(traced, budget_bytes=UNLIMITED)
     with pytest.raises(remat.ScheduleError, match="another step"):
         remat.wrap(Prints(), solution, costs="flops")(batch(0))
 
 
-def test_a_budget_that_pieces_cant_meet_says_what_can() -> None:
-    model, x = Broken(), batch(0)
+def test_a_budget_that_pieces_cant_meet_says_what_can(traced: remat.Graph) -> None:
     with pytest.raises(remat.BudgetError, match="the least known to do is") as caught:
-        remat.checkpoint(model, 1000, costs="flops", time_limit_s=1.0)(x)
-    assert caught.value.minimum_bytes < remat.solve(remat.trace(model, (x,), costs="flops"), "100%").peak_bytes // 2
+        remat.checkpoint(Broken(), 1000, costs="flops", time_limit_s=1.0)(batch(0))
+    assert caught.value.minimum_bytes < 0.7 * simulate(traced, Schedule.keep_all(traced)).peak_bytes
 
 
 def test_an_error_between_pieces_leaves_nothing_behind() -> None:

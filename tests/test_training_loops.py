@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -278,16 +279,19 @@ def test_an_exception_between_forward_and_backward_leaves_nothing() -> None:
 def test_an_exception_in_the_backward_leaves_nothing_and_the_next_step_is_right() -> None:
     """Naive: recomputation leaves the generator where it was set to, or a half-done backward counts as done."""
 
-    def loop(model: nn.Module) -> None:
+    def loop(model: nn.Module) -> torch.Tensor:
         x = batches(1)[0].requires_grad_()
         model(x).backward()
         model.zero_grad()
         handle = fail_on(x)
+        loss = model(x)
+        drawn = torch.rand(2)
         with pytest.raises(Interrupted):
-            model(x).backward()
+            loss.backward()
         handle.remove()
         model.zero_grad()
         model(x).backward()
+        return drawn
 
     model = assert_same_loop(loop)
     x = batches(1)[0].requires_grad_()
@@ -322,7 +326,7 @@ def test_threads_with_a_model_each() -> None:
 
     def run(seed: int) -> None:
         try:
-            for step in range(20):
+            for step in range(60):
                 assert_gradient_is_of_the_mask_drawn(models[seed], step)
         except BaseException as error:  # noqa: BLE001  # of any kind: it belongs to the test's thread
             failures.append(error)
@@ -331,10 +335,15 @@ def test_threads_with_a_model_each() -> None:
     for model in models:
         model(torch.ones(64, 64)).backward()
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as if they ran on many cores
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     assert not failures, failures[0]
 
 
