@@ -9,12 +9,12 @@
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
-8. Many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing improves.
-9. Exact search around the best (`neighbourhood`).
+8. At the same time, many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing
+   improves, then exact search around the best (`neighbourhood`).
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
-are cut by nodes and iterations before they are cut by time, so that a seed gives one answer on every machine that is fast
-enough for the time limit.
+are cut by nodes and iterations before they are cut by time, so that with one thread a seed gives one answer on every
+machine that is fast enough for the time limit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import final
 
@@ -34,7 +35,7 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
-from .interrupt import heeding_interrupts, is_interrupted
+from .interrupt import heeding_interrupts, is_interrupted, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
 from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, working_set_bytes
@@ -50,9 +51,11 @@ _MOVES_AN_OPERATOR = 500
 _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_MODEL_LIMIT_S = 12.0  # of one window model
+_FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
 _REFINING_SHARE = 0.4  # of the time that is then left
+_REFINING_SHARE_BESIDE = 0.8  # the same, where it is searched at the same time
+_CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
 _MOST_OPERATORS_TO_RESTART = 3_000
 _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS = 6
@@ -75,7 +78,8 @@ class Auto(Solver):
         time_limit_s: a hard cap; most answers come long before it.
         seed: of the annealing.
         rounds: most rounds of each kind of search; some in a row that bring nothing are the last.
-        threads: annealing runs at the same time; the answer does not depend on it.
+        threads: with 1 the answer depends on the seed alone, where the time limit is not reached; with more the bound is refined
+            while it is searched, and what each finds first steers the other.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
@@ -147,15 +151,33 @@ class Auto(Solver):
             return False
         self._solve_greedily(search, starts, least)
         self._anneal(search, starts[-1:], _FIRST_ROUNDS)
-        until_s = search.elapsed_s + _REFINING_SHARE * search.left_s
-        while not (search.is_over or refinement.is_over) and search.elapsed_s < until_s:
-            self._refine(search, refinement, starts)
+        if self.threads == 1:
+            self._refine_until(search, refinement, starts, _REFINING_SHARE)
+            self._improve(search, starts, 1)
+            return True
+        with ThreadPoolExecutor(1) as executor:
+            bounding = executor.submit(self._refine_until, search, refinement, starts, _REFINING_SHARE_BESIDE)
+            known = self._improve(search, starts, self.threads - 1)
+            bounding.result()
+        if len(starts) > known:
+            self._improve(search, starts, self.threads)
+        return True
+
+    def _refine_until(self, search: Search, refinement: Refinement, starts: list[Sequence[int]], share: float) -> None:
+        """Refines until the gap is closed, nothing is left to refine, or that share of the time left is over."""
+        deadline = time.perf_counter() + share * search.left_s
+        while not (search.is_over or refinement.is_over or is_past(deadline)):
+            self._refine(search, refinement, starts, deadline=deadline)
+
+    def _improve(self, search: Search, starts: list[Sequence[int]], threads: int) -> int:
+        """Looks for better schedules until nothing improves, from `starts`, which may grow meanwhile; returns how many it knew."""
+        known = len(starts)
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
-            self._restart(search, starts)
+            self._restart(search, starts, threads)
             self._solve_neighbourhoods(search)
         else:
             self._anneal(search, starts, self.rounds)
-        return True
+        return known
 
     def _price(self, search: Search, starts: list[Sequence[int]]) -> bool:
         """Takes bound and schedules from prices for memory; False where the budget is proved infeasible."""
@@ -190,12 +212,15 @@ class Auto(Solver):
                 break
         return True
 
-    def _refine(self, search: Search, refinement: Refinement, starts: list[Sequence[int]], *, is_relaxed: bool = False) -> bool:
+    def _refine(
+        self, search: Search, refinement: Refinement, starts: list[Sequence[int]], *, deadline: float = math.inf, is_relaxed: bool = False
+    ) -> bool:
         """Raises the bound and adds a start by the next model; False where the budget is proved infeasible."""
         if refinement.is_over or search.is_over:
             return True
-        limit_s = min(_MODEL_LIMIT_S, search.left_s / 2)
-        step = refinement.solve(deadline=time.perf_counter() + limit_s, cutoff_s=search.cost_s, is_relaxed=is_relaxed)
+        first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
+        deadline = deadline if deadline < math.inf else time.perf_counter() + first_s
+        step = refinement.solve(deadline=deadline, cutoff_s=self._cutoff_s(search), is_relaxed=is_relaxed)
         if step.bound_s == math.inf:
             return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)
@@ -203,6 +228,12 @@ class Auto(Solver):
             starts.insert(0, step.steps)
             search.offer(step.steps)
         return True
+
+    def _cutoff_s(self, search: Search) -> float | None:
+        """The cost at which a bound closes the gap: whether there is a point below it is decided sooner than which is the best."""
+        if search.cost_s is None:
+            return None
+        return min(search.cost_s, search.cost_s * (1 - self.gap) + _CUTOFF_MARGIN * search.graph.cost_s)
 
     @staticmethod
     def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
@@ -238,12 +269,12 @@ class Auto(Solver):
             if is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
 
-    def _restart(self, search: Search, starts: Sequence[Sequence[int]]) -> None:
+    def _restart(self, search: Search, starts: Sequence[Sequence[int]], threads: int) -> None:
         """Runs generations of annealing runs until two in a row bring nothing."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
             return
-        restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed, threads=self.threads)
+        restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed, threads=threads)
         until_s = search.elapsed_s + (1 - _EXACT_SHARE) * search.left_s
         stagnant = 0
         for _ in range(self.rounds):
@@ -251,9 +282,7 @@ class Auto(Solver):
             known = [range(search.graph.num_operators), *starts[:_STARTS_TO_RESTART]]
             if search.steps is not None:
                 known.append(search.steps)
-            restarts.run(known, should_stop=lambda: is_interrupted() or search.elapsed_s > until_s)
-            for _, steps in restarts.pool[:1]:
-                search.offer(steps.tolist())
+            restarts.run(known, should_stop=lambda: is_interrupted() or search.elapsed_s > until_s, found=search.offer)
             stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if stagnant >= _STAGNANT_GENERATIONS or search.elapsed_s > until_s or search.is_over:
                 return

@@ -53,7 +53,7 @@ class LazyRows:
         deadline: float,
         relative_gap: float = 1e-4,
         is_relaxed: bool = False,
-        node_limit: int = 2_000,
+        node_limit: int = 20_000,
         cutoff: float | None = None,
     ) -> Outcome:
         """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
@@ -77,7 +77,8 @@ class LazyRows:
                 is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit, cutoff=cutoff
             )
             bound = max(bound, outcome.bound)
-            if outcome.point is None or not self._add_violated(outcome.point) or not outcome.is_finished:
+            is_cut_off = cutoff is not None and bound >= cutoff
+            if outcome.point is None or is_cut_off or not self._add_violated(outcome.point) or not outcome.is_finished:
                 return Outcome(bound, outcome.point, outcome.is_finished)
 
     def _add_violated(self, point: Floats) -> int:

@@ -4,8 +4,8 @@ Start with the backward as one stage (`window`). Build the schedule of the model
 much memory right before an original operator, while values are computed again for it, make that a stage of its own; where
 too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
 costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
-of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Memory rows found before are kept,
-stages of one operator in which no moment was ever short are given up.
+of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Rows found before are kept;
+stages of one operator in which no moment was ever short are given up, and cuts without which the linear relaxation is as good.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
 solver proves that no point is cheaper, that schedule is optimal. Ends where the schedule is as cheap as the bound, where
@@ -15,6 +15,7 @@ Complexity: O(stages^2 (V + E)) rows a model. Source: this package's own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
 _TOLERANCE = 1e-9
+_FEW_COLUMNS = 1_000  # are solved in no time
 _HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
 
 
@@ -62,6 +64,7 @@ class Refinement:
         self.cuts: set[int] = set()
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
+        self.dropped: set[int] = set()
 
     @property
     def boundaries(self) -> list[int]:
@@ -83,6 +86,13 @@ class Refinement:
             return sorted({*stages, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
+    def _model(self, *, is_relaxed: bool) -> LazyRows:
+        """The model over the present stages, with the rows known of its windows."""
+        forward, stages = (0, self.first), list(pairwise(self.boundaries))
+        windows = [forward, *self._windows(is_relaxed=is_relaxed)]
+        model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
+        return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments)
+
     def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False) -> Step:
         """Solves the present model and prepares the next one.
 
@@ -92,10 +102,9 @@ class Refinement:
             is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
                 as they are where that schedule fits, or where a limit stopped the solver.
         """
-        boundaries, forward = self.boundaries, (0, self.first)
-        stages, windows = list(pairwise(boundaries)), self._windows(is_relaxed=is_relaxed)
-        model = WindowModel(self.graph, [forward, *windows], priced=[forward, *stages], budget_bytes=self.budget_bytes)
-        lazy = LazyRows(model, [row for row in self.rows if row[0] in {forward, *windows}], self.moments)
+        boundaries = self.boundaries
+        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed)
+        model = lazy.model
         gap = _FIRST_GAP if len(stages) == 1 else _GAP
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
@@ -107,11 +116,36 @@ class Refinement:
             kept = {boundary: values.tolist() for boundary, values in model.kept(outcome.point).items()}
             steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
-            self.singles &= short if not is_relaxed else self.singles
+            if not is_relaxed:
+                self.singles &= short
+            before = self.singles | self.cuts
             self._cut(steps, boundaries, None if is_relaxed else paid)
+            if not is_relaxed:
+                self._drop_useless(before, deadline)
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
+
+    def _drop_useless(self, candidates: set[int], deadline: float) -> None:
+        """Drops cuts and singles without which the linear relaxation is as good, once each: fewer stages are solved sooner."""
+        if not self.is_split or self._model(is_relaxed=False).model.program.num_columns <= _FEW_COLUMNS:
+            return
+        needed = self._relaxed_bound(deadline) * (1 - _TOLERANCE)
+        for chosen in (self.cuts, self.singles):
+            for item in sorted((chosen & candidates) - self.dropped):
+                chosen.remove(item)
+                if self._relaxed_bound(deadline) < needed:
+                    chosen.add(item)
+                else:
+                    self.dropped.add(item)
+
+    def _relaxed_bound(self, deadline: float) -> float:
+        """The bound by the linear relaxation over the present stages, whose rows are kept; none where there is no time for it."""
+        lazy = self._model(is_relaxed=False)
+        outcome = lazy.solve(deadline=deadline, is_relaxed=True)
+        self.rows |= lazy.rows
+        self.moments |= lazy.sets
+        return lazy.model.bound_s(outcome) if outcome.is_finished else -math.inf
 
     def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float] | None) -> None:
         """Cuts where `steps` fail most; ends where they don't, or no cut is left.

@@ -48,12 +48,19 @@ class Restarts:
         self._moves = moves or min(max(_USUAL_MOVES, _LEAST_MOVES_AN_OPERATOR * count), _MOST_MOVES_AN_OPERATOR * count)
         self.pool: list[tuple[float, Ints]] = []
 
-    def run(self, starts: Sequence[Sequence[int]], *, should_stop: Callable[[], bool] | None = None) -> None:
+    def run(
+        self,
+        starts: Sequence[Sequence[int]],
+        *,
+        should_stop: Callable[[], bool] | None = None,
+        found: Callable[[Sequence[int]], object] | None = None,
+    ) -> None:
         """Runs one generation from `starts` in turn, within the budget or not, and adds what it finds to the pool.
 
         Args:
             starts: valid sequences, at least one.
             should_stop: asked often, from several threads; a true answer ends all runs.
+            found: called after each level with the best of the pool.
         """
         self._num_generations += 1
         runs = [self._new_run(index, np.asarray(starts[index // len(_HOT) % len(starts)], np.int64)) for index in range(_NUM_RUNS)]
@@ -62,6 +69,8 @@ class Restarts:
                 list(executor.map(_Run.go_on, runs, repeat(hot), repeat(self._moves), repeat(should_stop)))
                 runs = sorted(runs, key=lambda run: run.rank)[: max(len(runs) // 2, _NUM_KEPT)]
                 self._collect(runs)
+                if found is not None and self.pool:
+                    found(self.pool[0][1].tolist())
                 if should_stop is not None and should_stop():
                     return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class Search:
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
         self.steps: list[int] | None = None
+        self._lock = threading.RLock()
 
     @property
     def elapsed_s(self) -> float:
@@ -57,16 +59,18 @@ class Search:
         simulation = simulate(self.graph, schedule)
         if simulation.peak_bytes > self.budget_bytes or not keeps_regions(self.graph, schedule.steps):
             return False
-        if self.cost_s is None or simulation.cost_s < self.cost_s:
-            self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
-            self._report()
+        with self._lock:
+            if self.cost_s is None or simulation.cost_s < self.cost_s:
+                self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
+                self._report()
         return True
 
     def raise_bound(self, bound_s: float) -> None:
         """Takes `bound_s` over where it is better."""
-        if bound_s > self.bound_s:
-            self.bound_s = bound_s
-            self._report()
+        with self._lock:
+            if bound_s > self.bound_s:
+                self.bound_s = bound_s
+                self._report()
 
     def _report(self) -> None:
         if self.progress is not None:
