@@ -41,7 +41,7 @@ from experiments.transformer_arithmetic import FusedBlock
 from remat.budget import format_bytes
 from remat.composition import Category, Composition
 from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, PALE, new_figure, quiet
+from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
 from remat.schedule import Schedule
 from remat.solvers.minimum import minimum
 
@@ -208,14 +208,14 @@ def picture(record: Mapping[str, Any]) -> None:
     for axes, (precision, plan) in zip(panels, cases, strict=True):
         mine = [row for row in rows if (row["precision"], row["plan"]) == (precision, plan)]
         quiet(axes, x_label="FSDP ranks", y_label="memory a rank (GiB)" if axes is panels[0] else "")
-        more = f", {100 * mine[0]['overhead']:.0f} % more compute" if mine[0]["overhead"] > 1e-9 else ""
+        more = f", +{100 * mine[0]['overhead']:.0f} % compute" if mine[0]["overhead"] > 1e-9 else ""
         axes.set_title(f"{precision}: {plan}{more}", fontsize=9.5, loc="left")
         below = np.zeros(len(mine))
         for kind, colour in zip(mine[0]["bytes"], (LINES[3], GREEN, ORANGE, BLUE), strict=True):
             height = np.array([row["bytes"][kind] / 2**30 for row in mine])
             axes.bar(range(len(mine)), height, 0.75, bottom=below, color=colour, label=kind)
             below += height
-        axes.set_xticks(range(len(mine)), [f"{row['ranks']:,}" for row in mine], fontsize=8)
+        axes.set_xticks(range(len(mine)), [f"{row['ranks']:,}" for row in mine], fontsize=7.5)
     last = figure.add_subplot(grid[0, len(cases)])
     _draw_measured(last, record["measured"])
     legend_below(figure, [*panels, last], columns=8)
@@ -223,10 +223,10 @@ def picture(record: Mapping[str, Any]) -> None:
 
 
 def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
-    quiet(axes, x_label="FSDP ranks, as local processes", y_label="peak of the step beyond parameters, moments (MiB)")
+    quiet(axes, x_label="FSDP ranks (local processes)", y_label="peak of a step beyond its state (MiB)")
     axes.set_title("GPT of 4 layers, width 128: measured", fontsize=9.5, loc="left")
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
-    for place, (case, colour) in enumerate(zip(cases, (GREY, LINES[5], PALE, "#8fd0d1"), strict=True)):
+    for place, (case, colour) in enumerate(zip(cases, (GREY, LINES[5], "#b9c1c9", "#8fd0d1"), strict=True)):
         heights = [row["step_bytes"] / 2**20 for row in rows if (row["precision"], row["plan"]) == case]
         bars = axes.bar(np.arange(len(heights)) + 0.21 * (place - 1.5), heights, 0.2, color=colour, label=", ".join(case))
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5)
