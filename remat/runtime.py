@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -203,7 +204,13 @@ def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> C
     _install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": torch_private.call_plain}
     exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
-    return partial(torch.compile(namespace["step"], backend=backend, fullgraph=is_whole, dynamic=False), module)
+    compiled: Callable[..., Any] = torch.compile(namespace["step"], backend=backend, fullgraph=is_whole, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch_private.counted_frames if is_whole else nullcontext():
+            return compiled(module, *args, **kwargs)
+
+    return run
 
 
 def _install_capturing_hooks(module: nn.Module) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "capture_settings",
     "compile_reason",
     "corrected_fakes",
+    "counted_frames",
     "get_call",
     "held_bytes",
     "inductor_compilers",
@@ -88,7 +89,7 @@ def capture_settings() -> Iterator[None]:
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
     settings = {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
-    with dynamo_config.patch(settings), _COUNTED_FRAMES:
+    with dynamo_config.patch(settings):
         yield
 
 
@@ -96,7 +97,8 @@ class _CountedFrames:
     """Has dynamo count compiled frames while any thread is inside (`set_fullgraph_compiled_frame_count`, 2.13).
 
     With `fullgraph=True` it starts the count at a call and says "found no compiled frames" where it ends at zero. All threads have one
-    count: one that starts it anew makes another one fail, whose frames ran. Who finds it started leaves the check alone.
+    count: one that ends it makes another one fail, whose frames ran. Who finds it started leaves the check alone. While it is on,
+    steps in pieces are not compiled, so it is on for whole ones only.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class _CountedFrames:
                 set_fullgraph_compiled_frame_count(self._before)
 
 
-_COUNTED_FRAMES = _CountedFrames()
+counted_frames = _CountedFrames()
 
 
 @contextmanager
