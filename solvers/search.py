@@ -69,7 +69,7 @@ class Search:
         """Takes `bound_s` over where it is better."""
         with self._lock:
             if bound_s > self.bound_s:
-                self.bound_s = bound_s
+                self.bound_s = float(bound_s)
                 self._report()
 
     def _report(self) -> None:
