@@ -9,12 +9,14 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 - the same with selective checkpointing: products and convolutions are saved, the rest is computed again;
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers replaced by PyTorch's so that masks
   can be compared);
-- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through Inductor.
+- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through Inductor, where these can be met:
+  fused kernels hold memory that is not planned, and a plan that was measured above its budget is made again with as much reserved.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and backward over the plain
 step's, medians of pairs that take turns. Gradients of one step from the same seed are compared with plain's: equal to the bit,
-close (to 1e-2 of the largest), or wrong; wrong ones are crossed out in the picture. (Inductor's own rounding is 3e-7 on the GPT; the
-untrained ResNet's batch norms make 7e-3 of it, at every budget alike.) rockmate 2.0.0 can't be run beside them: its
+close, or wrong; wrong ones are crossed out in the picture. Close is what is no further off than twice Inductor's own rounding,
+which is what it is off at 1, where it computes nothing again: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on the ResNet, whose
+untrained batch norms make so much of it, at every budget alike. rockmate 2.0.0 can't be run beside them: its
 dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it imports. Every row is written as it is measured; with `--resume` rows
 that are there are kept. Writes `results/side_by_side.json` and `.png`.
 """
@@ -25,7 +27,7 @@ import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,7 @@ BUDGETS = ("100%", "80%", "60%", "45%", "least")
 INDUCTOR_BUDGETS = ("80%", "60%")
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 TIME_LIMIT_S = 10.0
-CLOSE = 1e-2
+INDUCTOR = "Inductor, activation_memory_budget"
 _PRODUCTS = {
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
 }  # fmt: skip
@@ -113,7 +115,7 @@ def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
     yield "checkpoint a block", "blocks", checkpointed
     yield "selective checkpoint a block", "selective", selective
     for share in SHARES:
-        yield "Inductor, activation_memory_budget", f"{share:g}", functools.partial(compiled, share=share)
+        yield INDUCTOR, f"{share:g}", functools.partial(compiled, share=share)
     graph = remat.trace(workload.model, kwargs=dict(workload.kwargs), costs="profile")
     least, most = remat.minimum(graph).peak_bytes, remat.simulate(graph, Schedule.keep_all(graph)).peak_bytes
     for budget in BUDGETS:
@@ -129,9 +131,15 @@ def difference(found: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, plain, strict=True)) / scale
 
 
-def verdict(off: float) -> str:
-    """Returns whether gradients are equal, close or wrong."""
-    return "equal" if off == 0 else "close" if off < CLOSE else "wrong"
+def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows with a word on their gradients: equal, close or wrong."""
+    rounding = {row["model"]: row["gradient_difference"] for row in rows if (row["family"], row["label"]) == (INDUCTOR, "1")}
+
+    def verdict(row: Mapping[str, Any]) -> str:
+        off = row["gradient_difference"]
+        return "equal" if off == 0 else "close" if off <= 2 * rounding.get(row["model"], 0.0) else "wrong"
+
+    return [dict(row) if "refused" in row else {**row, "gradients": verdict(row)} for row in rows]
 
 
 def gradients(workload: Workload) -> list[torch.Tensor]:
@@ -165,15 +173,19 @@ def measured(name: str, pairs: int, known: Container[tuple[str, str, str]]) -> I
             continue
         torch._dynamo.reset()
         workload = make(copy.deepcopy(original))
-        for _ in range(2):  # plans and compiles
-            gradients(workload)
+        try:
+            for _ in range(2):  # plans and compiles
+                gradients(workload)
+        except remat.BudgetError as error:
+            yield {"model": name, "family": family, "label": label, "refused": str(error)}
+            continue
         off = difference(gradients(workload), truth)
         step_s, ratio = paces(workload, plain, pairs)
         row = {"model": name, "family": family, "label": label, "peak_bytes": peak_bytes(workload), "step_s": step_s, "ratio": ratio}
         if family.startswith("remat"):
             solution = remat.report(workload.model).solution
             row |= {"predicted_peak_bytes": solution.peak_bytes, "predicted_overhead": solution.overhead, "gap": solution.gap}
-        yield row | {"gradients": verdict(off), "gradient_difference": off}
+        yield row | {"gradient_difference": off}
     torch._functorch.config.activation_memory_budget = 1.0
 
 
@@ -181,7 +193,7 @@ _COLOURS = {
     "plain PyTorch": GREY,
     "checkpoint a block": ORANGE,
     "selective checkpoint a block": GREEN,
-    "Inductor, activation_memory_budget": "#7b4fa3",
+    INDUCTOR: "#7b4fa3",
     "remat": BLUE,
     "remat, run by Inductor": LINES[5],
 }
@@ -189,7 +201,7 @@ _COLOURS = {
 
 def picture(record: Mapping[str, Any]) -> None:
     """Draws step time against peak, a panel a model."""
-    rows = record["rows"]
+    rows = [row for row in record["rows"] if "refused" not in row]
     figure = new_figure("The same training step by several ways (CPU, one thread)", width=12, height=5.2)
     panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
     for axes, name in zip(panels, MODELS, strict=True):
@@ -201,14 +213,17 @@ def picture(record: Mapping[str, Any]) -> None:
             x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
             axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
             for row, at, height in zip(group, x, y, strict=True):
-                offset = (6, -11) if family == "plain PyTorch" else (6, 5)
-                axes.annotate(row["label"], (at, height), xytext=offset, textcoords="offset points", fontsize=7.5, color=colour)
+                offset, side = (
+                    ((-7, -3), "right") if family == INDUCTOR else ((8, -3), "left") if row["label"] == "100%" else ((6, 5), "left")
+                )
+                place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side}
+                axes.annotate(row["label"], (at, height), **place, fontsize=7.5, color=colour)
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(
             [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x", color=RED, markersize=13,
             markeredgewidth=2.2, linestyle="", label="wrong gradients",
         )  # fmt: skip
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in mine) / 2**20)
     legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
 
@@ -222,7 +237,7 @@ def run(pairs: int, *, is_resumed: bool) -> None:
         for row in measured(name, pairs, known):
             rows.append(row)
             print(row, flush=True)
-            write("side_by_side", {"pairs": pairs, "rows": rows}, seed=SEED)
+            write("side_by_side", {"pairs": pairs, "rows": judged(rows)}, seed=SEED)
 
 
 def main() -> None:
@@ -237,6 +252,9 @@ def main() -> None:
     picture(record)
     cells = []
     for row in record["rows"]:
+        if "refused" in row:
+            cells.append([f"{row['model']}: {row['family']}, {row['label']}", "can't be met", "", ""])
+            continue
         peak, ratio = f"{row['peak_bytes'] / 2**20:.1f} MiB", f"{row['ratio']:.2f}"
         cells.append([f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]])
     print(table(cells, ["", "measured peak", "time over plain", "gradients"]))

@@ -11,6 +11,7 @@ from experiments.checkmate_figures import at_batch
 from experiments.depth_growth import exponents
 from experiments.figures import leanest, table
 from experiments.lecture_chain import by_hand, chain
+from experiments.side_by_side import INDUCTOR, judged
 from remat.schedule import Schedule, simulate
 from remat.tracers.synthetic import transformer
 
@@ -75,3 +76,17 @@ def test_exponents_of_known_growth() -> None:
 
 def test_a_table_is_markdown() -> None:
     assert table([["a", "1"]], ["x", "y"]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
+
+
+def test_gradients_are_judged_by_inductors_own_rounding() -> None:
+    def row(family: str, label: str, off: float) -> dict[str, object]:
+        return {"model": "m", "family": family, "label": label, "gradient_difference": off}
+
+    rows = [
+        row("plain PyTorch", "plain", 0.0),
+        row(INDUCTOR, "1", 1e-7),
+        row(INDUCTOR, "0", 1e-2),
+        row("remat, run by Inductor", "60%", 2e-7),
+    ]
+    refused = {"model": "m", "family": "remat", "label": "1%", "refused": "too little"}
+    assert [r.get("gradients") for r in judged([*rows, refused])] == ["equal", "close", "wrong", "close", None]
