@@ -1,0 +1,227 @@
+"""Does a test see what it is there for? Each protection is taken out of a copy of the package, and the test that stands for it must fail.
+
+    python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words; others keep their rows
+
+`tests/test_never_wrong.py` takes protections out itself; here are those of the other tests, which take an edit of the source: what
+is looked for must be there once, or the script stops. Writes `experiments/results/naive.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .environment import environment
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results" / "naive.json"
+_TIME_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Naive:
+    """A mistake.
+
+    Attributes:
+        name: what is wrong.
+        path: the file that is edited.
+        edits: pairs of a text that is there once, and the one in its place.
+        tests: what must fail, as arguments of pytest.
+    """
+
+    name: str
+    path: str
+    edits: tuple[tuple[str, str], ...]
+    tests: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a mistake: the tests that failed, and how many passed."""
+
+    name: str
+    failed: tuple[str, ...]
+    outcome: str
+
+
+def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
+    file, _, words = tests.partition(" -k ")
+    return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
+
+
+_FORWARD = "            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient"
+_NOTED = """            if not pieces:
+                return run
+            inner = pieces[-1].meter.forward(run)
+
+            def noted(args):
+                latest[:] = results = list(inner(args))
+                return results
+
+            noted._boxed_call = True
+            return noted"""
+_BACKWARD = "            return runs_once(pieces[-1].meter.backward(compile_graph(graph)))"
+_STALE = """            inner = runs_once(pieces[-1].meter.backward(compile_graph(graph)))
+
+            def stale(args):
+                saved = latest[pieces[-1].step.num_forward_outputs :]
+                args[: len(saved)] = saved
+                return inner(args)
+
+            stale._boxed_call = True
+            return stale"""
+_LATEST = ("        pieces: list[Piece] = []\n", "        pieces: list[Piece] = []\n        latest = []\n")
+_REPLAY = "        return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), move_on=False)"
+_CONTEXTS = "with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):"
+
+ALL = (
+    _naive(
+        "a number read off a tensor belongs to the backward", "tracers/phases.py", "test_never_wrong -k number_read",
+        ("is_forward = is_forward or any(user.op", "is_forward = is_forward or False and any(user.op"),
+    ),
+    _naive(
+        "gradients of earlier steps are not counted", "remat/runtime.py", "test_training_loops -k earlier_steps",
+        ("held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0", "held_bytes = 0"),
+    ),
+    _naive(
+        "the last forward's values serve all backwards", "remat/capture.py", "test_training_loops -k several_forwards",
+        _LATEST, (_FORWARD, _NOTED), (_BACKWARD, _STALE),
+    ),
+    _naive(
+        "what a forward saved stays until the next one", "remat/capture.py", "test_training_loops -k between_forward",
+        _LATEST, (_FORWARD, _NOTED),
+    ),
+    _naive(
+        "a replay moves the generator", "remat/random_state.py", "test_training_loops -k in_the_backward",
+        (_REPLAY, "        torch.set_rng_state(state)\n        return operator(*args, **kwargs)"),
+    ),
+    _naive(
+        "a replay borrows the generator that all threads draw from", "remat/random_state.py", "test_training_loops -k threads",
+        (_REPLAY, """        before = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            torch.set_rng_state(before)"""),
+    ),
+    _naive(
+        "the compiled frame knows its model by a global", "remat/runtime.py", "test_training_loops -k deleted",
+        ('{"call_plain": torch_private.call_plain}', '{"call_plain": torch_private.call_plain, "model": module}'),
+        ("return call_plain(self, *args, **kwargs)", "return call_plain(model, *args, **kwargs)"),
+    ),
+    _naive(
+        "a percentage is one of each shape's own peak", "remat/plans.py", "test_shapes -k smaller_last",
+        ("self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)", "self._keep_all_bytes = keep_all_bytes"),
+    ),
+    _naive(
+        "declared sizes are not looked at", "remat/runtime.py", "test_shapes -k 'declared or largest_size'",
+        ("        self._plan_largest(args, kwargs)\n", ""),
+    ),
+    _naive(
+        "what lies in the cache is believed", "remat/plan_cache.py", "test_shapes -k fit_its_step",
+        (" or validate(graph, solution.schedule, budget_bytes=budget_bytes)", ""),
+    ),
+    _naive(
+        "costs are no part of a plan's key", "remat/plan_cache.py", "test_shapes -k depends_on",
+        ("    digest.update(arrays.cost_s.tobytes())\n", ""),
+    ),
+    _naive(
+        "autocast's cache is off in the trace", "remat/capture.py", "test_precision -k once_a_region",
+        (_CONTEXTS, "with backward_without_autocast(), plain_kernels():"),
+    ),
+    _naive(
+        "what changes between pieces is not copied", "remat/piecewise.py", "test_graph_breaks -k 'plain_step and InPlace'",
+        ("if tensor is not None and tensor._version != version", "if False and tensor is not None and tensor._version != version"),
+    ),
+    _naive(
+        "views of a copied input belong to the input", "remat/piecewise.py", "test_graph_breaks -k ViewAfterwards",
+        ('made.meta = {"val": source.meta["val"], ', 'made.meta = {"val": source.meta["val"].clone(), '),
+        ('source.meta["val"].clone() if node is source else source.meta["val"]', 'node.meta["val"]'),
+    ),
+    _naive(
+        "no gradient is a gradient of zeros", "remat/piecewise.py", "test_graph_breaks -k Unused",
+        ("return _without_zeros_for_no_gradient(compiled) if pieces else compiled", "return compiled"),
+    ),
+    _naive(
+        "what gaps hold is left to luck", "remat/piecewise.py", "test_graph_breaks -k 'one_budget and Views'",
+        ("            if excess == 0:", "            if True:"),
+    ),
+    _naive(
+        "a backward runs the halves made last", "remat/piecewise.py", "test_graph_breaks -k overlap",
+        ("self._halves[number][1]", "self._halves[0][1]"),
+    ),
+    _naive(
+        "Inductor's random kernels run again", "remat/fusion.py", "test_inductor -k 'computes and nothing'",
+        ('op.pinned or ("it draws random numbers: seeds are saved" if index in step.generator_states else "")', "op.pinned"),
+    ),
+    _naive(
+        "the peak of Inductor's kernels is not looked at", "remat/runtime.py", "test_inductor -k planned_again",
+        ("        if excess > 0:\n", "        if False:\n"),
+    ),
+    _naive(
+        "a backward runs as often as it is asked to", "remat/capture.py", "test_running -k 'kept_is_refused or gradient_of_a_gradient'",
+        ("        if is_graph_kept():", "        if False:"),
+    ),
+    _naive(
+        "each rank solves", "remat/distributed.py", "test_distributed -k solved_on_one",
+        ("    if not is_distributed():\n        return solve()\n    store", "    if True:\n        return solve()\n    store"),
+    ),
+)  # fmt: skip
+
+
+def main(words: list[str]) -> None:
+    """Runs the tests on each naive copy, writes the results and prints the table."""
+    known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
+    for naive in ALL:
+        if not words or any(word in naive.name for word in words):
+            known[naive.name] = asdict(run(naive))
+            print(naive.name, known[naive.name]["outcome"], sep=": ", file=sys.stderr, flush=True)
+    rows = [known[naive.name] for naive in ALL if naive.name in known]
+    RESULTS.write_text(json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n")
+    lines = ["| mistake | is it seen? | by |", "|---|---|---|"]
+    lines += [f"| {row['name']} | {row['outcome']} | {', '.join(f'`{name}`' for name in row['failed'])} |" for row in rows]
+    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def run(naive: Naive) -> Row:
+    """Returns which tests fail on a copy of the package with one mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "remat"
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "build", "instances"))
+        path = copy / naive.path
+        text = path.read_text()
+        for before, after in naive.edits:
+            assert text.count(before) == 1, f"{naive.path} has {before!r} {text.count(before)} times; adjust {naive.name!r}"
+            text = text.replace(before, after)
+        path.write_text(text)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            "--show-capture=no",
+            *naive.tests,
+        ]
+        command = [part.strip("'") for part in command]
+        done = subprocess.run(
+            command, cwd=copy, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env={**os.environ, "PYTHONPATH": str(copy)}
+        )
+    failed = [line.split(" ")[1].partition("::")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    is_run = done.returncode in (0, 1)
+    outcome = "seen" if failed else "NOT SEEN" if is_run else f"NOT RUN: {(done.stdout + done.stderr).strip()[-200:]}"
+    return Row(naive.name, tuple(failed), outcome)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
