@@ -2,7 +2,8 @@
 
     python -m experiments.report_page [--keep FOLDER]
 
-Needs the extras `report` and `browser`. Writes `results/report_page.png`, `results/report_page.json`, and into FOLDER the page itself.
+Needs the extras `report` and `browser`. Writes `results/report_page.png`, the schedule alone as `results/report_page_schedule.png`,
+`results/report_page.json`, and into FOLDER the page itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import remat
 from experiments.figures import RESULTS, write
 from remat.demo import GPT, example_batch
+from remat.plot import plot_schedule, save
 from remat.report import Report
 
 SEED = 0
@@ -50,6 +52,9 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         seen = json.loads(done.stdout.splitlines()[-1])
         numbers = {"page_bytes": page.stat().st_size, "height": seen["value"], "errors": seen["errors"], "requests": seen["requests"]}
+    assert solution.schedule is not None
+    picture = plot_schedule(graph, solution.schedule, budget_bytes=solution.budget_bytes, title=f"The demo's GPT at {BUDGET}")
+    save(picture, RESULTS / "report_page_schedule.png")
     plan = {"budget_bytes": solution.budget_bytes, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "gap": solution.gap}
     write("report_page", {**numbers, **plan}, seed=SEED)
     print(numbers)

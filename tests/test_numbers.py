@@ -75,7 +75,7 @@ def test_every_picture_has_a_result_file_that_says_when_and_where_it_was_made() 
     assert len(found) >= 5
     for document, picture in found:
         assert picture.is_file(), f"{document} shows {picture.name}"
-        name = re.sub(r"_figure\d", "_figures", picture.stem)
+        name = re.sub(r"_figure\d", "_figures", picture.stem).removesuffix("_schedule")
         record = picture.parent / ("demo.json" if picture.parent.name == "demo" else f"{name}.json")
         content = json.loads(record.read_text())
         made = content.get("environment", content)
