@@ -131,6 +131,8 @@ class Refinement:
         if not self.is_split or self._model(is_relaxed=False).model.program.num_columns <= _FEW_COLUMNS:
             return
         needed = self._relaxed_bound(deadline) * (1 - _TOLERANCE)
+        if needed < 0:  # there is no time to compare
+            return
         for chosen in (self.cuts, self.singles):
             for item in sorted((chosen & candidates) - self.dropped):
                 chosen.remove(item)

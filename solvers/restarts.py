@@ -1,10 +1,8 @@
 """Many short annealing runs: fresh ones first, then, from what they found, one after the other warmed up and cooled again.
 
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `local_search` results. Where an annealing run
-ends depends on the valley it fell into while it was hot: of 24 runs of 60,000 moves on U-Net (5 GB) half end more than 2 %
-above the optimum and one within 0.2 %. Starting anew each time throws away what was good elsewhere in the schedule; a run
-from one of the best at 0.1 or 0.03 % of the keep-all cost changes a part of it. ResNet-50 at 5 GB, 25 s of one core, two
-seeds: 115,951 and 115,755 that way; 50 s of fresh runs, the better half of which goes on, three seeds: 115,928 to 116,163.
+ends depends on the valley it fell into while it was hot. Starting anew each time throws away what was good elsewhere in the
+schedule; a run from one of the best, warmed up to 0.1 or 0.03 % of the keep-all cost, changes a part of it.
 
 Runs of one batch have random streams of their own, so they may run in parallel threads and give the same answer.
 """
@@ -44,11 +42,7 @@ class _Found:
 
 
 class Restarts:
-    """Generations of annealing runs on one graph under one budget.
-
-    Attributes:
-        pool: (cost in seconds, steps) of the best that fit, best first, each of another cost.
-    """
+    """Generations of annealing runs on one graph under one budget."""
 
     def __init__(self, graph: Graph, *, budget_bytes: int, seed: int = 0, threads: int = 1, moves: int | None = None) -> None:
         """Prepares the search; `moves` is the length of a run, by default what suits the graph."""
@@ -64,7 +58,7 @@ class Restarts:
 
     @property
     def pool(self) -> list[tuple[float, Ints]]:
-        """(cost in seconds, steps) of the best that fit."""
+        """(cost in seconds, steps) of the best that fit, best first, each of another cost."""
         return [(found.cost_s, found.steps) for found in self._best if found.cost_s < np.inf]
 
     def run(

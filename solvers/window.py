@@ -1,11 +1,11 @@
 """The window model: a small MILP whose optimum bounds every schedule of the fixed order from below.
 
 Cut the operators' order at *boundaries*; a window `w = [a, b)` runs from right after operator a - 1 to right after
-operator b - 1. Binary variables:
+operator b - 1. Binary variables, of which those that others imply are declared continuous:
 
     S[a, i]   value i, written before a, is in memory at boundary a
     R[w, j]   operator j is computed again at least once inside w
-    A[w, i]   value i is in memory during all of w without being computed again (binary as well: rows (6) then have covers)
+    A[w, i]   value i is in memory during all of w without being computed again (implied, as is R of a window that others tile)
 
 With m the sizes, c the costs, p(i) the operator that writes i, B the budget less the resident bytes:
 
