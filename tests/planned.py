@@ -77,3 +77,20 @@ def state_after(model: nn.Module, *args: Any, seed: int = 1) -> list[Any]:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return [loss.detach(), torch.get_rng_state(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+
+
+class ChangedBuffer(nn.Module):
+    """Reads a buffer, then changes it. Returns its loss."""
+
+    scale: torch.Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (self.linear(x) + self.scale).sin()
+        self.scale.mul_(3)
+        loss: torch.Tensor = hidden.cos().sum()
+        return loss

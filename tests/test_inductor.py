@@ -6,7 +6,7 @@ import copy
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,20 +18,13 @@ from remat.fusion import fuse
 from remat.schedule import Schedule, simulate
 from remat.tracers.aot import TracedStep
 
-from .planned import UNLIMITED, Given, call_of, keep_nothing
+from .planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_nothing
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),  # torch 2.13, when Inductor is imported
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),  # torch 2.13's, where `torch.compile` imports Inductor
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(nn.Module):
@@ -54,23 +47,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         loss: torch.Tensor = x.pow(2).mean()
-        return loss
-
-
-class Changed(nn.Module):
-    """A buffer that is changed after it was read."""
-
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.register_buffer("count", torch.ones(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = (self.linear(x) + self.count).sin()
-        self.count.mul_(3)
-        loss: torch.Tensor = hidden.sum()
         return loss
 
 
@@ -126,7 +102,7 @@ def test_what_torch_compile_computes_within_the_budget(budget: str, expected: tu
 
 def test_a_buffer_changed_after_it_was_read() -> None:
     """Naive: the backward reads the buffer as it is by then, as under Inductor's own partitioner."""
-    model = Changed()
+    model = ChangedBuffer(32)
     plain = copy.deepcopy(model)
     remat.checkpoint(model, UNLIMITED, solver=Given(keep_nothing), executor="inductor", costs="flops")
     for seed in (1, 2):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -46,12 +46,7 @@ SAMPLE = (
 MODULES = ("nn.GRU", "nn.Softshrink", "nn.MultiMarginLoss", "nn.BatchNorm1d", "nn.GLU", "nn.Embedding", "nn.ReflectionPad3d")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 def keep_half(graph: remat.Graph) -> Sequence[int]:

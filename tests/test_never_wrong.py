@@ -22,17 +22,12 @@ import remat
 from remat import capture, executor, rewrite
 from remat.tracers import aot, cleaning, retarget
 
-from .planned import UNLIMITED, Steps, assert_same, call_of, keep_all, keep_nothing, planned, state_after
+from .planned import UNLIMITED, ChangedBuffer, Steps, assert_same, call_of, keep_all, keep_nothing, planned, state_after
 
 Check = Callable[[], None]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 def assert_only_naive_is_wrong(check: Check, monkeypatch: pytest.MonkeyPatch, *naive: tuple[Any, str, Any]) -> None:
@@ -84,23 +79,6 @@ def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check = same_as_plain(Dropouts, torch.randn(4, 8))
     assert_only_naive_is_wrong(check, monkeypatch, (rewrite, "replay", draw_anew))
-
-
-class ChangedBuffer(nn.Module):
-    """Reads a buffer, then changes it."""
-
-    scale: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = (self.linear(x) + self.scale).sin()
-        self.scale.mul_(3)
-        loss: torch.Tensor = hidden.cos().sum()
-        return loss
 
 
 def test_a_buffer_is_read_as_it_was_before_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,7 @@ from .planned import assert_same, call_of, keep_all, planned
 Loop = Callable[[nn.Module], Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 class Net(nn.Module):
