@@ -55,6 +55,7 @@ _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good sche
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
 _REFINING_SHARE = 0.4  # of the time that is then left
 _REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
+_USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
 _MOST_OPERATORS_TO_RESTART = 3_000
 _LEAST_OPERATORS_TO_PRICE = 500
@@ -230,10 +231,15 @@ class Auto(Solver):
         return True
 
     def _cutoff_s(self, search: Search) -> float | None:
-        """The cost at which a bound closes the gap: whether there is a point below it is decided sooner than which is the best."""
+        """The cost at which a bound closes the gap, at first a usual one.
+
+        Whether there is a point below it is decided sooner than which point is the best.
+        """
         if search.cost_s is None:
             return None
-        return min(search.cost_s, search.cost_s * (1 - self.gap) + _CUTOFF_MARGIN * search.graph.cost_s)
+        is_near = search.cost_s - search.bound_s <= _USUAL_GAP * search.cost_s
+        gap = self.gap if is_near else max(self.gap, _USUAL_GAP)
+        return min(search.cost_s, search.cost_s * (1 - gap) + _CUTOFF_MARGIN * search.graph.cost_s)
 
     @staticmethod
     def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:

@@ -65,6 +65,7 @@ class Refinement:
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
+        self.decided_s = -math.inf  # no point of the present model is cheaper
 
     @property
     def boundaries(self) -> list[int]:
@@ -98,7 +99,8 @@ class Refinement:
 
         Args:
             deadline: of `time.perf_counter`, in seconds.
-            cutoff_s: cost of a known schedule; points that are not cheaper are of no interest.
+            cutoff_s: points that are not cheaper are of no interest; where there are none that are, the stages stay as they are
+                for a larger cutoff.
             is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
                 as they are where that schedule fits, or where a limit stopped the solver.
         """
@@ -112,6 +114,10 @@ class Refinement:
         self.moments |= lazy.sets
         short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
+        if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
+            self.is_split &= bound_s > self.decided_s
+            self.decided_s = bound_s
+            return Step(bound_s, None, True)
         if outcome.point is not None:
             kept = {boundary: values.tolist() for boundary, values in model.kept(outcome.point).items()}
             steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
