@@ -1,79 +1,138 @@
-"""Opens a page in a real headless Chromium (QtWebEngine), runs a script in it, and prints what came of it as JSON.
+"""Opens a page in a headless Chromium or Chrome without a network, runs a script in it, and takes its picture.
 
-    python -m experiments.browser PAGE.html 'JavaScript' [PICTURE.png [WIDTH HEIGHT]]
+    python -m experiments.browser PAGE.html PICTURE.png [WIDTH HEIGHT]
 
-The script's value is JSON text; while it is empty, the page is not ready and the script is run again. Network access is
-refused, and each attempt is told. Needs the extra `browser`.
+The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`). It is spoken to over a pipe in its
+own protocol (https://chromedevtools.github.io/devtools-protocol), which needs no driver, no port and no package.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-_POLL_MS, _PATIENCE_MS, _PAINT_MS = 200, 60_000, 500
+_NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome", "microsoft-edge")
+_OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
+)  # fmt: skip
+_ON_PIPES = 'exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>&2'  # the protocol is spoken on descriptors 3 and 4
+_POLL_S, _PATIENCE_S = 0.2, 60.0
 
 
-def main(page: str, script: str, picture: str = "", width: str = "1280", height: str = "1600") -> None:
-    """Opens the page and prints {"is_loaded", "errors", "requests", "value"}."""
-    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
-    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")  # root in a container has no sandbox
-    from PySide6.QtCore import QTimer, QUrl
-    from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineSettings, QWebEngineUrlRequestInterceptor
-    from PySide6.QtWebEngineWidgets import QWebEngineView
-    from PySide6.QtWidgets import QApplication
+@dataclass
+class Seen:
+    """What came of opening a page.
 
-    seen: dict[str, Any] = {"is_loaded": False, "errors": [], "requests": [], "value": None}
+    Attributes:
+        value: what the script's JSON text says; None where it stayed empty.
+        errors: what went wrong in the page, as its console says it.
+        requests: addresses outside of the page itself that it asked for; all of them were refused.
+    """
 
-    class Offline(QWebEngineUrlRequestInterceptor):  # type: ignore[misc, unused-ignore]  # Any where it is not installed
-        def interceptRequest(self, info: Any) -> None:
-            if info.requestUrl().scheme() not in ("file", "data", "blob"):
-                seen["requests"].append(info.requestUrl().toString())
-                info.block(True)
+    value: Any = None
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
-    class Page(QWebEnginePage):  # type: ignore[misc, unused-ignore]
-        def javaScriptConsoleMessage(self, level: Any, message: str, line: int, source: str) -> None:
-            if level == QWebEnginePage.JavaScriptConsoleMessageLevel.ErrorMessageLevel:
-                seen["errors"].append(f"{message} (line {line})")
+    def note(self, method: str, event: dict[str, Any]) -> None:
+        """Keeps what an event of the browser says of errors and requests."""
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(event["exceptionDetails"].get("exception", event["exceptionDetails"]).get("description", ""))
+        elif method == "Runtime.consoleAPICalled" and event["type"] == "error":
+            self.errors.append(" ".join(str(a.get("value", a.get("description", ""))) for a in event["args"]))
+        elif method == "Network.requestWillBeSent" and not event["request"]["url"].startswith(("file:", "data:", "blob:")):
+            self.requests.append(event["request"]["url"])
 
-    application = QApplication(sys.argv[:1])
-    view, offline = QWebEngineView(), Offline()
-    opened = Page(view)
-    opened.setUrlRequestInterceptor(offline)
-    view.setPage(opened)
-    view.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, False)
-    view.resize(int(width), int(height))
-    view.show()
 
-    def ask(waited_ms: int = 0) -> None:
-        opened.runJavaScript(script, lambda value: finish(value, waited_ms))
+def installed_browser() -> str | None:
+    """Returns the path of a browser that can be spoken to, None where there is none."""
+    return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
-    def finish(value: Any, waited_ms: int) -> None:
-        if not value and waited_ms < _PATIENCE_MS:
-            QTimer.singleShot(_POLL_MS, lambda: ask(waited_ms + _POLL_MS))
-            return
-        seen["value"] = json.loads(value) if value else None
-        QTimer.singleShot(_PAINT_MS, close)
 
-    def close() -> None:
+def look(page: Path, script: str, picture: Path | None = None, *, width: int = 1280, height: int = 1600) -> Seen:
+    """Opens a page, runs a script until it returns text, which is JSON, and takes a picture of the window.
+
+    Raises:
+        FileNotFoundError: no browser is installed.
+    """
+    seen = Seen()
+    with _opened(seen, width, height) as tab:
+        tab.ask("Page.navigate", url=page.resolve().as_uri())
+        end = time.monotonic() + _PATIENCE_S
+        text = ""
+        while not text and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            text = tab.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value", "")
+        seen.value = json.loads(text) if text else None
         if picture:
-            view.grab().save(picture)
-        application.quit()
+            picture.write_bytes(base64.b64decode(tab.ask("Page.captureScreenshot")["data"]))
+    return seen
 
-    def loaded(is_loaded: bool) -> None:
-        seen["is_loaded"] = is_loaded
-        ask()
 
-    opened.loadFinished.connect(loaded)
-    opened.load(QUrl.fromLocalFile(str(Path(page).resolve())))
-    application.exec()
-    sys.stdout.write(json.dumps(seen) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # Qt's own end of the process can wait for a page that is still alive
+@dataclass
+class _Tab:
+    """One tab of a running browser; messages are JSON, each ended by a zero byte."""
+
+    to: IO[bytes]
+    back: IO[bytes]
+    seen: Seen
+    session: dict[str, str] = field(default_factory=dict)
+    num_asked: int = 0
+
+    def ask(self, method: str, **parameters: Any) -> Any:
+        """Sends a command and returns its result; events that come before it are noted."""
+        self.num_asked += 1
+        self.to.write(json.dumps({"id": self.num_asked, "method": method, "params": parameters, **self.session}).encode() + b"\0")
+        self.to.flush()
+        while True:
+            message = self._heard()
+            if message.get("id") == self.num_asked:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']['message']}")
+                return message["result"]
+            self.seen.note(message.get("method", ""), message.get("params", {}))
+
+    def _heard(self) -> dict[str, Any]:
+        text = bytearray()
+        while (byte := self.back.read(1)) != b"\0":
+            if not byte:
+                raise RuntimeError("the browser ended by itself")
+            text += byte
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+
+@contextmanager
+def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
+    browser = installed_browser()
+    if browser is None:
+        raise FileNotFoundError(f"no browser: none of {', '.join(_NAMES)} is installed")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = ["sh", "-c", _ON_PIPES, browser, *_OPTIONS, f"--user-data-dir={folder}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdin and process.stdout
+            tab = _Tab(process.stdin, process.stdout, seen)
+            target = tab.ask("Target.createTarget", url="about:blank")["targetId"]
+            tab.session["sessionId"] = tab.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Network"):
+                tab.ask(f"{domain}.enable")
+            tab.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+            tab.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+            yield tab
+            del tab.session["sessionId"]
+            tab.ask("Browser.close")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    size = dict(zip(("width", "height"), map(int, sys.argv[3:5]), strict=False))
+    print(look(Path(sys.argv[1]), "document.readyState == 'complete' ? '1' : ''", Path(sys.argv[2]), **size))

@@ -2,22 +2,20 @@
 
     python -m experiments.report_page [--keep FOLDER]
 
-Needs the extras `report` and `browser`. Writes `results/report_page.png`, the schedule alone as `results/report_page_schedule.png`,
-`results/report_page.json`, and into FOLDER the page itself.
+Needs the extra `report` and a browser (`experiments/browser.py`). Writes `results/report_page.png`, the schedule alone as
+`results/report_page_schedule.png`, `results/report_page.json`, and into FOLDER the page itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
 import remat
+from experiments.browser import look
 from experiments.figures import RESULTS, write
 from remat.demo import GPT, example_batch
 from remat.plot import plot_schedule, save
@@ -40,18 +38,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = (keep or Path(folder)) / "report.html"
         Report(graph, solution).save(page, curve=curve, title="GPT of the demo")
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("browser.py")),
-            str(page),
-            _DRAWN,
-            str(RESULTS / "report_page.png"),
-            "1280",
-            "1565",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seen = json.loads(done.stdout.splitlines()[-1])
-        numbers = {"page_bytes": page.stat().st_size, "height": seen["value"], "errors": seen["errors"], "requests": seen["requests"]}
+        seen = look(page, _DRAWN, RESULTS / "report_page.png", width=1280, height=1565)
+        numbers = {"page_bytes": page.stat().st_size, "height": seen.value, "errors": seen.errors, "requests": seen.requests}
     assert solution.schedule is not None
     picture = plot_schedule(graph, solution.schedule, budget_bytes=solution.budget_bytes, title=f"The demo's GPT at {BUDGET}")
     save(picture, RESULTS / "report_page_schedule.png")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import remat
+from experiments.browser import installed_browser, look
 from remat.composition import Category, Composition
 from remat.decisions import Decision, Fate, decide
 from remat.graph import Graph, ValueKind
@@ -21,9 +17,6 @@ from remat.schedule import Schedule, simulate
 from remat.solution import Solution
 from remat.solvers import make_solver
 from remat.tracers.synthetic import FAMILIES, transformer
-
-BROWSER = Path(__file__).parents[1] / "experiments" / "browser.py"
-has_browser = importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineCore")
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +141,9 @@ def test_types_and_shapes_read_well(dtype: str, expected: str) -> None:
     assert shape_text(dtype, (2, 3)) == expected
 
 
-def browse(page: Path, script: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(BROWSER), str(page), script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
-
-
+needs_browser = pytest.mark.skipif(
+    not installed_browser(), reason="needs a browser: apt-get install chromium-headless-shell, or any Chromium or Chrome"
+)
 _LOOK = """
 (() => {
   if (!window.Bokeh || !Bokeh.documents.length || !Bokeh.documents[0].is_idle) return "";
@@ -178,11 +167,23 @@ _LOOK = """
 """
 
 
-@pytest.mark.skipif(not has_browser, reason="needs a browser: pip install 'remat[browser]'")
+@needs_browser
 def test_a_real_browser_draws_the_page_without_a_network(page: Path, graph: Graph) -> None:
-    seen = browse(page, _LOOK)
-    assert seen["is_loaded"] and not seen["errors"] and not seen["requests"]
-    assert seen["value"]["sections"] == 5
-    assert sum(colours > 20 for colours in seen["value"]["colours"]) >= 3, "three charts are drawn"
+    seen = look(page, _LOOK)
+    assert not seen.errors and not seen.requests
+    assert seen.value["sections"] == 5
+    assert sum(colours > 20 for colours in seen.value["colours"]) >= 3, "three charts are drawn"
     computed = sum(len(op.writes) for op in graph.operators)
-    assert seen["value"]["all"] == computed > seen["value"]["filtered"] > 0
+    assert seen.value["all"] == computed > seen.value["filtered"] > 0
+
+
+@needs_browser
+def test_a_page_that_fails_or_asks_for_the_network_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(
+        "<img src='http://127.0.0.1:9/a.png'>"
+        "<script>console.error('bad', 3); setTimeout(() => { window.done = 1; throw Error('oops') })</script>"
+    )
+    seen = look(tmp_path / "bad.html", "window.done ? JSON.stringify(navigator.onLine) : ''", tmp_path / "bad.png", width=300, height=200)
+    assert seen.errors[0] == "bad 3" and "oops" in seen.errors[1]
+    assert (seen.requests, seen.value) == (["http://127.0.0.1:9/a.png"], False)
+    assert (tmp_path / "bad.png").read_bytes().startswith(b"\x89PNG")
