@@ -90,11 +90,17 @@ def main(arguments: list[str]) -> None:
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        _save(known)
         print(name, *(f"{row.budget} {row.outcome}".strip() for row in rows), sep=" | ", file=sys.stderr, flush=True)
+    print(_save(known))
+
+
+def _save(known: dict[str, Any]) -> str:
+    """Writes the results, after each model, so that a run that is stopped leaves both files right; returns the table."""
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
+    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(text + "\n")
-    print(text)
+    return text
 
 
 def _compile_search() -> None:

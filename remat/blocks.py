@@ -62,9 +62,9 @@ class BlockCall:
             return torch_private.call_plain(self.block, *args, **kwargs)
         return torch_private.call_with_forward(self.block, self._forward, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the block is a plain module."""
-        return
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copied or pickled it is None, as that of the whole model; see `PlannedCall`."""
+        return type(None), ()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compiled(self.block, *args, **kwargs)

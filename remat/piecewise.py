@@ -355,6 +355,8 @@ class Piecewise:
         with self._open(session), torch_private.without_leaf_warnings():
             result = plan.meter.forward(call) if plan else call()
         path = tuple(session.pieces)
+        if not path and self.plans and _needs_gradient(result):
+            raise TraceError(_NOT_COMPILED)
         if plan and path != self.last:
             plan.meter.forget()
         if path and path not in self.plans:
@@ -429,6 +431,15 @@ class Piecewise:
 
 
 _NO_METER = StepMeter("cpu", 0, ())
+_NOT_COMPILED = (
+    "torch.compile ran none of the pieces of this planned step, which so was plain, and held what plain PyTorch holds: it is switched off "
+    "(torch.compiler.set_stance, TORCHDYNAMO_DISABLE), or another thread was inside of a function compiled with fullgraph=True, below "
+    "which dynamo compiles nothing, in any thread (torch 2.13); run the two in turn"
+)
+
+
+def _needs_gradient(result: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result))
 
 
 def _boxed(call: BoxedFunction) -> BoxedFunction:

@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,9 +72,9 @@ class PlannedCall:
             self._keep_within_budget()
         return self._run(args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the module is a plain module: its plan stays with the original."""
-        return
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copied or pickled it is None: `nn.Module` leaves it out, a module with a `__getstate__` of its own does not."""
+        return type(None), ()
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         check_gradient(self.module, args, kwargs)
@@ -204,13 +203,9 @@ def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> C
     _install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": torch_private.call_plain}
     exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
-    compiled: Callable[..., Any] = torch.compile(namespace["step"], backend=backend, fullgraph=is_whole, dynamic=False)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch_private.counted_frames if is_whole else nullcontext():
-            return compiled(module, *args, **kwargs)
-
-    return run
+    step = namespace["step"]
+    compiled = torch_private.compile_whole(step, backend) if is_whole else torch.compile(step, backend=backend, dynamic=False)
+    return partial(compiled, module)
 
 
 def _install_capturing_hooks(module: nn.Module) -> None:

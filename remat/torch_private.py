@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count  # 2.13
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # 2.13
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
@@ -46,8 +44,8 @@ __all__ = [
     "call_with_forward",
     "capture_settings",
     "compile_reason",
+    "compile_whole",
     "corrected_fakes",
-    "counted_frames",
     "get_call",
     "held_bytes",
     "inductor_compilers",
@@ -93,31 +91,16 @@ def capture_settings() -> Iterator[None]:
         yield
 
 
-class _CountedFrames:
-    """Has dynamo count compiled frames while any thread is inside (`set_fullgraph_compiled_frame_count`, 2.13).
+def compile_whole(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """Compiles a function as one graph, as `torch.compile(fullgraph=True)` does through `optimize`, but counts no frames (2.13).
 
-    With `fullgraph=True` it starts the count at a call and says "found no compiled frames" where it ends at zero. All threads have one
-    count: one that ends it makes another one fail, whose frames ran. Who finds it started leaves the check alone. While it is on,
-    steps in pieces are not compiled, so it is on for whole ones only.
+    While a function with `fullgraph=True` runs, dynamo counts the frames it compiled and compiles none below them, and has one count for
+    all threads: meanwhile steps in pieces would run plain in other threads, and the one that ends the count would make others fail
+    ("found no compiled frames").
     """
-
-    def __init__(self) -> None:
-        self._lock, self._num_inside, self._before = threading.Lock(), 0, -1
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._before = set_fullgraph_compiled_frame_count(0)
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                set_fullgraph_compiled_frame_count(self._before)
-
-
-counted_frames = _CountedFrames()
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+    context.fullgraph = False
+    return context(function)  # type: ignore[no-any-return]
 
 
 @contextmanager

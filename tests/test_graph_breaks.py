@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import remat
+from remat import capture, executor
 from remat.pieces import composed
 from remat.piecewise import Piecewise
 from remat.runtime import PlannedCall
@@ -220,6 +223,11 @@ def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tens
     return [loss.detach(), torch.rand(1), x.grad, *gradients, *(b.clone() for b in model.buffers())]
 
 
+def assert_same_states(model: nn.Module, plain: nn.Module, seed: int = 0) -> None:
+    for ours, theirs in zip(state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def runner_of(model: nn.Module) -> Piecewise:
     call = get_call(model)
     assert isinstance(call, PlannedCall)
@@ -353,6 +361,56 @@ def test_steps_in_pieces_that_overlap() -> None:
             losses[1].backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Beside:
+    """While it is entered, another thread is inside of `step`, where that runs what `meets` returned."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_end = threading.Event(), threading.Event()
+        self.step: Callable[[], Any] = list
+
+    def meets(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def met(*args: Any) -> Any:
+            self.is_inside.set()
+            assert self.may_end.wait(60)
+            return run(*args)
+
+        return met
+
+    def __enter__(self) -> None:
+        self.thread = threading.Thread(target=self.step)
+        self.thread.start()
+        assert self.is_inside.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        self.may_end.set()
+        self.thread.join()
+
+
+def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: `fullgraph=True`, below which dynamo compiles nothing, in any thread: the pieces ran plain, and held as much."""
+    model, beside = Broken(), Beside()
+    plain = copy.deepcopy(model)
+    planned(model, keep_nothing)
+    assert_same_states(model, plain)
+    whole, x = planned(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), differentiate="all"), torch.randn(2, 3)
+    monkeypatch.setattr(capture, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph)))
+    beside.step = lambda: whole(x).sum().backward()
+    with beside:
+        assert_same_states(model, plain)
+        assert len(runner_of(model).last) == 3
+    assert all(p.grad is not None for p in whole.parameters())
+
+
+def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
+    """Another thread is in a user's own function of `fullgraph=True`. Naive: the step runs plain, and above its budget."""
+    model, x, beside = Broken(), batch(0), Beside()
+    planned(model, keep_nothing)(x).backward()
+    beside.step = partial(torch.compile(torch.sin, backend=lambda module, _: beside.meets(module), fullgraph=True), torch.ones(2))
+    with beside, pytest.raises(remat.TraceError, match="fullgraph=True"):
+        model(x)
+    model(x).backward()
 
 
 def test_the_compile_backend_refuses_a_break() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
@@ -21,56 +19,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat
 from remat import capture, executor
-from remat.runtime import PlannedCall
-from remat.solvers.base import Solver
 from remat.solvers.on_demand import steps_on_demand
 from remat.torch_private import get_call
 
-Steps = Callable[[remat.Graph], Sequence[int]]
-UNLIMITED = 1 << 50
-
+from .planned import UNLIMITED, Given, Steps, assert_same, call_of, keep_all, keep_nothing, planned, repeat_anything
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
-
-
-@final
-@dataclass(frozen=True)
-class Given(Solver):
-    """Answers with the steps it is told to."""
-
-    steps_of: Steps
-
-    def solve(self, graph: remat.Graph, *, budget_bytes: int) -> remat.Solution:
-        return remat.Solution.of_steps(graph, budget_bytes, self.steps_of(graph), lower_bound_s=0.0, solver="given", wall_s=0.0)
-
-
-def keep_all(graph: remat.Graph) -> Sequence[int]:
-    return range(graph.num_operators)
-
-
-def keep_nothing(graph: remat.Graph) -> Sequence[int]:
-    return steps_on_demand(graph, [])
 
 
 def keep_some(seed: int) -> Steps:
     def steps(graph: remat.Graph) -> Sequence[int]:
         chance = random.Random(seed)
         return steps_on_demand(graph, [value for value in range(len(graph.values)) if chance.random() < 0.5])
-
-    return steps
-
-
-def repeat_anything(seed: int) -> Steps:
-    """Anything that was computed is computed again at any time, in the forward too, and many times."""
-
-    def steps(graph: remat.Graph) -> Sequence[int]:
-        chance = random.Random(seed)
-        found: list[int] = []
-        for index in range(graph.num_operators):
-            found.append(index)
-            again = [i for i in set(found) if graph.operators[i].is_recomputable and not graph.operators[i].is_snapshot]
-            found += chance.sample(again, min(len(again), chance.choice([0, 1, 2])))
-        return found
 
     return steps
 
@@ -82,16 +42,6 @@ SCHEDULES: dict[str, Steps] = {
     "repeat": repeat_anything(3),
     "repeat otherwise": repeat_anything(4),
 }
-
-
-def planned(model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars") -> nn.Module:
-    return remat.checkpoint(model, UNLIMITED, solver=Given(steps_of), costs="flops", differentiate=differentiate)
-
-
-def call_of(model: nn.Module) -> PlannedCall:
-    call = get_call(model)
-    assert isinstance(call, PlannedCall)
-    return call
 
 
 @dataclass
@@ -191,10 +141,6 @@ def state_after(model: nn.Module, *args: Any, seed: int, loss_of: Callable[[Any]
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return [loss.detach(), torch.get_rng_state(), gradients, dict(model.named_buffers())]
-
-
-def assert_same(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_same_steps(model: nn.Module, plain: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -437,19 +383,31 @@ def test_an_input_that_the_step_changes(schedule: str) -> None:
         assert_same(inputs[0], inputs[1])
 
 
+class Noting(MLP):
+    """Notes whether its last run was compiled."""
+
+    is_compiled = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.is_compiled = torch.compiler.is_compiling()
+        return super().forward(x)
+
+
 def test_evaluation_and_no_grad_run_the_plain_module() -> None:
-    model, x = MODELS["mlp"]()
+    """Naive: what needs no gradient is compiled too."""
+    model, x = Noting(), torch.randn(4, 8)
     plain = copy.deepcopy(model).eval()
     planned(model)
     model(x).backward()
-    count = len(call_of(model).pieces)
+    assert model.is_compiled
     model.eval()
-    with torch.no_grad():
-        assert_same(model(x), plain(x))
-    with torch.inference_mode():
-        assert_same(model(x), plain(x))
-    assert len(call_of(model).pieces) == count
-    assert_same_steps(model, plain, x)  # with gradients, evaluation is a step of its own
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert_same(model(x), plain(x))
+        assert not model.is_compiled
+    assert_same_steps(model, plain, x)
+    assert model.is_compiled
+    assert len(call_of(model).pieces) == 2  # with gradients, evaluation is a step of its own
 
 
 def test_autocast_is_part_of_the_step() -> None:
@@ -531,6 +489,22 @@ def test_a_checkpointed_module_pickles() -> None:
     assert get_call(again) is None
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
     assert_same_steps(model, again, x)
+
+
+class Guarded(MLP):
+    """Has something that is not to be pickled, as modules of users do: all else of it is, whatever it is."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+
+def test_a_module_that_says_itself_what_is_copied_and_pickled() -> None:
+    """Naive: the plan is copied with it, and runs the module that it was made for; and it does not pickle."""
+    model, x = Guarded(), torch.randn(4, 8)
+    planned(model)(x).backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert get_call(twin) is None
+        assert_same_steps(model, twin, x)
 
 
 def test_unwrap_gives_the_plain_module_back() -> None:
@@ -679,10 +653,3 @@ def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
     tensors = [*model.parameters(), *model.buffers(), x]
     resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     assert measured + resident == call_of(model).pieces[0].solution.peak_bytes
-
-
-def test_a_library_that_is_imported_in_part_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`transformers` loads its modules one by one, when a name of theirs is first asked for."""
-    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing"))
-    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
-    assert remat.trace(nn.Linear(3, 3), (torch.ones(2, 3),)).num_operators > 0
