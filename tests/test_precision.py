@@ -99,16 +99,20 @@ def test_autocast_casts_a_weight_once_a_region() -> None:
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_parameters_of_another_type(dtype: torch.dtype) -> None:
-    plain, x = Net().to(dtype), torch.randn(2, 6, 16, dtype=dtype)
-    model = planned(copy.deepcopy(plain))
+def assert_same_gradients(plain: nn.Module, x: torch.Tensor, steps_of: Any = keep_nothing) -> nn.Module:
+    model = planned(copy.deepcopy(plain), steps_of)
     ends = []
     for each in (model, plain):
         torch.manual_seed(1)
         each(x).backward()
         ends.append([{name: p.grad for name, p in each.named_parameters()}, dict(each.state_dict()), torch.get_rng_state()])
     assert_same(*ends)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_parameters_of_another_type(dtype: torch.dtype) -> None:
+    assert_same_gradients(Net().to(dtype), torch.randn(2, 6, 16, dtype=dtype))
 
 
 class Float8(torch.autograd.Function):
@@ -156,17 +160,49 @@ def has_float8() -> bool:
     return True
 
 
+class ThroughFloat8(torch.autograd.Function):
+    """Rounds to float8 forward, and its gradient to float8's other type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x8, scale = in_float8(x)
+        return x8.to(x.dtype) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        scale = gradients[0].abs().max() / 57344 + 1e-12
+        return (gradients[0] / scale).to(torch.float8_e5m2).to(gradients[0].dtype) * scale
+
+
+class Float8CastsNet(nn.Module):
+    """Casts alone: activations rounded to float8, on weights that are frozen in float8, beside trained ones."""
+
+    frozen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 8 for _ in range(3))
+        self.register_buffer("frozen", torch.randn(32, 32).to(torch.float8_e4m3fn))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            rounded: Any = ThroughFloat8.apply(x)  # type: ignore[no-untyped-call]
+            x = F.dropout(F.gelu(rounded @ (weight + self.frozen.float())), 0.1)
+        return x.float().pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # dynamo's
+@pytest.mark.parametrize("steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"])
+def test_casts_to_float8(steps_of: Any) -> None:
+    model = assert_same_gradients(Float8CastsNet(), torch.randn(32, 32), steps_of)
+    values = call_of(model).pieces[0].step.graph.values
+    assert {value.size_bytes for value in values if value.dtype.startswith("float8")} == {32 * 32}
+
+
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # dynamo's
 @pytest.mark.skipif(not has_float8(), reason="no float8 products in this torch on this CPU")
 def test_products_in_float8() -> None:
-    plain, x = Float8Net(), torch.randn(32, 32, dtype=torch.bfloat16)
-    model = planned(copy.deepcopy(plain))
-    ends = []
-    for each in (model, plain):
-        torch.manual_seed(1)
-        each(x).backward()
-        ends.append([{name: p.grad for name, p in each.named_parameters()}, torch.get_rng_state()])
-    assert_same(*ends)
+    model = assert_same_gradients(Float8Net(), torch.randn(32, 32, dtype=torch.bfloat16))
     targets = [op.target for op in call_of(model).pieces[0].step.graph.operators]
     assert targets.count("aten._scaled_mm.default") == 8  # the first input needs no gradient
 
