@@ -128,7 +128,9 @@ def _in_turn(cases: list[tuple[str, str, Callable[[], Workload]]]) -> list[tuple
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
-    return [(name, "torch.nn", make) for name, make in module_cases()]
+    """The first case of each module, then the second of each, so that a run that is stopped has some of all."""
+    cases = [(name, "torch.nn", make) for name, make in module_cases()]
+    return sorted(cases, key=lambda case: int(case[0].rpartition(", ")[2]))
 
 
 def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
