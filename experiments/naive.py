@@ -140,7 +140,7 @@ ALL = (
         ("if tensor is not None and tensor._version != version", "if False and tensor is not None and tensor._version != version"),
     ),
     _naive(
-        "views of a copied input belong to the input", "remat/piecewise.py", "test_graph_breaks -k ViewAfterwards",
+        "views of a copied input belong to the input", "remat/piece.py", "test_graph_breaks -k ViewAfterwards",
         ('made.meta = {"val": source.meta["val"], ', 'made.meta = {"val": source.meta["val"].clone(), '),
         ('source.meta["val"].clone() if node is source else source.meta["val"]', 'node.meta["val"]'),
     ),
@@ -154,7 +154,7 @@ ALL = (
     ),
     _naive(
         "a backward runs the halves made last", "remat/piecewise.py", "test_graph_breaks -k overlap",
-        ("self._halves[number][1]", "self._halves[0][1]"),
+        ("piece.halves(number)[1]", "piece.halves(0)[1]"),
     ),
     _naive(
         "Inductor's random kernels run again", "remat/fusion.py", "test_inductor -k 'computes and nothing'",
@@ -167,6 +167,22 @@ ALL = (
     _naive(
         "a backward runs as often as it is asked to", "remat/capture.py", "test_running -k 'kept_is_refused or gradient_of_a_gradient'",
         ("        if is_graph_kept():", "        if False:"),
+    ),
+    _naive(
+        "whole steps count frames, one count for all threads", "remat/torch_private.py", "test_graph_breaks -k beside",
+        ("    context.fullgraph = False\n", ""),
+    ),
+    _naive(
+        "a step in pieces that was not compiled goes unnoticed", "remat/piecewise.py", "test_graph_breaks -k not_compile",
+        ("            raise TraceError(_NOT_COMPILED)\n", "            pass\n"),
+    ),
+    _naive(
+        "what needs no gradient is compiled too", "remat/runtime.py", "test_running -k no_grad",
+        ("if not torch.is_grad_enabled() or torch.compiler", "if torch.compiler"),
+    ),
+    _naive(
+        "a plan is copied and pickled with its module", "remat/runtime.py", "test_running -k says_itself",
+        ("def __reduce__", "def reduce"),
     ),
     _naive(
         "each rank solves", "remat/distributed.py", "test_distributed -k solved_on_one",

@@ -45,6 +45,7 @@ class PlannedBlocks(PlannedCall):
         self._outside_bytes = outside_bytes(self.module, self.blocks)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
             return torch_private.call_plain(self.module, *args, **kwargs)
 
         return self.piecewise.run(lambda: run_compiled(call, args, kwargs), tensors_in(args, kwargs))
@@ -67,6 +68,7 @@ class BlockCall:
         return type(None), ()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.piecewise.session.expects_pieces = True
         return self.compiled(self.block, *args, **kwargs)
 
 

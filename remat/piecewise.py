@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,25 +24,21 @@ from torch.utils import _pytree as pytree
 from . import torch_private
 from .autocast_cache import autocast_cache
 from .budget import describe_bytes
-from .capture import Step, device_type, refuse_opaque_memory, refuse_scans, runs_once
+from .capture import Step, device_type, refuse_opaque_memory, refuse_scans
 from .distributed import Agreement
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
-from .graph import Value, ValueKind
+from .held_outside import kept_by_eager, resident_values
 from .measure import StepMeter
-from .pieces import JoinedStep, Kept, Place, Run, composed, join
+from .piece import Copied, Piece, signature
+from .pieces import JoinedStep, Place, Run, composed, join
 from .plain_kernels import plain_kernels
 from .rewrite import split
 from .schedule import Schedule, simulate
 from .solution import Solution
-from .solvers.minimum import minimum
-from .tracers.aot import CUDA_GRANULARITY_BYTES, TracedStep, read_joint
 from .tracers.costs import CostModel
-from .tracers.phases import is_backward_input
-from .tracers.storages import tensors_of
 
 _LOG = logging.getLogger(__name__)
-Copied = frozenset[tuple[str, int]]  # ("input" or "result", place): what a piece copies, since something outside changes it
 
 
 class StepPlanner(Protocol):
@@ -50,140 +46,6 @@ class StepPlanner(Protocol):
 
     def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
         """Returns the solution for a step."""
-
-
-class Piece:
-    """A graph that dynamo captured, its halves under each schedule it was given, and the functions that AOTAutograd calls."""
-
-    def __init__(self, runner: Piecewise, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]) -> None:
-        self.runner, self.joint, self.num_forward, self.static_inputs = runner, joint, num_forward, tuple(static_inputs)
-        self.num_tangents = sum(_is_tangent(node) for node in joint.graph.find_nodes(op="placeholder"))
-        self._steps: dict[Copied, TracedStep] = {}
-        self._numbers: dict[tuple[Copied, Schedule], int] = {}
-        self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
-        self.first: tuple[Copied, Schedule] | None = None  # what it runs before it is planned
-
-    def step(self, copied: Copied) -> TracedStep:
-        """Returns the piece with copies of some inputs and results."""
-        if copied not in self._steps:
-            module = _with_copies(self.joint, self.num_forward, copied)
-            self._steps[copied] = read_joint(module, self.num_forward, self.runner.costs, static_inputs=self.static_inputs)
-        return self._steps[copied]
-
-    def number(self, copied: Copied, schedule: Schedule) -> int:
-        """Returns the number of the halves that run `schedule`; random generators stay as they are."""
-        if (copied, schedule) not in self._numbers:
-            with torch.random.fork_rng([torch.cuda.current_device()] if self.runner.device_type == "cuda" else []):
-                halves = split(self.step(copied), schedule)
-                forward, backward = compile_graph(halves.forward), runs_once(compile_graph(halves.backward))
-            self._numbers[copied, schedule] = len(self._halves)
-            self._halves.append((forward, backward))
-        return self._numbers[copied, schedule]
-
-    def provisional(self, args: Sequence[Any]) -> int:
-        """The halves that hold the least memory, and copy what passes; on fake tensors, those that keep everything."""
-        if self.first is None:
-            copied = frozenset() if self.runner.is_trace else self._all_copied(args)
-            graph = self.step(copied).graph
-            steps = range(graph.num_operators) if self.runner.is_trace else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
-            self.first = (copied, Schedule.from_steps(graph, tuple(steps)))
-        return self.number(*self.first)
-
-    def _all_copied(self, args: Sequence[Any]) -> Copied:
-        """Every tensor that the piece is given or hands over, and that is no parameter."""
-        inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
-        given = [("input", i) for i, node in enumerate(inputs) if not isinstance(args[i], nn.Parameter) and _is_dense(node)]
-        results: Any = self.joint.graph.output_node().args[0]
-        made = [("result", i) for i, node in enumerate(results[: self.num_forward]) if _is_dense(node) and node.op == "call_function"]
-        return frozenset(given + made)
-
-    def run_forward(self, args: list[Any]) -> Any:
-        """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
-        session = self.runner.session
-        number, turn = session.begin(self, args)
-        results = self._halves[number][0](args)
-        session.end(results[: self.num_forward])
-        token = torch.empty((0, number, turn))
-        return (*results[: self.num_forward], token, *results[self.num_forward :])
-
-    def run_backward(self, args: list[Any]) -> Any:
-        """Runs the backward half that belongs to the forward that saved `args`.
-
-        Where no gradient arrives for a result, what leads to nothing else has none, as in plain PyTorch: no zeros, to which
-        an optimizer would apply its weight decay.
-        """
-        _, number, turn = args.pop(0).shape
-        first = len(args) - self.num_tangents
-        missing = frozenset(place for place, tangent in enumerate(args[first:]) if tangent is None)
-        for place in missing:
-            like = self._tangents[place].meta["val"]
-            args[first + place] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-        gradients = self.runner.meter.backward(self._halves[number][1], args, turn, self.num_tangents)
-        return gradients if not missing else [g if self._arrives(place, missing) else None for place, g in enumerate(gradients)]
-
-    @cached_property
-    def _tangents(self) -> list[fx.Node]:
-        return [node for node in self.joint.graph.find_nodes(op="placeholder") if _is_tangent(node)]
-
-    @cached_property
-    def _leading_to(self) -> list[frozenset[int]]:
-        """For each gradient that the backward returns, the tangents that it is computed from."""
-        leading: dict[fx.Node, frozenset[int]] = {node: frozenset({place}) for place, node in enumerate(self._tangents)}
-        for node in self.joint.graph.nodes:
-            leading.setdefault(node, frozenset().union(*(leading[source] for source in node.all_input_nodes)))
-        results: Any = self.joint.graph.output_node().args[0]
-        return [leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset() for node in results[self.num_forward :]]
-
-    def _arrives(self, place: int, missing: frozenset[int]) -> bool:
-        return not self._leading_to[place] or not self._leading_to[place] <= missing
-
-
-_PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
-
-
-def _is_dense(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and torch_private.is_dense(value)
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a piece runs to copy a tensor that something outside changes; no operator, so that cleaning leaves it."""
-    return tensor.clone()
-
-
-def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.GraphModule:
-    """Returns the joint graph once more, with copies of inputs, and of results, that are dense."""
-    graph = fx.Graph()
-    copy: dict[fx.Node, fx.Node] = {}
-    results: Any = graph.graph_copy(joint.graph, copy)
-    results = list(results)
-    inputs = [node for node in graph.find_nodes(op="placeholder") if not _is_tangent(node)]
-    last = graph.find_nodes(op="placeholder")[-1]
-    for kind, place in sorted(copied):
-        source = inputs[place] if kind == "input" else results[place]
-        with graph.inserting_after(last if kind == "input" else source):
-            made = graph.call_function(copy_of, (source,))
-        if kind == "result":
-            made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
-            results[place] = made
-        else:
-            source.replace_all_uses_with(made, delete_user_cb=lambda user, made=made, source=source: not _writes(user, made, source))
-            # What follows is a view of the copy from now on: the copy takes over the fake memory, and the input gets another one.
-            made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
-            for node in (source, *(user for user in source.users if user is not made)):
-                node.meta["val"] = source.meta["val"].clone() if node is source else source.meta["val"]
-    graph.output(tuple(results))
-    graph.output_node().meta = dict(joint.graph.output_node().meta)
-    return fx.GraphModule(joint, graph)
-
-
-def _writes(user: fx.Node, made: fx.Node, source: fx.Node) -> bool:
-    """True for the copy itself, and for what writes into the input."""
-    return user is made or (user.target is torch.ops.aten.copy_.default and user.args[0] is source)
 
 
 @dataclass
@@ -214,6 +76,7 @@ class Session:
 
     def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: tuple[Piece, ...]) -> None:
         self.runner, self.plan, self.path = runner, plan, path
+        self.expects_pieces = True  # false until something compiled is called
         self.pieces: list[Piece] = []
         self.numbers: list[int] = []
         self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
@@ -311,17 +174,19 @@ class Piecewise:
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_opaque_memory(joint)
-            piece = self._piece(Piece(self, joint, num_fwd_outputs, static_lifetime_input_indices or ()))
+            static = static_lifetime_input_indices or ()
+            piece = Piece(joint, num_fwd_outputs, static, self.costs, device_type=self.device_type, is_trace=self.is_trace)
+            piece = self._piece(piece)
             pieces.append(piece)
             step = piece.step(frozenset())
             halves = split(step, Schedule.keep_all(step.graph))
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
-            return _boxed(pieces[-1].run_forward) if pieces else compile_graph(graph)
+            return _boxed(partial(self.run_forward, pieces[-1])) if pieces else compile_graph(graph)
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return _boxed(pieces[-1].run_backward)
+            return _boxed(partial(self.run_backward, pieces[-1]))
 
         with torch_private.backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled: Callable[..., Any] = torch_private.aot_autograd(
@@ -340,6 +205,22 @@ class Piecewise:
             where = f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else ""
             self.breaks[reason.reason.strip().split("\n")[0] + where] = None
 
+    def run_forward(self, piece: Piece, args: list[Any]) -> Any:
+        """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
+        session = self.session
+        number, turn = session.begin(piece, args)
+        results = piece.halves(number)[0](args)
+        session.end(results[: piece.num_forward])
+        token = torch.empty((0, number, turn))
+        return (*results[: piece.num_forward], token, *results[piece.num_forward :])
+
+    def run_backward(self, piece: Piece, args: list[Any]) -> Any:
+        """Runs the backward half that belongs to the forward that saved `args`."""
+        _, number, turn = args.pop(0).shape
+        missing = piece.fill(args)
+        gradients = self.meter.backward(piece.halves(number)[1], args, turn, piece.num_tangents)
+        return piece.arriving(gradients, missing) if missing else gradients
+
     def run(self, call: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Runs one forward by `call`; plans it where its path is new.
 
@@ -355,7 +236,7 @@ class Piecewise:
         with self._open(session), torch_private.without_leaf_warnings():
             result = plan.meter.forward(call) if plan else call()
         path = tuple(session.pieces)
-        if not path and self.plans and _needs_gradient(result):
+        if not path and session.expects_pieces and self.plans and _needs_gradient(result):
             raise TraceError(_NOT_COMPILED)
         if plan and path != self.last:
             plan.meter.forget()
@@ -463,61 +344,3 @@ def _without_zeros_for_no_gradient(compiled: Callable[..., Any]) -> Callable[...
         return results
 
     return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
-
-
-def signature(piece: Piece) -> str:
-    """Returns a text that two pieces share only if they compute the same; empty where constants are part of one."""
-    lines = [f"{piece.num_forward} {piece.static_inputs}"]
-    for node in piece.joint.graph.nodes:
-        if node.op not in ("placeholder", "call_function", "output") or isinstance(node.target, torch._ops.HigherOrderOperator):
-            return ""
-        layouts = [Place.of(t).layout for t in tensors_of(node) if t.layout == torch.strided]
-        lines.append(
-            f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} {node.meta.get('desc')} {node.meta.get('partitioner_tag')}"
-        )
-    return "\n".join(lines)
-
-
-def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
-    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of type `kind` with their bytes."""
-    rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
-    named = [
-        *((name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER) for name, p in module.named_parameters()),
-        *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
-        *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
-    ]
-    found: dict[int, Value] = {}
-    for name, tensor, value_kind in named:
-        if tensor.layout == torch.strided:
-            size_bytes = -(-torch_private.held_bytes(tensor) // rounded_to) * rounded_to if tensor.device.type == kind else 0
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            storage = torch_private.local_part(tensor).untyped_storage()
-            found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
-    return found
-
-
-def kept_by_eager(results: Iterable[torch.Tensor]) -> list[Kept]:
-    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
-
-    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
-    """
-    runs, eager, seen = [], [], set()
-    waiting = [t.grad_fn for t in results if t.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        waiting += [parent for parent, _ in node.next_functions if parent is not None]
-        saved = torch_private.saved_tensors(node)
-        if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and torch_private.is_compiled_node(node):
-            runs.append(torch_private.sequence_number(node))
-        elif saved:
-            eager.append((torch_private.sequence_number(node), saved))
-    found: dict[tuple[int, int], Kept] = {}
-    for number, saved in eager:
-        gap = sum(run < number for run in runs)
-        for tensor in saved:
-            storage = tensor.untyped_storage()
-            found[gap, storage._cdata] = Kept(gap, storage._cdata, storage.nbytes())
-    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]

@@ -1,0 +1,59 @@
+"""What a step in pieces holds outside of its pieces: the module's own tensors, and what eager operators keep for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_private
+from .graph import Value, ValueKind
+from .pieces import Kept
+from .tracers.aot import CUDA_GRANULARITY_BYTES
+
+
+def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
+    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of type `kind` with their bytes."""
+    rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
+    named = [
+        *((name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER) for name, p in module.named_parameters()),
+        *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
+        *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
+    ]
+    found: dict[int, Value] = {}
+    for name, tensor, value_kind in named:
+        if tensor.layout == torch.strided:
+            size_bytes = -(-torch_private.held_bytes(tensor) // rounded_to) * rounded_to if tensor.device.type == kind else 0
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            storage = torch_private.local_part(tensor).untyped_storage()
+            found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
+    return found
+
+
+def kept_by_eager(results: Iterable[torch.Tensor]) -> list[Kept]:
+    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
+
+    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
+    """
+    runs, eager, seen = [], [], set()
+    waiting = [t.grad_fn for t in results if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+        saved = torch_private.saved_tensors(node)
+        if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and torch_private.is_compiled_node(node):
+            runs.append(torch_private.sequence_number(node))
+        elif saved:
+            eager.append((torch_private.sequence_number(node), saved))
+    found: dict[tuple[int, int], Kept] = {}
+    for number, saved in eager:
+        gap = sum(run < number for run in runs)
+        for tensor in saved:
+            storage = tensor.untyped_storage()
+            found[gap, storage._cdata] = Kept(gap, storage._cdata, storage.nbytes())
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]
