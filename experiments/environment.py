@@ -30,11 +30,12 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Returns the commit of the checkout, with `+changes` where files differ from it; empty outside of one."""
+    """Returns the commit of the checkout, with `+changes` where files other than results differ from it; empty outside of one."""
     folder = Path(__file__).resolve().parent
     try:
         commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
-        return f"{commit}+changes" if _output("git", "-C", str(folder), "status", "--porcelain", "-uno") else commit
+        changes = _output("git", "-C", str(folder.parent), "status", "--porcelain", "-uno", "--", ".", ":!experiments/results")
+        return f"{commit}+changes" if changes else commit
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -78,8 +78,9 @@ def read(name: str) -> dict[str, Any]:
 
 
 def draw(name: str, figure: Figure) -> None:
-    """Writes `results/NAME.png`."""
+    """Writes `results/NAME.png`, and says how long the script took until here."""
     save(figure, RESULTS / f"{name}.png")
+    print(f"results/{name}.png after {_run()['wall_s']:.0f} s")
 
 
 def titled(axes: Axes, text: str) -> None:

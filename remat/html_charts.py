@@ -78,7 +78,7 @@ def memory_chart(parts: Composition, schedule: Schedule, steps: Range1d, *, budg
             Label(
                 x=simulation.peak_step + 0.5, y=simulation.peak_bytes / scale.factor, text=f"peak {units.size_text(simulation.peak_bytes)}",
                 text_font=_FONT, text_font_size="13px", text_color=INK, x_offset=-8 if at_right else 8, y_offset=5,
-                text_align="right" if at_right else "left",
+                text_align="right" if at_right else "left", background_fill_color="white", background_fill_alpha=0.8,
             )
         )  # fmt: skip
     _mark_forward_end(chart, schedule)

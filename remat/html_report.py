@@ -19,6 +19,7 @@ from .units import Units
 
 _LARGEST = 12  # values at the peak that are listed one by one
 _GROUPS = 25
+_TOP = "(top)"  # what no module below the outermost one computes
 
 
 class Figure(NamedTuple):
@@ -157,7 +158,7 @@ def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> 
 def _peak_row(graph: Graph, value: int, category: Category, reason: str) -> PeakRow:
     held, op = graph.values[value], graph.operators[graph.producer[value]]
     shape, size = shape_text(held.dtype, held.shape), Units.of(graph).size_text(held.size_bytes)
-    return PeakRow(COLOUR_OF[category], str(category), held.name, op.module, shape, size, op.source, reason)
+    return PeakRow(COLOUR_OF[category], str(category), held.name, op.module or _TOP, shape, size, op.source, reason)
 
 
 def _group_row(graph: Graph, group: Group) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ def _group_row(graph: Graph, group: Group) -> tuple[str, ...]:
     shape = shape_text(group.dtype, group.shape)
     cost = units.cost_text(group.cost_s) if group.cost_s else ""
     return (
-        group.module or "(top)",
+        group.module or _TOP,
         short_target(group.target),
         shape,
         group.source,

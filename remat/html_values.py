@@ -25,7 +25,7 @@ view.filter.booleans = data.fate.map((kind, i) => (is_all || kind == fate.value)
     ['value', 'module', 'operator', 'source'].some(name => data[name][i].toLowerCase().includes(text))));
 """
 
-
+_ROW_HEIGHT = 24  # pixels
 _WHOLE_ON_HOVER = '<span title="<%- value %>"><%- value %></span>'  # cells are narrower than some of what they say; <%- escapes
 
 
@@ -60,7 +60,8 @@ def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
     fate = Select(options=["all values", *Fate], value="all values", width=170)
     for widget in (words, fate):
         widget.js_on_change("value", CustomJS(args={"source": source, "view": view, "words": words, "fate": fate}, code=_FILTER))
+    height = min(440, _ROW_HEIGHT * (len(decisions) + 2))
     table = DataTable(
-        source=source, view=view, columns=columns, index_position=None, height=440, sizing_mode="stretch_width", row_height=24
+        source=source, view=view, columns=columns, index_position=None, height=height, sizing_mode="stretch_width", row_height=_ROW_HEIGHT
     )
     return column(row(words, fate), table, sizing_mode="stretch_width")

@@ -1,37 +1,112 @@
-"""Every Python block of the documents runs as it stands."""
+"""Every Python block and every command of the documents and of the command line's own help runs as it stands."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import joblib
 import pytest
+from typer.testing import CliRunner
 
 import remat
+from remat import cli, serialize
+from remat.tracers.synthetic import chain
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"`(remat \w+\s[^`|]+)`")
+EXAMPLE = re.compile(r"Example:  (remat .*)$", re.MULTILINE)
+MAKE = re.compile(r"(?:^|`)make (\w+)", re.MULTILINE)
+SHORTER = {"demo": ["--steps", "2"], "frontier": ["--points", "3", "--time-limit", "0.3"], "report": ["--points", "0"]}
+MODEL = """
+import torch
+
+
+class Net(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def make():
+    return Net(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)), (torch.zeros(16, 8),)
+"""
 
 
 def _blocks() -> list[tuple[str, str]]:
-    documents = [
-        ROOT / "README.md",
-        *sorted(ROOT.glob("*/README.md")),
-        *sorted(path for path in ROOT.glob("docs/*.md") if path.name != "README.md"),
-    ]
-    return [(f"{path.relative_to(ROOT)}-{i}", code) for path in documents for i, code in enumerate(BLOCK.findall(path.read_text()))]
+    paths = list(dict.fromkeys(DOCUMENTS))
+    return [(f"{path.relative_to(ROOT)}-{i}", code) for path in paths for i, code in enumerate(BLOCK.findall(path.read_text()))]
 
 
-@pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
-def test_block_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the demo's GPT has fewer layers and plans less time: what the blocks show does not depend on either."""
+def _commands() -> list[str]:
+    found = [command for path in DOCUMENTS for command in COMMAND.findall(path.read_text())]
+    found += EXAMPLE.findall((ROOT / "remat" / "cli.py").read_text())
+    return sorted({re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found})
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's GPT has fewer layers and plans less time: what is shown does not depend on either."""
     monkeypatch.setattr("remat.demo.LAYERS", 2)
     for planner in (remat.checkpoint, remat.solve):
         defaults = planner.__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "time_limit_s", 2.0)
+
+
+@pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
+@pytest.mark.usefixtures("quick")
+def test_block_runs(name: str, code: str, tmp_path: Path) -> None:
     exec(compile(code.replace("/tmp/", f"{tmp_path}/"), name, "exec"), {"__name__": "__main__"})
 
 
-def test_the_front_page_has_code() -> None:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the commands name: graphs, a plan, a curve, and a project with a model."""
+    folder, graph = tmp_path_factory.mktemp("project"), chain(12)
+    for name in ("graph", "a", "b"):
+        graph.save(folder / f"{name}.json")
+    plans = [remat.solve(graph, budget, solver="chen-greedy") for budget in ("60%", "80%")]
+    plans[0].save(folder / "plan.json")
+    for name in ("curve", "frontier"):
+        serialize.save(plans, folder / f"{name}.json")
+    (folder / "my_project").mkdir()
+    for name in ("__init__", "model"):
+        (folder / "my_project" / f"{name}.py").write_text(MODEL)
+    return folder
+
+
+@pytest.mark.parametrize("command", _commands())
+@pytest.mark.usefixtures("quick")
+def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = shlex.split(command.replace("/tmp/", f"{tmp_path}/"))[1:]
+    arguments += SHORTER.get(arguments[0], [])
+    with joblib.parallel_config("threading"):
+        result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    for name in ("my_project", "my_project.model"):
+        sys.modules.pop(name, None)
+    assert result.exit_code == 0, result.output
+    if "--output" in arguments:
+        assert Path(arguments[arguments.index("--output") + 1]).exists()
+
+
+def test_every_make_command_has_a_recipe() -> None:
+    named = {name for path in DOCUMENTS for name in MAKE.findall(path.read_text())}
+    assert {"demo", "test"} <= named
+    done = subprocess.run(["make", "--dry-run", *sorted(named)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documents_have_code_and_commands() -> None:
     assert sum(name.startswith("README.md") for name, _ in _blocks()) >= 2
+    assert {command.split()[1] for command in _commands()} == {
+        command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands
+    }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from experiments.all import FIGURES
 from experiments.checkmate_figures import cells_of_table_2
 from experiments.predicted_vs_measured import Row, _cells
 from remat.cli import app
@@ -19,8 +20,6 @@ from remat.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(RESULTS.glob("README.md"))]
-MAKEFILE = (ROOT / "Makefile").read_text()
-FIGURES = re.search(r"^FIGURES := (.*)$", MAKEFILE, re.MULTILINE)[1].split()  # type: ignore[index]
 
 
 def read(name: str) -> Any:
@@ -98,8 +97,6 @@ def test_every_command_that_is_named_exists() -> None:
         assert name in commands, f"{document} names remat {name}"
     for document, name in found_in(r"(?:python|torchrun[^`\n]*) -m (experiments\.\w+)"):
         assert importlib.util.find_spec(name) or name.endswith(".NAME"), f"{document} names {name}"
-    for document, name in found_in(r"(?:^|`)make (\w+)"):
-        assert re.search(rf"^{name}:", MAKEFILE, re.MULTILINE), f"{document} names make {name}"
 
 
 @pytest.mark.parametrize("name", FIGURES)
