@@ -26,7 +26,8 @@ from .optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
 from .schedule import Schedule, simulate
 from .solution import Solution, Status
 from .solvers import Solver, make_solver
-from .solvers.minimum import minimum
+from .solvers.auto import Auto
+from .solvers.minimum import Minimum, minimum
 from .tracers.costs import roofline
 from .tracers.devices import Device, device_at_hand
 from .tracers.devices import device as device_named
@@ -250,7 +251,7 @@ class Question:
         budget_bytes, after = self.budget_bytes(graph), self.optimizer_step_bytes(graph)
         least = minimum(graph, time_limit_s=self.time_limit_s)
         bound_bytes = max(least.lower_bound_bytes + self.held.total, after)
-        solution = self._solve(graph, budget_bytes - self.held.total) if bound_bytes <= budget_bytes else None
+        solution = self._solve(graph, budget_bytes - self.held.total, least) if bound_bytes <= budget_bytes else None
         is_solved = solution is not None and solution.is_solved
         peak_bytes = min(least.peak_bytes, solution.peak_bytes) if solution is not None and is_solved else least.peak_bytes
         return Fit(
@@ -265,8 +266,10 @@ class Question:
             bound_bytes=bound_bytes if solution is None or solution.status is not Status.INFEASIBLE else max(bound_bytes, budget_bytes + 1),
         )
 
-    def _solve(self, graph: Graph, budget_bytes: int) -> Solution:
+    def _solve(self, graph: Graph, budget_bytes: int, least: Minimum) -> Solution:
         method = make_solver(self.solver, time_limit_s=self.time_limit_s) if isinstance(self.solver, str) else self.solver
+        if isinstance(method, Auto):
+            return method.improve(graph, budget_bytes=budget_bytes, known_steps=[least.steps], least=least)
         return method.solve(graph, budget_bytes=budget_bytes)
 
 

@@ -9,8 +9,8 @@
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
-8. At the same time, many short annealing runs from all of these (`restarts`), one long one on large graphs, until nothing
-   improves, then exact search around the best (`neighbourhood`).
+8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
+   long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`).
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
 are cut by nodes and iterations before they are cut by time, so that with one thread a seed gives one answer on every
@@ -35,7 +35,7 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
-from .interrupt import heeding_interrupts, is_interrupted, is_past
+from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
 from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, working_set_bytes
@@ -66,6 +66,7 @@ _STAGNANT_GENERATIONS = 2
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
 _EXACT_LIMIT_S = 5.0  # of one neighbourhood
 _NEIGHBOURHOODS = 8  # of each kind
+_LEAST_TIME_FOR_MINIMUM_S = 0.1  # where the limit is over
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -122,65 +123,63 @@ class Auto(Solver):
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
         with heeding_interrupts():
-            if not search.is_over and not self._run(search, least):
-                return self._without_schedule(search, Status.INFEASIBLE, least)
-        if search.steps is None:
-            return self._without_schedule(search, Status.NO_SOLUTION, least)
-        return Solution.of_steps(
-            graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
-        )
-
-    def _without_schedule(self, search: Search, status: Status, least: Minimum | None) -> Solution:
-        least = least or minimum(search.graph, time_limit_s=max(search.left_s, 0.1))
+            is_possible = search.is_over or self._run(search, least)
+            if search.steps is None:
+                least = least or minimum(graph, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
+                search.offer(least.steps)
+        if search.steps is not None:
+            return Solution.of_steps(
+                graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
+            )
         return Solution.without_schedule(
-            search.graph,
-            search.budget_bytes,
-            status,
+            graph,
+            budget_bytes,
+            Status.NO_SOLUTION if is_possible else Status.INFEASIBLE,
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
-            minimum_bytes=least.peak_bytes,
+            minimum_bytes=least.peak_bytes if least is not None else 0,
         )
 
     def _run(self, search: Search, least: Minimum | None) -> bool:
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
-        starts: list[Sequence[int]] = []
-        if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search, starts):
+        if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search):
             return False
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
-        if not self._relax(search, refinement, starts) or not self._refine(search, refinement, starts):
+        if not self._relax(search, refinement):
             return False
-        self._solve_greedily(search, starts, least)
-        self._anneal(search, starts[-1:], _FIRST_ROUNDS)
+        if len(refinement.boundaries) == 2 and not self._refine(search, refinement):
+            return False
+        self._solve_greedily(search, least)
+        self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:
-            self._refine_until(search, refinement, starts, _REFINING_SHARE)
-            self._improve(search, starts, 1)
+            self._refine_until(search, refinement, _REFINING_SHARE)
+            self._improve(search, 1)
             return True
         with ThreadPoolExecutor(1) as executor:
-            bounding = executor.submit(self._refine_until, search, refinement, starts, _REFINING_SHARE_BESIDE)
-            known = self._improve(search, starts, self.threads - 1)
+            bounding = executor.submit(self._refine_until, search, refinement, _REFINING_SHARE_BESIDE)
+            known = search.num_starts
+            self._improve(search, self.threads - 1)
             bounding.result()
-        if len(starts) > known:
-            self._improve(search, starts, self.threads)
+        if search.num_starts > known:
+            self._improve(search, self.threads)
         return True
 
-    def _refine_until(self, search: Search, refinement: Refinement, starts: list[Sequence[int]], share: float) -> None:
+    def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Refines until the gap is closed, nothing is left to refine, or that share of the time left is over."""
         deadline = time.perf_counter() + share * search.left_s
         while not (search.is_over or refinement.is_over or is_past(deadline)):
-            self._refine(search, refinement, starts, deadline=deadline)
+            self._refine(search, refinement, deadline=deadline)
 
-    def _improve(self, search: Search, starts: list[Sequence[int]], threads: int) -> int:
-        """Looks for better schedules until nothing improves, from `starts`, which may grow meanwhile; returns how many it knew."""
-        known = len(starts)
+    def _improve(self, search: Search, threads: int) -> None:
+        """Looks for better schedules until nothing improves."""
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
-            self._restart(search, starts, threads)
+            self._restart(search, threads)
             self._solve_neighbourhoods(search)
         else:
-            self._anneal(search, starts, self.rounds)
-        return known
+            self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds)
 
-    def _price(self, search: Search, starts: list[Sequence[int]]) -> bool:
+    def _price(self, search: Search) -> bool:
         """Takes bound and schedules from prices for memory; False where the budget is proved infeasible."""
         if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
             return True
@@ -190,8 +189,7 @@ class Auto(Solver):
         if search.bound_s > HOPELESS * search.graph.cost_s and self._is_infeasible(search):
             return False
         for steps in lagrangian.schedules(deadline=deadline):
-            if not search.offer(steps):
-                starts.append(steps)
+            search.offer(steps)
             if search.is_over:
                 break
         return True
@@ -201,22 +199,20 @@ class Auto(Solver):
         keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
         return peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
 
-    def _relax(self, search: Search, refinement: Refinement, starts: list[Sequence[int]]) -> bool:
+    def _relax(self, search: Search, refinement: Refinement) -> bool:
         """Refines linear relaxations of large graphs while their schedules don't fit; False where that is proved of the budget."""
         if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
             return True
         for _ in range(_MOST_RELAXATIONS):
             stages = refinement.boundaries
-            if not self._refine(search, refinement, starts, is_relaxed=True):
+            if not self._refine(search, refinement, is_relaxed=True):
                 return False
             if refinement.boundaries == stages:
                 break
         return True
 
-    def _refine(
-        self, search: Search, refinement: Refinement, starts: list[Sequence[int]], *, deadline: float = math.inf, is_relaxed: bool = False
-    ) -> bool:
-        """Raises the bound and adds a start by the next model; False where the budget is proved infeasible."""
+    def _refine(self, search: Search, refinement: Refinement, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
+        """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
         if refinement.is_over or search.is_over:
             return True
         first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
@@ -226,7 +222,6 @@ class Auto(Solver):
             return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)
         if step.steps is not None:
-            starts.insert(0, step.steps)
             search.offer(step.steps)
         return True
 
@@ -242,7 +237,7 @@ class Auto(Solver):
         return min(search.cost_s, search.cost_s * (1 - gap) + _CUTOFF_MARGIN * search.graph.cost_s)
 
     @staticmethod
-    def _solve_greedily(search: Search, starts: list[Sequence[int]], least: Minimum | None) -> None:
+    def _solve_greedily(search: Search, least: Minimum | None) -> None:
         """Offers the greedy's schedules, and that of the least budget where none of them fits."""
         is_small = search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
         for rule in Rule if is_small else ():
@@ -252,8 +247,7 @@ class Auto(Solver):
             if steps is not None:
                 search.offer(steps.tolist())
         if search.steps is None and not search.is_over:
-            starts.append((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
-            search.offer(starts[-1])
+            search.offer((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
 
     def _anneal(self, search: Search, starts: Sequence[Sequence[int]], rounds: int) -> None:
         """Runs rounds of annealing from the starts, then from the best, until some in a row bring nothing."""
@@ -275,7 +269,7 @@ class Auto(Solver):
             if is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
 
-    def _restart(self, search: Search, starts: Sequence[Sequence[int]], threads: int) -> None:
+    def _restart(self, search: Search, threads: int) -> None:
         """Runs generations of annealing runs until two in a row bring nothing."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
@@ -285,10 +279,13 @@ class Auto(Solver):
         stagnant = 0
         for _ in range(self.rounds):
             before_s = math.inf if search.cost_s is None else search.cost_s
-            known = [range(search.graph.num_operators), *starts[:_STARTS_TO_RESTART]]
-            if search.steps is not None:
-                known.append(search.steps)
-            restarts.run(known, should_stop=lambda: is_interrupted() or search.elapsed_s > until_s, found=search.offer)
+            best = [search.steps] if search.steps is not None else []
+            restarts.run(
+                [range(search.graph.num_operators), *search.starts(_STARTS_TO_RESTART), *best],
+                should_stop=lambda: search.is_over or search.elapsed_s > until_s,
+                found=search.offer,
+                deadline=search.started_s + until_s,
+            )
             stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if stagnant >= _STAGNANT_GENERATIONS or search.elapsed_s > until_s or search.is_over:
                 return
@@ -300,7 +297,7 @@ class Auto(Solver):
             if search.steps is None or search.is_over:
                 return
             steps = neighbourhood.improve(
-                search.steps, max_rounds=len(Kind), should_stop=lambda: search.is_over, time_limit_s=_EXACT_LIMIT_S
+                search.steps, max_rounds=len(Kind), should_stop=lambda: search.is_over, time_limit_s=min(_EXACT_LIMIT_S, search.left_s)
             )
             search.offer(steps)
 

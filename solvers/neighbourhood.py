@@ -26,10 +26,9 @@ import numpy as np
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .accounting import Bools, Ints
-from .highs_backend import Highs
+from .exact_part import solve_part
 from .sequence import region_spans
-from .slot_model import SlotModel
-from .slots import events_of, slots_around, stages_of
+from .slots import events_of, stages_of
 
 _MAX_NODES = 60
 _MAX_PAIRS = 1_500
@@ -117,17 +116,12 @@ class Neighbourhood:
 
     def solve(self, current: _Incumbent, free: Ints, *, kind: Kind, time_limit_s: float) -> _Incumbent:
         """Returns the best there is where only the pairs `free` are; `current` where that is no better."""
-        slots = slots_around(current.steps, self._graph.num_operators, free)
-        model = SlotModel(self._graph, slots, budget_bytes=self._budget_bytes)
-        answer = Highs(max_nodes=_MAX_NODES).minimise(model.arrays, gap=1e-7, time_limit_s=time_limit_s, start=model.start())
-        self._width[kind] *= _GROW if answer.is_finished else _SHRINK
-        for point in answer.points[:3]:
-            steps = np.array(model.steps(point), np.int64)
-            simulation = simulate(self._graph, Schedule.from_steps(self._graph, steps.tolist()))
-            if simulation.peak_bytes <= self._budget_bytes and simulation.cost_s <= current.cost_s:
-                self.num_improvements += simulation.cost_s < current.cost_s
-                return self._look_at(steps)
-        return current
+        part = solve_part(
+            self._graph, current.steps, free, budget_bytes=self._budget_bytes, max_nodes=_MAX_NODES, time_limit_s=time_limit_s
+        )
+        self._width[kind] *= _GROW if part.is_finished else _SHRINK
+        self.num_improvements += part.cost_s < current.cost_s
+        return self._look_at(part.steps) if part.steps is not current.steps else current
 
     def _choose(self, kind: Kind, current: _Incumbent) -> Ints:
         """Returns the pairs of a random neighbourhood."""

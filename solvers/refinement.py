@@ -66,6 +66,7 @@ class Refinement:
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
         self.decided_s = -math.inf  # no point of the present model is cheaper
+        self.is_exact = False  # the model of one stage is solved to the end
 
     @property
     def boundaries(self) -> list[int]:
@@ -107,7 +108,7 @@ class Refinement:
         boundaries = self.boundaries
         stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed)
         model = lazy.model
-        gap = _FIRST_GAP if len(stages) == 1 else _GAP
+        gap = _FIRST_GAP if len(stages) == 1 and not self.is_exact else _GAP
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
         self.rows |= lazy.rows
@@ -128,6 +129,9 @@ class Refinement:
             self._cut(steps, boundaries, None if is_relaxed else paid)
             if not is_relaxed:
                 self._drop_useless(before, deadline)
+                is_rough = not self.is_split and gap == _FIRST_GAP and outcome.is_finished
+                self.is_exact |= is_rough  # the schedule is as good as the model says, and the model may do better
+                self.is_split |= is_rough
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)

@@ -1,14 +1,17 @@
-"""Many short annealing runs: fresh ones first, then, from what they found, one after the other warmed up and cooled again.
+"""Many short annealing runs, recombined exactly: fresh ones first, then from what they found, warmed up and cooled again.
 
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `local_search` results. Where an annealing run
 ends depends on the valley it fell into while it was hot. Starting anew each time throws away what was good elsewhere in the
-schedule; a run from one of the best, warmed up to 0.1 or 0.03 % of the keep-all cost, changes a part of it.
+schedule; a run from one of the best, warmed up to 0.1 or 0.03 % of the keep-all cost, changes a part of it. Wherever a run ends, what it
+does better than the best is taken over by `recombination`: a memetic algorithm (Moscato, 1989).
 
 Runs of one batch have random streams of their own, so they may run in parallel threads and give the same answer.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,9 +20,11 @@ from itertools import repeat
 import numpy as np
 
 from ..graph import Graph
+from ..schedule import Schedule, simulate
 from .accounting import Ints
 from .compiled import IS_COMPILED
 from .local_search import LocalSearch, Round
+from .recombination import Recombination
 
 _NUM_RUNS = 24  # of a generation
 _NUM_FRESH = 12, 3  # of them from the starts: in the first generation, in those after
@@ -30,6 +35,7 @@ _LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED el
 _HOT = (1e-2, 3e-3, 3e-4)  # first temperatures of fresh runs in turn, shares of the keep-all cost; the last keeps a good start
 _WARM = (1e-3, 3e-4)  # of runs from the pool, at random
 _COLD = 1e-6
+_RECOMBINATION_LIMIT_S = 5.0  # of one; most are cut by nodes before
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Restarts:
         count = graph.num_operators
         self._moves = moves or min(max(_USUAL_MOVES, _LEAST_MOVES_AN_OPERATOR * count), _MOST_MOVES_AN_OPERATOR * count)
         self._best: list[_Found] = []
+        self._recombination = Recombination(graph, budget_bytes=budget_bytes)
 
     @property
     def pool(self) -> list[tuple[float, Ints]]:
@@ -67,14 +74,18 @@ class Restarts:
         *,
         should_stop: Callable[[], bool] | None = None,
         found: Callable[[Sequence[int]], object] | None = None,
+        deadline: float = math.inf,
     ) -> None:
         """Runs one generation and adds what it finds to the pool.
 
         Args:
-            starts: valid sequences, at least one, within the budget or not; fresh runs start from them in turn.
+            starts: valid sequences, at least one, within the budget or not; fresh runs start from them in turn, and those
+                that fit are of the pool.
             should_stop: asked often, from several threads; a true answer ends all runs.
             found: called after each batch of runs with the best of the pool.
+            deadline: of `time.perf_counter`, in seconds: what caps recombinations.
         """
+        self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
         num_fresh = _NUM_FRESH[min(self._num_generations, 1)]
         self._num_generations += 1
         with ThreadPoolExecutor(self._threads) as executor:
@@ -83,7 +94,9 @@ class Restarts:
                 seeds = range(self._num_runs, self._num_runs + _BATCH)
                 self._num_runs += _BATCH
                 begins, hots = zip(*batch, strict=True)
-                self._keep_best(list(executor.map(self._anneal, begins, hots, seeds, repeat(should_stop))))
+                ends = list(executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)))
+                self._keep_best(ends)
+                self._recombine(ends, deadline, should_stop)
                 if found is not None and self.pool:
                     found(self.pool[0][1].tolist())
                 if should_stop is not None and should_stop():
@@ -92,7 +105,7 @@ class Restarts:
     def _new_start(self, index: int, num_fresh: int, starts: Sequence[Sequence[int]]) -> tuple[Ints, float]:
         """Returns where the next run of a generation starts and its first temperature."""
         if index < num_fresh:
-            start = starts[(index // len(_HOT) + self._num_generations) % len(starts)]
+            start = starts[(index // len(_HOT) + self._num_generations - 1) % len(starts)]
             return np.asarray(start, np.int64), _HOT[index % len(_HOT)]
         chosen = self._best[int(self._random.integers(len(self._best)))]
         return chosen.steps, float(self._random.choice(_WARM))
@@ -104,6 +117,25 @@ class Restarts:
             return _Found(np.inf, np.inf, start)
         last = local.run(start, Round(self._moves, hot, _COLD), should_stop=should_stop)
         return _Found(local.best_cost_s, local.least_over, last if local.best_steps is None else local.best_steps)
+
+    def _end_at(self, steps: Sequence[int]) -> _Found:
+        simulation = simulate(self._graph, Schedule.from_steps(self._graph, [int(op) for op in steps]))
+        over = simulation.peak_bytes - self._budget_bytes
+        return _Found(simulation.cost_s if over <= 0 else np.inf, max(over, 0), np.asarray(steps, np.int64))
+
+    def _recombine(self, ends: Sequence[_Found], deadline: float, should_stop: Callable[[], bool] | None) -> None:
+        """Recombines the best with where each run ended, then with the others of the pool at once."""
+        if not self.pool:
+            return
+        rest = [steps for _, steps in self.pool[1:]]
+        for others in (*([end.steps] for end in ends if end.cost_s < np.inf), rest):
+            left_s = min(_RECOMBINATION_LIMIT_S, deadline - time.perf_counter())
+            if left_s <= 0 or (should_stop is not None and should_stop()):
+                return
+            best = self._best[0]
+            part = self._recombination.improve(best.steps, others, time_limit_s=left_s)
+            if part is not None and part.cost_s < best.cost_s:
+                self._keep_best([_Found(part.cost_s, 0.0, part.steps)])
 
     def _keep_best(self, ends: Sequence[_Found]) -> None:
         """What fits comes first, by cost; the others by how far they are from it."""

@@ -13,10 +13,14 @@ from .interrupt import is_interrupted
 from .progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
+_MOST_STARTS = 8
 
 
 class Search:
-    """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid."""
+    """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid.
+
+    Steps that don't fit are starts for a search by moves: the best of them cost little and are little above the budget.
+    """
 
     def __init__(
         self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: ProgressCallback | None = None
@@ -31,6 +35,8 @@ class Search:
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
         self.steps: list[int] | None = None
+        self.num_starts = 0  # that were offered so far
+        self._starts: list[tuple[float, list[int]]] = []
         self._lock = threading.RLock()
 
     @property
@@ -53,11 +59,25 @@ class Search:
         """True where the gap is closed or the time is up."""
         return self.is_proved or self.left_s <= 0
 
+    def starts(self, count: int) -> list[list[int]]:
+        """Returns the best steps that were offered and did not fit, each of another cost and peak."""
+        return [steps for _, steps in self._starts[:count]]
+
+    def _add_start(self, steps: Sequence[int], cost_s: float, peak_bytes: int) -> None:
+        distance = cost_s / max(self.graph.cost_s, 1e-300) + peak_bytes / max(self.budget_bytes, 1)
+        with self._lock:
+            if all(distance != known for known, _ in self._starts):
+                self.num_starts += 1
+                self._starts = sorted([*self._starts, (distance, list(steps))])[:_MOST_STARTS]
+
     def offer(self, steps: Sequence[int]) -> bool:
         """Takes `steps` over where they fit the budget and cost less than the best; returns whether they fit."""
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         simulation = simulate(self.graph, schedule)
-        if simulation.peak_bytes > self.budget_bytes or not keeps_regions(self.graph, schedule.steps):
+        if not keeps_regions(self.graph, schedule.steps):
+            return False
+        if simulation.peak_bytes > self.budget_bytes:
+            self._add_start(schedule.steps, simulation.cost_s, simulation.peak_bytes)
             return False
         with self._lock:
             if self.cost_s is None or simulation.cost_s < self.cost_s:
