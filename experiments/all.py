@@ -1,4 +1,4 @@
-"""Runs the scripts of the field's figures and tables one after the other, and says how long each took: `make experiments`.
+"""Runs the scripts of the field's figures and of the front page one after the other, and says how long each took: `make experiments`.
 
     python -m experiments.all [--only NAME ...]
 
@@ -16,13 +16,15 @@ import time
 from dataclasses import asdict, dataclass
 
 from experiments.browser import installed_browser
-from experiments.figures import write
+from experiments.figures import RESULTS, write
 
 FIGURES = (
     "lecture_chain", "static_memory", "transformer_arithmetic", "reverse_price", "attention", "depth_growth", "sharding", "side_by_side",
     "checkmate_figures",
 )  # fmt: skip
+FRONT_PAGE = ("demo", "front_page", "speed")
 IN_A_BROWSER = ("report_page",)
+ALL = (*FIGURES, *FRONT_PAGE, *IN_A_BROWSER)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Took:
 def timed(name: str) -> Took:
     """Runs a script."""
     start, before = time.perf_counter(), os.times()
-    done = subprocess.run([sys.executable, "-m", f"experiments.{name}"], check=False)
+    command = ["remat", "demo", "--output", str(RESULTS / "demo")] if name == "demo" else [f"experiments.{name}"]
+    done = subprocess.run([sys.executable, "-m", *command], check=False)
     after = os.times()
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     return Took(round(time.perf_counter() - start, 1), round(cpu_s, 1), done.returncode == 0)
@@ -50,8 +53,10 @@ def timed(name: str) -> Took:
 def main() -> int:
     """Runs, prints, and writes what a complete run took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    possible = (*FIGURES, *(IN_A_BROWSER if installed_browser() else ()))
-    parser.add_argument("--only", nargs="+", choices=(*FIGURES, *IN_A_BROWSER), metavar="NAME", default=possible, help="only these")
+    every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
+    parser.add_argument(
+        "--only", nargs="+", choices=(*FIGURES, *FRONT_PAGE, *IN_A_BROWSER), metavar="NAME", default=every, help="only these"
+    )
     took = {}
     for name in parser.parse_args().only:
         print(f"== {name}", flush=True)
@@ -60,7 +65,7 @@ def main() -> int:
     total = Took(round(sum(t.wall_s for t in took.values()), 1), round(sum(t.cpu_s for t in took.values()), 1))
     print("== how long they took", *(t.line(name) for name, t in took.items()), total.line("all"), sep="\n")
     is_done = all(t.is_done for t in took.values())
-    if is_done and set(FIGURES) <= set(took):
+    if is_done and set(every) <= set(took):
         write("experiments_time", {"scripts": {name: asdict(t) for name, t in took.items()}, "total": asdict(total)})
     return 0 if is_done else 1
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.patheffects import withStroke
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -197,6 +198,7 @@ _COLOURS = {
     "remat": BLUE,
     "remat, run by Inductor": LINES[5],
 }
+_ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]  # labels stay readable where lines cross them
 
 
 def picture(record: Mapping[str, Any]) -> None:
@@ -216,7 +218,7 @@ def picture(record: Mapping[str, Any]) -> None:
                 offset, side = (
                     ((-7, -3), "right") if family == INDUCTOR else ((8, -3), "left") if row["label"] == "100%" else ((6, 5), "left")
                 )
-                place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side}
+                place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side, "path_effects": _ON_WHITE}
                 axes.annotate(row["label"], (at, height), **place, fontsize=7.5, color=colour)
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(

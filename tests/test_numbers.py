@@ -14,6 +14,7 @@ import typer
 
 from experiments.all import FIGURES
 from experiments.checkmate_figures import cells_of_table_2
+from experiments.front_page import shown
 from experiments.predicted_vs_measured import Row, _cells
 from remat.cli import app
 
@@ -56,6 +57,23 @@ def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
         peak = f"{run['peak_bytes'] / 2**20:.0f} MiB, {100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
         numbers = f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | {run['loss']:.6f} |"
         assert any(numbers in line for line in shown), numbers
+
+
+def test_the_front_page_shows_what_its_blocks_print() -> None:
+    outputs = read("front_page")["outputs"]
+    blocks = [text for _, text in shown()]
+    assert len(blocks) == len(outputs) >= 2
+    for text, output in zip(blocks, outputs, strict=True):
+        printed = iter(line.rstrip() for line in output.splitlines())
+        for line in (line.rstrip() for line in text.splitlines() if line.strip() not in ("", "...")):
+            assert line in printed, f"not printed, or not in this order: {line}"
+
+
+def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    small, middle, large = read("speed")["step"]
+    assert f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times plain's time" in page
+    assert f"one of {middle['plain_s']:.1f} s {middle['ratio']:.3f}, one of {large['plain_s']:.1f} s {large['ratio']:.3f}" in page
 
 
 def test_checkmates_table_2_is_that_of_the_result_file() -> None:
