@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import textwrap
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +22,13 @@ from .arguments import (
     check_folder,
     free_order_solver,
     import_callable,
-    installed_extra,
     keep_all_bytes,
-    load_solutions,
     solver_named,
     spread_budgets,
 )
 from .budget import parse_budget
+from .cli_options import BudgetOption, Format, FormatOption, GapOption, InstanceArgument, SolverOption, TimeLimitOption
+from .cli_pictures import export, plot, report
 from .errors import BudgetError, GraphError, SolverError, TraceError
 from .graph import Graph
 from .instance import read_instance
@@ -56,29 +55,6 @@ app = typer.Typer(
     cls=_OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-
-
-class Format(StrEnum):
-    """How results are written to stdout."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
-class Picture(StrEnum):
-    """What `plot` draws."""
-
-    MEMORY = "memory"
-    SCHEDULE = "schedule"
-    TRADEOFF = "tradeoff"
-
-
-InstanceArgument = Annotated[Path, typer.Argument(metavar="INSTANCE.json", help="A saved graph, or an object with cost, size and edges.")]
-BudgetOption = Annotated[str, typer.Option(metavar="SIZE", help='Bytes, or a text such as "8GiB", "7.5GB" or "60%" of keeping everything.')]
-SolverOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")]
-TimeLimitOption = Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds after which the best found so far is returned.")]
-GapOption = Annotated[float, typer.Option(min=0.0, metavar="FRACTION", help="Stop as soon as the cost is proved this close to the least.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -213,94 +189,8 @@ def frontier(
         show_solutions(graph, [(f"{s.budget_bytes / keep_all:.0%}", s) for s in solutions])
 
 
-@app.command()
-def plot(
-    instance: InstanceArgument,
-    solutions: Annotated[list[Path] | None, typer.Argument(metavar="[PLAN.json]...", help="What solve or frontier saved.")] = None,
-    picture: Annotated[Picture, typer.Option(help="What to draw.")] = Picture.MEMORY,
-    output: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")] = Path("remat.png"),
-) -> None:
-    """Draw memory over time, a schedule, or the trade-off of memory against compute.
-
-    Example:  remat plot graph.json plan.json --output memory.png
-
-    Example:  remat plot graph.json plan.json --picture schedule --output schedule.svg
-    """
-    from .plot import PLOT_SUFFIXES, draw
-
-    check_folder(output)
-    if output.suffix.lower() not in PLOT_SUFFIXES:
-        raise Refused(f"--output {output}: a picture ends in {', '.join(PLOT_SUFFIXES)}")
-    graph = read_instance(instance)
-    loaded = [(path.stem, solution) for path in solutions or [] for solution in load_solutions(path, graph)]
-    if picture is Picture.TRADEOFF and len(loaded) < 2:
-        raise Refused("--picture tradeoff needs at least two solutions; `remat frontier --output` makes them")
-    draw(graph, loaded, str(picture), output)
-    typer.echo(f"saved to {output}")
-
-
-@app.command()
-def report(
-    instance: InstanceArgument,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What solve saved.")],
-    curve: Annotated[
-        Path | None, typer.Argument(metavar="[CURVE.json]", help="What frontier saved; without it, --points are solved.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
-    points: Annotated[int, typer.Option(min=0, help="Budgets to solve for the trade-off curve; 0 for none.")] = 8,
-    time_limit: Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")] = 3.0,
-    title: Annotated[str, typer.Option(help="Of the page; the graph's name without one.")] = "",
-) -> None:
-    """Write one HTML file that explains a plan: cost, memory over time, schedule, values and why. It needs no network.
-
-    Example:  remat report graph.json plan.json --output report.html
-
-    Example:  remat report graph.json plan.json frontier.json
-    """
-    from .report import Report
-    from .terminal import progress
-
-    check_folder(output)
-    graph = read_instance(instance)
-    chosen = [solution for solution in load_solutions(plan, graph) if solution.is_solved]
-    if not chosen:
-        raise Refused(f"{plan} has no schedule to report on; `remat solve --output` saves one")
-    solutions = load_solutions(curve, graph) if curve else []
-    if not solutions and points > 1:
-        with progress(f"auto, {instance.stem} in {points} budgets"):
-            from .solvers.frontier import frontier_solutions
-
-            method = solver_named("auto", time_limit_s=time_limit)
-            solutions = frontier_solutions(graph, spread_budgets(graph, points), method)
-    with installed_extra():
-        Report(graph, chosen[0]).save(output, curve=solutions, title=title or instance.stem)
-    typer.echo(f"saved to {output}")
-
-
-@app.command()
-def export(
-    instance: InstanceArgument,
-    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.json]", help="What solve saved; keeping everything without one.")] = None,
-    output: Annotated[Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")] = Path("snapshot.pickle"),
-) -> None:
-    """Export the predicted step: a memory snapshot for PyTorch's viewer, or a trace for Perfetto and Chrome.
-
-    Example:  remat export graph.json plan.json --output snapshot.pickle
-
-    Example:  remat export graph.json plan.json --output trace.json
-    """
-    from .export import EXPORT_SUFFIXES, save
-    from .schedule import Schedule
-
-    check_folder(output)
-    if output.suffix not in EXPORT_SUFFIXES:
-        raise Refused(f"--output {output}: an export ends in {' or '.join(EXPORT_SUFFIXES)}")
-    graph = read_instance(instance)
-    schedules = [s.schedule for s in load_solutions(plan, graph) if s.schedule is not None] if plan else [Schedule.keep_all(graph)]
-    if not schedules:
-        raise Refused(f"{plan} has no schedule to export; `remat solve --output` saves one")
-    save(graph, schedules[0], output)
-    typer.echo(f"saved to {output}")
+for _command in (plot, report, export):
+    app.command()(_command)
 
 
 @app.command()

@@ -45,7 +45,7 @@ def _blocks() -> list[tuple[str, str]]:
 
 def _commands() -> list[str]:
     found = [command for path in DOCUMENTS for command in COMMAND.findall(path.read_text())]
-    found += EXAMPLE.findall((ROOT / "remat" / "cli.py").read_text())
+    found += [example for command in cli.app.registered_commands for example in EXAMPLE.findall(command.callback.__doc__ or "")]
     return sorted({re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found})
 
 

@@ -76,6 +76,12 @@ def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
     assert f"one of {middle['plain_s']:.1f} s {middle['ratio']:.3f}, one of {large['plain_s']:.1f} s {large['ratio']:.3f}" in page
 
 
+def test_the_largest_graph_is_solved_as_the_guide_says() -> None:
+    largest = max(read("bench_scale")["rows"], key=lambda row: row["operators"])
+    assert "more than 100,000 operators within 1 % of each other in less than a minute" in (ROOT / "docs" / "how-it-works.md").read_text()
+    assert largest["operators"] > 100_000 and largest["gap_percent"] < 1 and largest["seconds"] < 60
+
+
 def test_checkmates_table_2_is_that_of_the_result_file() -> None:
     shown = rows_of((RESULTS / "README.md").read_text())
     for cells in cells_of_table_2(read("checkmate_figures")):
