@@ -145,6 +145,8 @@ class Auto(Solver):
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
         if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search):
             return False
+        if search.steps is None and search.starts(1):
+            self._anneal(search, search.starts(1), 1)
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
         if not self._relax(search, refinement):
             return False

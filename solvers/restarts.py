@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -82,7 +82,7 @@ class Restarts:
             starts: valid sequences, at least one, within the budget or not; fresh runs start from them in turn, and those
                 that fit are of the pool.
             should_stop: asked often, from several threads; a true answer ends all runs.
-            found: called after each batch of runs with the best of the pool.
+            found: called with the best of the pool after each batch of runs, and whenever recombining made it better.
             deadline: of `time.perf_counter`, in seconds: what caps recombinations.
         """
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
@@ -96,9 +96,9 @@ class Restarts:
                 begins, hots = zip(*batch, strict=True)
                 ends = list(executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)))
                 self._keep_best(ends)
-                self._recombine(ends, deadline, should_stop)
-                if found is not None and self.pool:
-                    found(self.pool[0][1].tolist())
+                for _ in self._recombinations(ends, deadline, should_stop):
+                    if found is not None and self.pool:
+                        found(self.pool[0][1].tolist())
                 if should_stop is not None and should_stop():
                     return
 
@@ -123,19 +123,18 @@ class Restarts:
         over = simulation.peak_bytes - self._budget_bytes
         return _Found(simulation.cost_s if over <= 0 else np.inf, max(over, 0), np.asarray(steps, np.int64))
 
-    def _recombine(self, ends: Sequence[_Found], deadline: float, should_stop: Callable[[], bool] | None) -> None:
-        """Recombines the best with where each run ended, then with the others of the pool at once."""
-        if not self.pool:
-            return
-        rest = [steps for _, steps in self.pool[1:]]
+    def _recombinations(self, ends: Sequence[_Found], deadline: float, should_stop: Callable[[], bool] | None) -> Iterator[None]:
+        """Recombines the best with where each run ended, then with the others of the pool at once; yields first, and where it is better."""
+        yield
+        rest = [found.steps for found in self._best[1:] if found.cost_s < np.inf]
         for others in (*([end.steps] for end in ends if end.cost_s < np.inf), rest):
-            left_s = min(_RECOMBINATION_LIMIT_S, deadline - time.perf_counter())
+            best, left_s = self._best[0], min(_RECOMBINATION_LIMIT_S, deadline - time.perf_counter())
             if left_s <= 0 or (should_stop is not None and should_stop()):
                 return
-            best = self._best[0]
-            part = self._recombination.improve(best.steps, others, time_limit_s=left_s)
+            part = self._recombination.improve(best.steps, others, time_limit_s=left_s) if others else None
             if part is not None and part.cost_s < best.cost_s:
                 self._keep_best([_Found(part.cost_s, 0.0, part.steps)])
+                yield
 
     def _keep_best(self, ends: Sequence[_Found]) -> None:
         """What fits comes first, by cost; the others by how far they are from it."""
