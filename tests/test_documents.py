@@ -87,6 +87,7 @@ def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: py
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = shlex.split(command.replace("/tmp/", f"{tmp_path}/"))[1:]
     arguments += SHORTER.get(arguments[0], [])
     with joblib.parallel_config("threading"):
@@ -94,6 +95,9 @@ def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: py
     for name in ("my_project", "my_project.model"):
         sys.modules.pop(name, None)
     assert result.exit_code == 0, result.output
+    if "json" not in arguments:
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        assert "\x1b" not in result.stdout
     if "--output" in arguments:
         assert Path(arguments[arguments.index("--output") + 1]).exists()
 
