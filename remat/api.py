@@ -168,9 +168,10 @@ def trace_pieces(
         try:
             runner.run(lambda: run_compiled(compiled, fake_args, fake_kwargs), tensors_in(fake_args, fake_kwargs))
         except RuntimeError as error:
-            raise TraceError(
+            raise GraphBreak(
                 f"{found}\nIts pieces can't be traced without data either ({type(error).__name__}: {error}). "
-                "remat.checkpoint finds them in the first real step."
+                "remat.checkpoint finds them in the first real step.",
+                found.place,
             ) from error
     if runner.joined is None:
         raise TraceError(nothing_to_differentiate(model))
@@ -235,8 +236,8 @@ def report(model: nn.Module) -> Report:
     call = torch_private.get_call(planned_part(model))
     if not isinstance(call, PlannedCall):
         raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
-    if call.piecewise is not None and call.piecewise.last in call.piecewise.plans:
-        plan = call.piecewise.plans[call.piecewise.last]
+    if call.piecewise is not None and call.piecewise.plan is not None:
+        plan = call.piecewise.plan
         breaks = tuple(call.piecewise.breaks)
         return Report(
             plan.step.graph, plan.solution, plan.meter.peak_bytes, call.captured_s, breaks, len(plan.step.runs), plan.unplanned_bytes

@@ -1,4 +1,4 @@
-"""What a step in pieces holds outside of its pieces: the module's own tensors, and what eager operators keep for their backward."""
+"""What is held outside of what is captured: the module's own tensors and gradients, and what eager operators keep for their backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import torch_private
+from .distributed import bucket_bytes
 from .graph import Value, ValueKind
 from .pieces import Kept
 from .tracers.aot import CUDA_GRANULARITY_BYTES
@@ -30,6 +31,19 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
             storage = torch_private.local_part(tensor).untyped_storage()
             found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
     return found
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets, which are counted apart."""
+    found: dict[int, int] = {}
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            storage = torch_private.local_part(gradient).untyped_storage()
+            is_alone = storage.nbytes() == torch_private.local_part(gradient).nbytes
+            if is_alone or not bucket_bytes():
+                found[storage._cdata] = torch_private.held_bytes(gradient)
+    return sum(found.values())
 
 
 def kept_by_eager(results: Iterable[torch.Tensor]) -> list[Kept]:

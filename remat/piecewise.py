@@ -25,20 +25,22 @@ from . import torch_private
 from .autocast_cache import autocast_cache
 from .budget import describe_bytes
 from .capture import Step, device_type, refuse_opaque_memory, refuse_scans
-from .distributed import Agreement
+from .distributed import Agreement, bucket_bytes
 from .errors import TraceError
 from .executor import BoxedFunction, compile_graph
-from .held_outside import kept_by_eager, resident_values
+from .held_outside import gradient_bytes, kept_by_eager, resident_values
 from .measure import StepMeter
 from .piece import Copied, Piece, signature
 from .pieces import JoinedStep, Place, Run, composed, join
 from .plain_kernels import plain_kernels
+from .plans import Plans
 from .rewrite import split
 from .schedule import Schedule, simulate
 from .solution import Solution
 from .tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
+Path = tuple[Piece, ...]  # the pieces that a forward ran, in order
 
 
 class StepPlanner(Protocol):
@@ -57,6 +59,7 @@ class JoinedPlan:
         solution: its solution.
         numbers: which halves each run takes.
         copies: what each run copies, since something outside changes it.
+        gradient_bytes: held back for the gradients of earlier steps.
         unplanned_bytes: held back for what runs between the pieces.
         meter: measures the first step that runs the plan.
         excess: what that step held beyond its budget, agreed on by all ranks.
@@ -66,6 +69,7 @@ class JoinedPlan:
     solution: Solution
     numbers: tuple[int, ...]
     copies: tuple[Copied, ...]
+    gradient_bytes: int
     unplanned_bytes: int
     meter: StepMeter
     excess: Agreement
@@ -74,7 +78,7 @@ class JoinedPlan:
 class Session:
     """One forward: which pieces ran, what they were given, and what they returned."""
 
-    def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: tuple[Piece, ...]) -> None:
+    def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: Path) -> None:
         self.runner, self.plan, self.path = runner, plan, path
         self.expects_pieces = True  # false until something compiled is called
         self.pieces: list[Piece] = []
@@ -139,8 +143,9 @@ class Piecewise:
         self.device_type = device_type(module)
         self.is_trace = plan is None
         self.breaks: dict[str, None] = {}
-        self.plans: dict[tuple[Piece, ...], JoinedPlan] = {}
-        self.last: tuple[Piece, ...] = ()
+        self.plans: dict[tuple[Path, int], JoinedPlan] = {}  # by path, and the bytes of gradients that earlier steps left
+        self.last: Path = ()
+        self.plan: JoinedPlan | None = None  # of the last step
         self.joined: JoinedStep | None = None
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined  # how parameters come and go
         self._pieces: dict[str, Piece] = {}
@@ -161,8 +166,8 @@ class Piecewise:
 
     @property
     def meter(self) -> StepMeter:
-        """Measures the plan of the last path."""
-        return self.plans[self.last].meter if self.last in self.plans else _NO_METER
+        """Measures the plan of the last step."""
+        return self.plan.meter if self.plan else _NO_METER
 
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The `torch.compile` backend: makes a piece of each graph."""
@@ -231,7 +236,8 @@ class Piecewise:
         self._keep_within_budget()
         for known in self.plans.values():
             known.meter.forget()
-        plan = self.plans.get(self.last)
+        held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
+        plan = self._plan_beside(held_bytes)
         session = Session(self, plan, self.last)
         with self._open(session), torch_private.without_leaf_warnings():
             result = plan.meter.forward(call) if plan else call()
@@ -240,10 +246,17 @@ class Piecewise:
             raise TraceError(_NOT_COMPILED)
         if plan and path != self.last:
             plan.meter.forget()
-        if path and path not in self.plans:
-            self._plan(session, result, inputs)
-        self.last = path
+        if path and (path, held_bytes) not in self.plans:
+            self._plan(session, result, inputs, held_bytes)
+        self.last, self.plan = path, self.plans.get((path, held_bytes))
         return result
+
+    def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
+        """Returns the plan of the last path beside gradients that are there: that of others, planned again, where they are new."""
+        of_others = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
+        if of_others is not None and (self.last, held_bytes) not in self.plans:
+            self._install(self.last, of_others.copies, of_others.step, held_bytes, of_others.unplanned_bytes)
+        return self.plans.get((self.last, held_bytes))
 
     @contextmanager
     def _open(self, session: Session) -> Any:
@@ -254,7 +267,7 @@ class Piecewise:
         finally:
             self._local.session = before
 
-    def _plan(self, session: Session, result: Any, inputs: Iterable[Any]) -> None:
+    def _plan(self, session: Session, result: Any, inputs: Iterable[Any], held_bytes: int) -> None:
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
         storages = frozenset(t.untyped_storage()._cdata for t in results)
         resident = resident_values(self.module, inputs, self.device_type)
@@ -269,38 +282,30 @@ class Piecewise:
         if self.plan_of is None:
             return
         firsts = [piece.first for piece in session.pieces if piece.first is not None]
-        self._install(session.pieces, copies, self.joined)
+        planned = self._install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
-            self._warn(joined_with([copied for copied, _ in firsts]), [schedule for _, schedule in firsts], path=tuple(session.pieces))
+            _warn(planned.solution, joined_with([copied for copied, _ in firsts]), [schedule for _, schedule in firsts])
 
-    def _install(self, pieces: Sequence[Piece], copies: Sequence[Copied], joined: JoinedStep, unplanned_bytes: int = 0) -> None:
+    def _install(self, path: Path, copies: Sequence[Copied], joined: JoinedStep, held_bytes: int, unplanned_bytes: int = 0) -> JoinedPlan:
         assert self.plan_of is not None
-        solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes)
+        solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes + held_bytes)
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
-        numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(pieces, copies, schedules, strict=True))
+        numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(path, copies, schedules, strict=True))
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, joined.freed_bytes)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
-        self.plans[tuple(pieces)] = JoinedPlan(joined, solution, numbers, tuple(copies), unplanned_bytes, meter, excess)
-
-    def _warn(self, first: JoinedStep, schedules: Sequence[Schedule], path: tuple[Piece, ...]) -> None:
-        solution = self.plans[path].solution
-        peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
-        if peak_bytes > solution.budget_bytes:
-            _LOG.warning(
-                "the first step, which found the pieces, held about %s, above the budget of %s; the next ones run planned",
-                describe_bytes(peak_bytes),
-                describe_bytes(solution.budget_bytes),
-            )
+        planned = JoinedPlan(joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess)
+        self.plans[path, held_bytes] = planned
+        return planned
 
     def _keep_within_budget(self) -> None:
         """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""
-        for path, plan in list(self.plans.items()):
+        for (path, held_bytes), plan in list(self.plans.items()):
             measured = plan.meter.peak_bytes
-            if measured is None:
+            if measured is None or (path, held_bytes) not in self.plans:
                 continue
             allowed = plan.solution.budget_bytes + plan.unplanned_bytes
-            excess = plan.excess.of_all_ranks(max(0, measured - allowed))
+            excess = plan.excess.of_all_ranks(max(0, measured - self._outside_bytes(plan) - allowed))
             if excess == 0:
                 continue
             _LOG.warning(
@@ -308,7 +313,25 @@ class Piecewise:
                 describe_bytes(allowed + excess),
                 describe_bytes(excess),
             )
-            self._install(path, plan.copies, plan.step, plan.unplanned_bytes + excess)
+            for key in [key for key in self.plans if key[0] == path]:
+                del self.plans[key]  # beside other gradients it holds as much, and is planned again when it is next run
+            self._install(path, plan.copies, plan.step, held_bytes, plan.unplanned_bytes + excess)
+
+    def _outside_bytes(self, plan: JoinedPlan) -> int:
+        """What CUDA's allocator counts and a plan's budget leaves out: gradients of earlier steps, DDP's buckets, the reserve."""
+        if self.device_type != "cuda" or not isinstance(self.plan_of, Plans):
+            return 0
+        return plan.gradient_bytes + bucket_bytes() + self.plan_of.options.reserve_bytes
+
+
+def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -> None:
+    peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
+    if peak_bytes > planned.budget_bytes:
+        _LOG.warning(
+            "the first step, which found the pieces, held about %s, above the budget of %s; the next ones run planned",
+            describe_bytes(peak_bytes),
+            describe_bytes(planned.budget_bytes),
+        )
 
 
 _NO_METER = StepMeter("cpu", 0, ())

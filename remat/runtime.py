@@ -20,6 +20,7 @@ from .capture import GraphBreak, Piece, Planner, Step, device_type, make_backend
 from .distributed import bucket_bytes, refuse_sharded
 from .errors import RematError, TraceError
 from .fakes import on_fakes
+from .held_outside import gradient_bytes
 from .piecewise import Piecewise
 from .plans import FixedPlan, Options, Plans
 from .solution import Solution
@@ -34,7 +35,7 @@ class PlannedCall:
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
     and again for every new shape. A step that finds gradients at the parameters, which accumulate, has a plan of its own that
-    leaves room for them. A module that can't be captured whole runs piece by piece, and there leaves no such room.
+    leaves room for them. A module that can't be captured whole runs piece by piece.
     """
 
     def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
@@ -130,17 +131,6 @@ class PlannedCall:
             from .inductor import make_inductor_backend as make  # Inductor takes seconds to import
         size_bytes = model_bytes(self.module)
         return make(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
-
-
-def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets, which are counted apart."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None and p.grad.layout is torch.strided]
-    storages = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if not bucket_bytes() or _is_alone(g)}
-    return sum(storages.values())
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:

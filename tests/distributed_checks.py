@@ -92,7 +92,8 @@ def plan_of(model: nn.Module) -> tuple[remat.Solution, int]:
     """The plan of the last step, and the budget that it was made for."""
     call = call_of(model)
     if isinstance(call, PlannedBlocks):
-        plan = call.piecewise.plans[call.piecewise.last]
+        plan = call.piecewise.plan
+        assert plan is not None
         return plan.solution, plan.solution.budget_bytes + plan.unplanned_bytes
     return call.pieces[-1].solution, call.pieces[-1].solution.budget_bytes
 
