@@ -32,6 +32,7 @@ _MAX_COLUMNS = 60_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
+_ROUGH_SHARE = 0.02  # of the way from the best bound to the cutoff; a model that does not lead there only says where to cut
 _TOLERANCE = 1e-9
 _FEW_COLUMNS = 1_000  # are solved in no time
 _HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
@@ -66,7 +67,8 @@ class Refinement:
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
         self.decided_s = -math.inf  # no point of the present model is cheaper
-        self.is_exact = False  # the model of one stage is solved to the end
+        self.best_s = -math.inf  # bound of all models so far
+        self.is_exact = False  # the present model is solved to the end
 
     @property
     def boundaries(self) -> list[int]:
@@ -108,13 +110,14 @@ class Refinement:
         boundaries = self.boundaries
         stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed)
         model = lazy.model
-        gap = _FIRST_GAP if len(stages) == 1 and not self.is_exact else _GAP
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
+        gap = self._gap(len(stages), cutoff, model.objective(self.best_s))
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
         self.rows |= lazy.rows
         self.moments |= lazy.sets
         short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
+        self.best_s = max(self.best_s, bound_s)
         if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
             self.is_split &= bound_s > self.decided_s
             self.decided_s = bound_s
@@ -129,12 +132,19 @@ class Refinement:
             self._cut(steps, boundaries, None if is_relaxed else paid)
             if not is_relaxed:
                 self._drop_useless(before, deadline)
-                is_rough = not self.is_split and gap == _FIRST_GAP and outcome.is_finished
-                self.is_exact |= is_rough  # the schedule is as good as the model says, and the model may do better
-                self.is_split |= is_rough
+                # where the schedule is as good as the model says, the model may do better
+                self.is_exact = not self.is_split and gap > _GAP and outcome.is_finished
+                self.is_split |= self.is_exact
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
+
+    def _gap(self, num_stages: int, cutoff: float | None, best: float) -> float:
+        """Returns the relative gap at which the solver may stop: a model that does not reach the cutoff need not be solved to the end."""
+        if self.is_exact:
+            return _GAP
+        rough = _ROUGH_SHARE * (cutoff - best) / cutoff if cutoff is not None and cutoff > max(best, 0) else 0.0
+        return max(_FIRST_GAP if num_stages == 1 else _GAP, min(rough, _ROUGH_SHARE))
 
     def _drop_useless(self, candidates: set[int], deadline: float) -> None:
         """Drops cuts and singles without which the linear relaxation is as good, once each: fewer stages are solved sooner."""
