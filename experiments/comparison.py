@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +29,8 @@ def state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
     """Loss, random state, gradients and buffers, in one order for equal models."""
     workload.model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # transformers draws the masks of speech models from it
     loss = workload.step()
     gradients = [torch.empty(0) if p.grad is None else p.grad for p in workload.model.parameters()]
     return [loss, torch.get_rng_state(), *gradients, *(buffer.clone() for buffer in workload.model.buffers())]

@@ -7,8 +7,9 @@
 For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random stream
 against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead. What can't be
 captured must say so in a `TraceError`, whose first line stands in the table. Plain PyTorch is compared with itself first.
-Plans are searched for a second, at a roofline's costs, so overheads are upper bounds. The least budget is `remat.minimum`'s; where it
-is above 70 % of keeping everything, the table says so.
+A step that `torch.compile` cuts into pieces is planned as one; what is summed in pieces may be rounded otherwise, and then has to equal
+the same pieces of PyTorch's own `aot_eager` (see `graph_breaks`). Plans are searched for a second, at a roofline's costs, so
+overheads are upper bounds. The least budget is `remat.minimum`'s; where it is above 70 % of keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 import remat
+from remat.capture import GraphBreak
 from remat.solvers.auto import Auto
 from remat.solvers.minimum import Minimum, minimum
 
@@ -39,6 +41,7 @@ from .comparison import is_same_step, peak_bytes
 from .coverage_models import ARCHITECTURES
 from .coverage_modules import module_cases
 from .environment import environment
+from .graph_breaks import compare, in_pieces
 from .models import Workload
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
@@ -46,6 +49,8 @@ SEED = 0
 _TIME_LIMIT_S = 1.0  # a plan that is right is asked for, not the cheapest
 _COSTS = "roofline"  # the same on a loaded machine
 _EQUAL = "equal"
+_EQUAL_IN_PIECES = "equal to aot_eager"
+_DIFFERENT = "DIFFERENT"
 _BELOW_LEAST = "below the least"
 _FAILED = "FAILED"
 
@@ -58,8 +63,9 @@ class Row:
         family: of architectures, or "torch.nn".
         name: of the model.
         budget: "100%", "70%" or "least"; empty where the step was refused.
-        outcome: "equal", "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "below the least" (a budget that can't
-            be met), "plain PyTorch differs from itself", or the error's text.
+        outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole), "DIFFERENT", "ABOVE PREDICTED"
+            (equal, at a higher peak), "below the least" (a budget that can't be met), "plain PyTorch differs from itself", or the
+            error's text.
         predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
     """
 
@@ -142,7 +148,7 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
         plain = make()
         if not is_same_step(copy.deepcopy(plain), copy.deepcopy(plain), SEED):
             return [replace(blank, outcome="plain PyTorch differs from itself")]
-        graph = remat.trace(copy.deepcopy(plain.model), kwargs=plain.kwargs, costs=_COSTS)
+        graph = _graph(plain)
         least = minimum(graph)
         keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least.peak_bytes}
@@ -154,6 +160,28 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
         return [replace(blank, outcome=f"{_FAILED} {type(error).__name__}: {_first_line(error)}")]
 
 
+def _graph(plain: Workload) -> remat.Graph:
+    """Returns the graph of a step; where only data tells what it does, that of a real one."""
+    model = copy.deepcopy(plain.model)
+    try:
+        return remat.trace(model, kwargs=plain.kwargs, costs=_COSTS)
+    except GraphBreak:
+        torch._dynamo.reset()
+        remat.checkpoint(model, "100%", costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)
+        Workload(model, plain.kwargs).step()
+        return remat.report(model).graph
+
+
+def _outcome(planned: Workload, plain: Workload) -> str:
+    """Whether planned steps equal plain ones; those in pieces, the same pieces of PyTorch's own (see `graph_breaks`)."""
+    if all(is_same_step(planned, plain, seed) for seed in (1, 2)):
+        return _EQUAL
+    if not remat.report(planned.model).breaks:
+        return _DIFFERENT
+    found = compare(planned, plain, in_pieces(plain)).outcome
+    return found if found == _DIFFERENT else _EQUAL_IN_PIECES
+
+
 def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, least: Minimum) -> Row:
     if budget < least.peak_bytes:
         return replace(row, outcome=_BELOW_LEAST)
@@ -162,12 +190,12 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     solution = Auto(time_limit_s=_TIME_LIMIT_S, threads=1).improve(graph, budget_bytes=budget, known_steps=[least.steps], least=least)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution, costs=_COSTS), plain.kwargs)
-    is_equal = all(is_same_step(planned, plain, seed) for seed in (1, 2))
+    outcome = _outcome(planned, plain)
     measured_bytes = peak_bytes(planned)
-    within = _EQUAL if measured_bytes <= solution.peak_bytes else "ABOVE PREDICTED"
+    is_above = outcome != _DIFFERENT and measured_bytes > solution.peak_bytes
     return replace(
         row,
-        outcome=within if is_equal else "DIFFERENT",
+        outcome="ABOVE PREDICTED" if is_above else outcome,
         predicted_bytes=solution.peak_bytes,
         measured_bytes=measured_bytes,
         overhead=solution.overhead,

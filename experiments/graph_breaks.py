@@ -139,7 +139,7 @@ def _measure(name: str, plain: Workload, budget: str) -> Row:
     torch._dynamo.reset()
     planned = Workload(_checkpointed(plain.model, budget), plain.kwargs)
     try:
-        found = _compare(planned, copy.deepcopy(plain), _in_pieces(plain))
+        found = compare(planned, copy.deepcopy(plain), in_pieces(plain))
     except remat.RematError as error:
         also = "" if _is_compiled_by_torch(plain) else "; torch.compile alone fails as well"
         return Row(name, budget, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{also}")
@@ -189,7 +189,8 @@ def _is_compiled_by_torch(plain: Workload) -> bool:
     return True
 
 
-def _in_pieces(plain: Workload) -> Workload:
+def in_pieces(plain: Workload) -> Workload:
+    """Returns a copy of a workload that PyTorch's `aot_eager` runs, in the pieces that planning finds."""
     return Workload(_Compiled(copy.deepcopy(plain.model), "aot_eager"), plain.kwargs)
 
 
@@ -199,7 +200,7 @@ def _difference_in_float64(plain: Workload) -> float:
     kwargs = {name: value.double() if _is_float(value) else value for name, value in plain.kwargs.items()}
     doubled = Workload(copy.deepcopy(plain.model).double(), kwargs)
     try:
-        pieces = _in_pieces(doubled)
+        pieces = in_pieces(doubled)
         return max(_difference(a, b) for seed in range(2) for a, b in _pairs(pieces, doubled, seed))
     except TorchDynamoException:
         return 0.0
@@ -216,14 +217,23 @@ def _is_float(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class Comparison:
+    """What four planned steps leave, beside plain ones.
+
+    Attributes:
+        outcome: "equal", "equal to aot_eager" or "DIFFERENT".
+        num_rounded: tensors that differ from plain PyTorch's.
+        num_tensors: of all.
+        largest: the largest difference, relative.
+    """
+
     outcome: str
     num_rounded: int
     num_tensors: int
     largest: float
 
 
-def _compare(planned: Workload, plain: Workload, in_pieces: Workload) -> _Comparison:
+def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparison:
     """Four steps of each; what a step leaves, tensor by tensor."""
     rounded: set[int] = set()
     is_same, largest, num_tensors = True, 0.0, 0
@@ -237,7 +247,7 @@ def _compare(planned: Workload, plain: Workload, in_pieces: Workload) -> _Compar
                 rounded.add(place)
                 largest = max(largest, _difference(a, b))
     outcome = _EQUAL if not rounded else "equal to aot_eager" if is_same else _DIFFERENT
-    return _Comparison(outcome, len(rounded), num_tensors, largest)
+    return Comparison(outcome, len(rounded), num_tensors, largest)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
