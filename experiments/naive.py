@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from .environment import environment
 
@@ -196,18 +197,21 @@ ALL = (
 
 
 def main(words: list[str]) -> None:
-    """Runs the tests on each naive copy, writes the results and prints the table."""
+    """Runs the tests on each naive copy, and writes the results."""
     known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
     for naive in ALL:
         if not words or any(word in naive.name for word in words):
             known[naive.name] = asdict(run(naive))
             print(naive.name, known[naive.name]["outcome"], sep=": ", file=sys.stderr, flush=True)
-    rows = [known[naive.name] for naive in ALL if naive.name in known]
+            _save([known[other.name] for other in ALL if other.name in known])
+
+
+def _save(rows: list[dict[str, Any]]) -> None:
+    """Writes the results, after each mistake, so that a run that is stopped leaves both files right."""
     RESULTS.write_text(json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n")
     lines = ["| mistake | is it seen? | by |", "|---|---|---|"]
     lines += [f"| {row['name']} | {row['outcome']} | {', '.join(f'`{name}`' for name in row['failed'])} |" for row in rows]
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
 
 
 def run(naive: Naive) -> Row:
