@@ -198,6 +198,7 @@ _COLOURS = {
     "remat": BLUE,
     "remat, run by Inductor": LINES[5],
 }
+_LABEL_AT = {INDUCTOR: ((-7, -3), "right"), "plain PyTorch": ((6, -12), "left")}  # in points, from the mark
 _ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]  # labels stay readable where lines cross them
 
 
@@ -215,9 +216,7 @@ def picture(record: Mapping[str, Any]) -> None:
             x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
             axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
             for row, at, height in zip(group, x, y, strict=True):
-                offset, side = (
-                    ((-7, -3), "right") if family == INDUCTOR else ((8, -3), "left") if row["label"] == "100%" else ((6, 5), "left")
-                )
+                offset, side = _LABEL_AT.get(family, ((6, 5), "left")) if row["label"] != "100%" else ((8, -3), "left")
                 place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side, "path_effects": _ON_WHITE}
                 axes.annotate(row["label"], (at, height), **place, fontsize=7.5, color=colour)
         wrong = [row for row in mine if row["gradients"] == "wrong"]

@@ -82,7 +82,7 @@ def transformer_arithmetic(d: dict[str, Any]) -> Claims:
 def attention(d: dict[str, Any]) -> Claims:
     crossover = d["crossover_tokens"]
     yield f"less memory than the formula from T = {crossover['peak_bytes']:.0f}"
-    yield f"less time from about T = {round(crossover['step_s'], -1):.0f}"
+    yield f"less time from about T = {round(crossover['step_s'], -1):,.0f}"
     yield f"errors of all three are some {span([row['error_ulp'] for row in d['rows']])} units"
 
 
