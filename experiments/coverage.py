@@ -53,6 +53,7 @@ _EQUAL_IN_PIECES = "equal to aot_eager"
 _DIFFERENT = "DIFFERENT"
 _BELOW_LEAST = "below the least"
 _FAILED = "FAILED"
+_GAPS_HOLD_MORE = "gaps hold more than predicted"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Row:
         name: of the model.
         budget: "100%", "70%" or "least"; empty where the step was refused.
         outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole), "DIFFERENT", "ABOVE PREDICTED"
-            (equal, at a higher peak), "below the least" (a budget that can't be met), "plain PyTorch differs from itself", or the
-            error's text.
+            (equal, at a higher peak), "gaps hold more than predicted" (refused in pieces, after a step), "below the least" (a budget
+            that can't be met), "plain PyTorch differs from itself", or the error's text.
         predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
     """
 
@@ -190,7 +191,10 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     solution = Auto(time_limit_s=_TIME_LIMIT_S, threads=1).improve(graph, budget_bytes=budget, known_steps=[least.steps], least=least)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution, costs=_COSTS), plain.kwargs)
-    outcome = _outcome(planned, plain)
+    try:
+        outcome = _outcome(planned, plain)
+    except remat.BudgetError:  # a plan that is given is not made again with less
+        return replace(row, outcome=_GAPS_HOLD_MORE)
     measured_bytes = peak_bytes(planned)
     is_above = outcome != _DIFFERENT and measured_bytes > solution.peak_bytes
     return replace(
