@@ -82,6 +82,12 @@ def test_the_largest_graph_is_solved_as_the_guide_says() -> None:
     assert largest["operators"] > 100_000 and largest["gap_percent"] < 1 and largest["seconds"] < 60
 
 
+def test_a_complete_run_took_as_long_as_is_said() -> None:
+    run = read("experiments_time")
+    assert set(FIGURES) <= set(run["scripts"]) and all(script["is_done"] for script in run["scripts"].values())
+    assert f"took {run['total']['wall_s'] / 60:.0f} minutes" in (RESULTS / "README.md").read_text()
+
+
 def test_checkmates_table_2_is_that_of_the_result_file() -> None:
     shown = rows_of((RESULTS / "README.md").read_text())
     for cells in cells_of_table_2(read("checkmate_figures")):
