@@ -211,6 +211,7 @@ class Auto(Solver):
                 return False
             if refinement.boundaries == stages:
                 break
+        refinement.return_to_best_relaxed()
         return True
 
     def _refine(self, search: Search, refinement: Refinement, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:

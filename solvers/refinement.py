@@ -68,6 +68,7 @@ class Refinement:
         self.dropped: set[int] = set()
         self.decided_s = -math.inf  # no point of the present model is cheaper
         self.best_s = -math.inf  # bound of all models so far
+        self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())  # bound, singles and cuts
         self.is_exact = False  # the present model is solved to the end
 
     @property
@@ -118,6 +119,8 @@ class Refinement:
         short = {moments.v for moments in lazy.moments if moments.sets}
         steps, bound_s = None, model.bound_s(outcome)
         self.best_s = max(self.best_s, bound_s)
+        if is_relaxed and bound_s > self._best_relaxed[0]:
+            self._best_relaxed = bound_s, set(self.singles), set(self.cuts)
         if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
             self.is_split &= bound_s > self.decided_s
             self.decided_s = bound_s
@@ -138,6 +141,11 @@ class Refinement:
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
+
+    def return_to_best_relaxed(self) -> None:
+        """Goes back to the stages whose linear relaxation gave the best bound: relaxed, more stages may bound less."""
+        if self._best_relaxed[0] > -math.inf:
+            _, self.singles, self.cuts = self._best_relaxed
 
     def _gap(self, num_stages: int, cutoff: float | None, best: float) -> float:
         """Returns the relative gap at which the solver may stop: a model that does not reach the cutoff need not be solved to the end."""
