@@ -191,12 +191,20 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     solution = Auto(time_limit_s=_TIME_LIMIT_S, threads=1).improve(graph, budget_bytes=budget, known_steps=[least.steps], least=least)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution, costs=_COSTS), plain.kwargs)
+    allowed_bytes = solution.peak_bytes
     try:
         outcome = _outcome(planned, plain)
-    except remat.BudgetError:  # a plan that is given is not made again with less
-        return replace(row, outcome=_GAPS_HOLD_MORE)
+    except (remat.BudgetError, remat.ScheduleError):  # what is held between pieces, or another path: a given plan is not made again
+        torch._dynamo.reset()
+        model = remat.checkpoint(copy.deepcopy(plain.model), budget, costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)
+        planned, allowed_bytes = Workload(model, plain.kwargs), budget
+        try:
+            outcome = _outcome(planned, plain)
+        except remat.BudgetError:
+            return replace(row, outcome=_GAPS_HOLD_MORE)
+        solution = remat.report(model).solution
     measured_bytes = peak_bytes(planned)
-    is_above = outcome != _DIFFERENT and measured_bytes > solution.peak_bytes
+    is_above = outcome != _DIFFERENT and measured_bytes > allowed_bytes
     return replace(
         row,
         outcome="ABOVE PREDICTED" if is_above else outcome,
