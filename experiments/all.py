@@ -54,9 +54,7 @@ def main() -> int:
     """Runs, prints, and writes what a complete run took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
-    parser.add_argument(
-        "--only", nargs="+", choices=(*FIGURES, *FRONT_PAGE, *IN_A_BROWSER), metavar="NAME", default=every, help="only these"
-    )
+    parser.add_argument("--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these")
     took = {}
     for name in parser.parse_args().only:
         print(f"== {name}", flush=True)
