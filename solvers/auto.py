@@ -2,8 +2,9 @@
 
 1. Keeping everything, where it fits: optimal.
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
-3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time.
-   Then refined relaxations, whose schedules often fit and are near the bound.
+3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On all, what the closed-form
+   heuristics give (`families`): never above one of them. Then, on large ones, refined relaxations, whose schedules often fit
+   and are near the bound.
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
@@ -35,6 +36,7 @@ from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
+from .families import family_schedules
 from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
@@ -60,6 +62,7 @@ _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are roun
 _MOST_OPERATORS_TO_RESTART = 3_000
 _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS = 6
+_FRUITLESS_RELAXATIONS = 2  # in a row, that bound less than those before
 _PRICING_SHARE = 0.4  # of the time
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
@@ -145,6 +148,7 @@ class Auto(Solver):
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
         if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search):
             return False
+        self._take_families(search)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
@@ -166,6 +170,13 @@ class Auto(Solver):
         if search.num_starts > known:
             self._improve(search, self.threads)
         return True
+
+    @staticmethod
+    def _take_families(search: Search) -> None:
+        """Offers what the closed-form heuristics give, one after the other."""
+        families = family_schedules(search.graph, search.budget_bytes)
+        while not search.is_over and (steps := next(families, None)) is not None:
+            search.offer(steps)
 
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Refines until the gap is closed, nothing is left to refine, or that share of the time left is over."""
@@ -205,11 +216,13 @@ class Auto(Solver):
         """Refines linear relaxations of large graphs while their schedules don't fit; False where that is proved of the budget."""
         if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
             return True
+        fruitless = 0
         for _ in range(_MOST_RELAXATIONS):
-            stages = refinement.boundaries
+            stages, best_s = refinement.boundaries, refinement.best_s
             if not self._refine(search, refinement, is_relaxed=True):
                 return False
-            if refinement.boundaries == stages:
+            fruitless = 0 if refinement.best_s > best_s else fruitless + 1
+            if refinement.boundaries == stages or fruitless == _FRUITLESS_RELAXATIONS:
                 break
         refinement.return_to_best_relaxed()
         return True

@@ -1,9 +1,10 @@
 """The least budget: a schedule with a small peak, and a proof of how small no peak can be.
 
 The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
-and the LP relaxation of the window model with the peak as objective. The schedule is the leanest of these, annealed: keep
-nothing; one segment a block (`per_block`); and greedy recomputation with eviction under the smallest budget at which it
-does not get stuck, found by bisection for each of its rules, at a cost of at most `MAX_FACTOR` times that of keeping all.
+and the LP relaxation of the window model with the peak as objective. The leanest of these are annealed, and the
+leanest result taken: keep nothing; one segment a block (`per_block`); the other closed-form families (`families`); and greedy
+recomputation with eviction under the smallest budget at which it does not get stuck, found by bisection for each of its
+rules, at a cost of at most `MAX_FACTOR` times that of keeping all.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,7 @@ from ..schedule import Schedule, simulate
 from .accounting import Accounting, Ints
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
+from .families import leanest_schedules
 from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
@@ -34,6 +37,7 @@ MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
 _PRECISION = 1 / 512  # of the keep-all peak, where the bisection ends
 _LIMIT_S = 1.0
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
+_CANDIDATES = 3  # are annealed
 _MOVES = 30_000 if IS_COMPILED else 1_000
 
 
@@ -64,33 +68,39 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     deadline = time.perf_counter() + time_limit_s
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
-    best_peak, best_steps = _leanest_simple(graph)
+    candidates = _leanest_simple(graph)
     step = max(int(keep_all * _PRECISION), 1)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
-        low, high = floor, best_peak
+        low, high, best = floor, min(peak for peak, _ in candidates), None
         while high - low > step and not is_past(deadline):
             middle = (low + high) // 2
             steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
             if steps is None or not keeps_regions(graph, steps.tolist()):
                 low = middle
                 continue
-            high = min(middle, simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes)
-            best_peak, best_steps = high, steps
-    best_steps = _compress(graph, best_steps, best_peak, floor, deadline)
-    peak = simulate(graph, Schedule.from_steps(graph, best_steps.tolist())).peak_bytes
+            high = min(middle, _peak_bytes(graph, steps.tolist()))
+            best = (high, steps)
+        candidates += [best] if best else []
+    candidates = sorted(candidates, key=lambda candidate: candidate[0])[:_CANDIDATES]
+    peak, best_steps = min((_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates), key=lambda found: found[0])
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
 
 
-def _leanest_simple(graph: Graph) -> tuple[int, Ints]:
-    """Returns peak and steps of the schedule with the least peak of those that take no search."""
-    candidates = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
-    peaks = [simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes for steps in candidates]
-    best = min((k for k, steps in enumerate(candidates) if k == 0 or keeps_regions(graph, steps)), key=lambda k: peaks[k])
-    return peaks[best], np.array(candidates[best], np.int64)
+def _leanest_simple(graph: Graph) -> list[tuple[int, Ints]]:
+    """Returns peaks and steps of the schedules that take no search: the leanest of the simplest, and leaner ones of the families."""
+    simple = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
+    valid = [steps for k, steps in enumerate(simple) if k == 0 or keeps_regions(graph, steps)]
+    best = min(((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid), key=lambda candidate: candidate[0])
+    leaner = [steps for steps in leanest_schedules(graph, best[0]) if keeps_regions(graph, steps)]
+    return [best, *((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in leaner)]
 
 
-def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> Ints:
-    """Returns steps with a smaller peak, by annealing under budgets ever closer below the least one so far."""
+def _peak_bytes(graph: Graph, steps: Sequence[int]) -> int:
+    return simulate(graph, Schedule.from_steps(graph, list(steps))).peak_bytes
+
+
+def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> tuple[int, Ints]:
+    """Returns peak and steps of a leaner schedule, by annealing under budgets ever closer below the least one so far."""
     share = _FIRST_SHARE
     while share > _LAST_SHARE and peak_bytes > floor and not is_past(deadline):
         target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
@@ -106,8 +116,8 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
             share /= 3
             continue
         steps = local.best_steps
-        peak_bytes = simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes
-    return steps
+        peak_bytes = _peak_bytes(graph, steps.tolist())
+    return peak_bytes, steps
 
 
 def working_set_bytes(graph: Graph) -> int:
