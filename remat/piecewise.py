@@ -80,6 +80,7 @@ class Session:
 
     def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: Path) -> None:
         self.runner, self.plan, self.path = runner, plan, path
+        self.has_turned = False  # it went another way than the plan's, after a piece that ran as planned
         self.expects_pieces = True  # false until something compiled is called
         self.pieces: list[Piece] = []
         self.numbers: list[int] = []
@@ -93,6 +94,7 @@ class Session:
         """Returns the number of the halves to run, and which run of the step this is."""
         turn = len(self.pieces)
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
+            self.has_turned |= turn > 0  # other shapes are other pieces from the first one on
             self.plan = None  # another path than the last time: the rest runs with the least memory
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
         self.pieces.append(piece)
@@ -143,6 +145,7 @@ class Piecewise:
         self.device_type = device_type(module)
         self.is_trace = plan is None
         self.breaks: dict[str, None] = {}
+        self.follows_data = False  # a step may take another path than the last one of the same shapes
         self.plans: dict[tuple[Path, int], JoinedPlan] = {}  # by path, and the bytes of gradients that earlier steps left
         self.last: Path = ()
         self.plan: JoinedPlan | None = None  # of the last step
@@ -209,6 +212,7 @@ class Piecewise:
             place = reason.user_stack[-1] if reason.user_stack else None
             where = f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else ""
             self.breaks[reason.reason.strip().split("\n")[0] + where] = None
+            self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
 
     def run_forward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
@@ -277,7 +281,7 @@ class Piecewise:
             runs = [Run(piece.step(copied), *places) for piece, copied, places in zip(session.pieces, copies, session.places, strict=True)]
             return self.adjust(join(runs, storages, resident, kept), len(resident))
 
-        copies = session.changed()
+        copies = self._copies(session)
         self.joined = joined_with(copies)
         if self.plan_of is None:
             return
@@ -285,6 +289,19 @@ class Piecewise:
         planned = self._install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
             _warn(planned.solution, joined_with([copied for copied, _ in firsts]), [schedule for _, schedule in firsts])
+
+    def _copies(self, session: Session) -> list[Copied]:
+        """What each run copies: what was changed after it, or all that could be, where a step may go on another way.
+
+        Once it does it is too late: what runs then may change what an earlier piece saved, as an expert does that adds to
+        the result of those before, and autograd refuses the backward.
+        """
+        if session.has_turned and not self.follows_data:
+            self.follows_data = True
+            self.plans.clear()
+        if not self.follows_data or self.is_trace:
+            return session.changed()
+        return [piece.first[0] if piece.first else frozenset() for piece in session.pieces]
 
     def _install(self, path: Path, copies: Sequence[Copied], joined: JoinedStep, held_bytes: int, unplanned_bytes: int = 0) -> JoinedPlan:
         assert self.plan_of is not None
@@ -334,6 +351,7 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
         )
 
 
+_DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")  # of reasons of breaks where data leads on
 _NO_METER = StepMeter("cpu", 0, ())
 _NOT_COMPILED = (
     "torch.compile ran none of the pieces of this planned step, which so was plain, and held what plain PyTorch holds: it is switched off "
