@@ -63,7 +63,9 @@ def _contiguous_on_cpu(result: Any, *_: Any, **__: Any) -> Any:
 
 
 def _as_product(result: Any, first: Any, second: Any, *_: Any, **__: Any) -> Any:
-    """What all elementwise operators of two tensors do."""
+    """What all elementwise operators of two tensors do; one of them, or both (`torch.div(32, 4)`), may be numbers."""
+    if not (isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)):
+        return result
     with torch.no_grad():
         return torch.empty_like(result) if first is second else (first * second).to(result.dtype)
 

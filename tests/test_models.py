@@ -213,3 +213,21 @@ def test_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, 
         assert [s for s, n in zip(got.stride(), got.shape, strict=True) if n > 1] == [
             s for s, n in zip(want.stride(), want.shape, strict=True) if n > 1
         ]
+
+
+class DividesNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = int(torch.div(x.shape[0], 2, rounding_mode="trunc"))  # two numbers, as in Longformer
+        first: torch.Tensor = self.linear(x).tanh().chunk(parts)[0]
+        return first.sum()
+
+
+def test_an_operator_given_two_numbers_has_no_layout_to_correct() -> None:
+    model = DividesNumbers()
+    with plain_kernels(), FakeTensorMode():
+        assert int(torch.div(32, 4, rounding_mode="trunc")) == 8
+    assert remat.checkpoint(model, UNLIMITED, costs="flops")(torch.randn(4, 4)).requires_grad

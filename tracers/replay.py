@@ -20,7 +20,7 @@ from .calls import Call, OpOverload, TensorSpec
 Run = Callable[[], Any]
 
 # Custom operators may wait for other processes, have effects, or trust their inputs: only torch's own are run.
-_NAMESPACES = ("aten", "prims")
+_NAMESPACES = ("aten", "prims", "torch_nn")
 # Those that read memory a library wrote for itself: with other bytes in it they crash.
 _READ_OPAQUE_MEMORY = frozenset({
     torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward, torch.ops.aten.miopen_rnn_backward,
