@@ -11,9 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.environment import environment
@@ -86,6 +92,52 @@ def draw(name: str, figure: Figure) -> None:
 def titled(axes: Axes, text: str) -> None:
     """Writes above one of several axes what it shows."""
     axes.set_title(text, fontsize=10.5, loc="left")
+
+
+_PLACES = (  # of a label beside its mark: points to the right and up, and which end of it is there
+    (7, 4, "left"), (-7, 4, "right"), (8, -3, "left"), (-8, -3, "right"), (6, -12, "left"), (-6, -12, "right"), (0, 8, "center"),
+    (0, -15, "center"), (20, -3, "left"), (-20, -3, "right"), (22, -16, "left"), (-22, -16, "right"),
+)  # fmt: skip
+_ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]  # labels stay readable where lines cross them
+
+
+def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> None:
+    """Writes a text beside each mark (x, y, text, colour) where it covers no other text, no mark and no line, or as little as can be.
+
+    Limits of the axes have to be final.
+    """
+    canvas: Any = FigureCanvasAgg(axes.get_figure(root=True))
+    canvas.draw()  # places are known from then on
+    points = axes.transData.transform([(x, y) for x, y, _, _ in marks])
+    lines = [_along(axes.transData.transform(line.get_xydata())) for line in axes.lines if line.get_linestyle() == "-"]
+    taken: list[Bbox] = []
+
+    def written(x: float, y: float, text: str, colour: str, place: tuple[int, int, str]) -> Annotation:
+        return axes.annotate(
+            text, (x, y), xytext=place[:2], textcoords="offset points", ha=place[2], path_effects=_ON_WHITE, fontsize=7.5, color=colour
+        )
+
+    for mark in marks:
+        boxes = []
+        for place in _PLACES:
+            note = written(*mark, place)
+            boxes.append(note.get_window_extent(canvas.get_renderer()))
+            note.remove()
+        covered = [
+            sum(box.overlaps(other) for other in taken)
+            + sum(box.contains(*point) for point in points)
+            + sum(0.1 * bool(box.count_contains(line)) for line in lines)
+            for box in boxes
+        ]
+        best = covered.index(min(covered))
+        written(*mark, _PLACES[best])
+        taken.append(boxes[best])
+
+
+def _along(corners: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns points on a line of straight pieces, some pixels apart."""
+    at = np.linspace(0, len(corners) - 1, 60 * len(corners))
+    return np.column_stack([np.interp(at, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1)])
 
 
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 3) -> None:

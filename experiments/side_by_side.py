@@ -32,13 +32,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.patheffects import withStroke
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import remat
 from experiments.comparison import peak_bytes, state_after_step
-from experiments.figures import arguments, draw, legend_below, read, table, titled, write
+from experiments.figures import arguments, draw, label_marks, legend_below, read, table, titled, write
 from experiments.models import GPT, Workload
 from remat.budget import parse_budget
 from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, RED, new_figure, quiet
@@ -198,8 +197,6 @@ _COLOURS = {
     "remat": BLUE,
     "remat, run by Inductor": LINES[5],
 }
-_LABEL_AT = {INDUCTOR: ((-7, -3), "right"), "plain PyTorch": ((6, -12), "left")}  # in points, from the mark
-_ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]  # labels stay readable where lines cross them
 
 
 def picture(record: Mapping[str, Any]) -> None:
@@ -215,16 +212,13 @@ def picture(record: Mapping[str, Any]) -> None:
             group = [row for row in mine if row["family"] == family]  # in the order of their budgets
             x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
             axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
-            for row, at, height in zip(group, x, y, strict=True):
-                offset, side = _LABEL_AT.get(family, ((6, 5), "left")) if row["label"] != "100%" else ((8, -3), "left")
-                place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side, "path_effects": _ON_WHITE}
-                axes.annotate(row["label"], (at, height), **place, fontsize=7.5, color=colour)
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(
             [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x", color=RED, markersize=13,
             markeredgewidth=2.2, linestyle="", label="wrong gradients",
         )  # fmt: skip
         axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in mine) / 2**20)
+        label_marks(axes, [(row["peak_bytes"] / 2**20, row["ratio"], row["label"], _COLOURS[row["family"]]) for row in mine])
     legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
 
