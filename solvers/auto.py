@@ -62,7 +62,7 @@ _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are roun
 _MOST_OPERATORS_TO_RESTART = 3_000
 _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS = 6
-_FRUITLESS_RELAXATIONS = 2  # in a row, that bound less than those before
+_FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
 _PRICING_SHARE = 0.4  # of the time
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
@@ -222,7 +222,7 @@ class Auto(Solver):
             if not self._refine(search, refinement, is_relaxed=True):
                 return False
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
-            if refinement.boundaries == stages or fruitless == _FRUITLESS_RELAXATIONS:
+            if refinement.boundaries == stages or fruitless * search.graph.num_operators >= _FRUITLESS_WORK:
                 break
         refinement.return_to_best_relaxed()
         return True
