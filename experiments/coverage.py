@@ -56,7 +56,7 @@ _BELOW_LEAST = "below the least"
 _FAILED = "FAILED"
 _ABOVE_PREDICTED = "ABOVE PREDICTED"
 _ANOTHER_PATH = "equal, above predicted on a path of its own"
-_GAPS_HOLD_MORE = "gaps hold more than predicted"
+_LATER_REFUSED = "BudgetError at a later step"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Row:
         budget: "100%", "70%" or "least"; empty where the step was refused.
         outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole), "DIFFERENT", "ABOVE PREDICTED"
             (equal, at a higher peak), "equal, above predicted on a path of its own" (data led the measured step through other pieces
-            than those planned, as experts in a Python loop do), "gaps hold more than predicted" (refused in pieces, after a step),
-            "below the least" (a budget that can't be met), "plain PyTorch differs from itself", or the error's text.
+            than those planned, as experts in a Python loop do), "BudgetError at a later step" (in pieces: on another path, or as the
+            gaps hold more), "below the least" (a budget that can't be met), "plain PyTorch differs from itself", or the error's text.
         predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
     """
 
@@ -206,13 +206,13 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
         try:
             outcome = _outcome(planned, plain)
         except remat.BudgetError:
-            return replace(row, outcome=_GAPS_HOLD_MORE)
+            return replace(row, outcome=_LATER_REFUSED)
         solution = remat.report(model).solution
     path = remat.report(planned.model).graph.fingerprint
     try:
         measured_bytes = peak_bytes(planned)
     except remat.BudgetError:
-        return replace(row, outcome=_GAPS_HOLD_MORE)
+        return replace(row, outcome=_LATER_REFUSED)
     is_same_path = remat.report(planned.model).graph.fingerprint == path
     if outcome != _DIFFERENT and measured_bytes > allowed_bytes:
         outcome = _ABOVE_PREDICTED if is_same_path else _ANOTHER_PATH

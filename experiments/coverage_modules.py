@@ -12,18 +12,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .models import Workload
 
+_TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})  # PyTorch has no gradient of its targets
+
 
 class Stepped(nn.Module):
-    """A module behind a layer of its own shape, with a loss behind it: everything floating is trained."""
+    """A module behind a layer of its own shape, with a loss behind it: everything floating is trained, or its first argument alone."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_first_alone: bool = False) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.is_first_alone = module, is_first_alone
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, args: Any, kwargs: Any) -> torch.Tensor:
         """Returns a scalar of everything floating that the module returns."""
-        scaled = tree_map_only(torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, args)
+        trained = args[:1] if self.is_first_alone else args
+        scaled = tree_map_only(torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained)
+        scaled += args[len(trained) :]
         results = [leaf for leaf in tree_leaves(self.module(*scaled, **kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         loss: torch.Tensor = torch.stack([(leaf * leaf).mean() for leaf in results]).sum()
         return loss
@@ -58,4 +62,8 @@ def make_case(info: Any, index: int) -> Workload:
     built = case.constructor_input
     module = info.module_cls(*built.args, **built.kwargs).to(torch.float32).train()
     given = case.forward_input
-    return Workload(Stepped(module), {"args": tuple(given.args), "kwargs": dict(given.kwargs)})
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        with torch.no_grad():
+            module(*given.args, **given.kwargs)  # it gets its shapes from a first batch, with plain PyTorch as well
+    stepped = Stepped(module, is_first_alone=info.name in _TRAINS_ITS_FIRST_ARGUMENT)
+    return Workload(stepped, {"args": tuple(given.args), "kwargs": dict(given.kwargs)})

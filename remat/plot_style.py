@@ -64,11 +64,9 @@ def mark_forward_end(axes: Axes, x: float, colour: str) -> None:
 
 
 def label_line(axes: Axes, y: float, text: str, colour: str) -> None:
-    """Draws a limit across the axes and writes what it is at its right end."""
+    """Draws a limit across the axes and writes what it is at its left end, where a step holds little."""
     axes.axhline(y, color=colour, linewidth=1.3, linestyle=(0, (6, 3)))
-    axes.annotate(
-        text, (1.0, y), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", ha="right", color=colour, fontsize=9
-    )
+    axes.annotate(text, (0.0, y), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points", color=colour, fontsize=9)
 
 
 class _ScaledLocator(MaxNLocator):

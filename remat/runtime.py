@@ -209,7 +209,12 @@ def _install_capturing_hooks(module: nn.Module) -> None:
 
 
 def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises `TraceError` where neither a parameter nor an input asks for a gradient."""
+    """Raises `TraceError` where neither a parameter nor an input asks for a gradient, or a parameter has no shape yet."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise TraceError(
+            f"{type(module).__name__} has lazy modules whose parameters get their shapes from a first batch; "
+            "run it once under torch.no_grad() before it is planned"
+        )
     if not needs_gradient(module, tensors_in(args, kwargs)):
         raise TraceError(nothing_to_differentiate(module))
 

@@ -231,3 +231,12 @@ def test_an_operator_given_two_numbers_has_no_layout_to_correct() -> None:
     with plain_kernels(), FakeTensorMode():
         assert int(torch.div(32, 4, rounding_mode="trunc")) == 8
     assert remat.checkpoint(model, UNLIMITED, costs="flops")(torch.randn(4, 4)).requires_grad
+
+
+def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 8)
+    with pytest.raises(remat.TraceError, match=r"run it once under torch.no_grad\(\)"):
+        remat.trace(model, args=(x,), costs="flops")
+    planned = remat.checkpoint(model, UNLIMITED, costs="flops")
+    with pytest.raises(remat.TraceError, match=r"run it once under torch.no_grad\(\)"):
+        planned(x)
