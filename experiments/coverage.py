@@ -243,13 +243,18 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
 
 
-def _counts(rows: list[Row]) -> str:
+def outcomes(rows: list[Row]) -> Counter[str]:
     """How many models there are of each outcome; a model's is that of its worst budget."""
+    severity = (_EQUAL, _BELOW_LEAST, _EQUAL_IN_PIECES, _ANOTHER_PATH, _LATER_REFUSED)  # of the rest all are worse
     worst: dict[str, str] = {}
     for row in rows:
-        if worst.get(row.name, _EQUAL) == _EQUAL:
-            worst[row.name] = _EQUAL if row.is_good else row.outcome.partition(":")[0]
-    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(worst.values()).most_common())
+        found = [outcome for outcome in (worst.get(row.name), row.outcome.partition(":")[0]) if outcome]
+        worst[row.name] = max(found, key=lambda outcome: severity.index(outcome) if outcome in severity else len(severity))
+    return Counter(_EQUAL if outcome == _BELOW_LEAST else outcome for outcome in worst.values())
+
+
+def _counts(rows: list[Row]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in outcomes(rows).most_common())
 
 
 def _cells(row: Row) -> list[str]:

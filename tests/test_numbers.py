@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from experiments import coverage
 from experiments.all import FIGURES
 from experiments.checkmate_figures import cells_of_table_2
 from experiments.front_page import shown
@@ -41,6 +42,24 @@ def test_the_front_pages_measured_peaks_are_those_of_the_result_file() -> None:
     assert rows
     for row in rows:
         assert f"| {' | '.join(_cells(row))} |".replace("|  |", "| |") in shown
+
+
+def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    rows = [coverage.Row(**row) for model in read("coverage").values() for row in model["rows"]]
+    counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
+    assert (
+        f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, dropout on: {counts.pop('equal')} equal plain"
+        in page
+    )
+    in_pieces = [
+        counts.pop(way) for way in ("equal to aot_eager", "BudgetError at a later step", "equal, above predicted on a path of its own")
+    ]
+    assert f"cuts {sum(in_pieces)} into pieces: {in_pieces[0]} equal `aot_eager`" in page
+    assert f"at each budget; {in_pieces[1]} do where they can" in page
+    assert f"{in_pieces[2]} took a path of their own" in page
+    assert f"{counts.pop('TraceError')} are refused with a `TraceError`, and one is not equal to itself" in page
+    assert counts == {"plain PyTorch differs from itself": 1}
 
 
 def test_the_front_pages_published_graphs_are_those_of_the_result_file() -> None:
