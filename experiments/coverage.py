@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> None:
 def _save(known: dict[str, Any]) -> str:
     """Writes the results, after each model, so that a run that is stopped leaves both files right; returns the table."""
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in known.items())
+    RESULTS.write_text(f"{{\n{lines}\n}}\n")
     RESULTS.with_suffix(".md").write_text(text + "\n")
     return text
 

@@ -19,7 +19,7 @@ from .pieces import JoinedStep
 from .piecewise import Piecewise
 from .plans import FixedPlan, Options, Plans, solve_graph
 from .report import Report
-from .runtime import PlannedCall, captured_step, check_gradient, compile_call, nothing_to_differentiate, run_compiled, tensors_in
+from .runtime import PlannedCall, captured_step, check_module, compile_call, nothing_to_differentiate, run_compiled, tensors_in
 from .schedule import Schedule, simulate
 from .solution import Solution
 from .solvers import Solver, make_solver
@@ -154,7 +154,7 @@ def trace_step(
     _check_module(model)
     if not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
-    check_gradient(model, args, kwargs or {})
+    check_module(model, args, kwargs or {})
     return captured_step(model, args, kwargs or {}, costs=costs, differentiate=differentiate, on_device_type=on_device_type)
 
 

@@ -78,7 +78,7 @@ class PlannedCall:
         return type(None), ()
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
-        check_gradient(self.module, args, kwargs)
+        check_module(self.module, args, kwargs)
         if self.piecewise is None:
             refuse_sharded(self.module)
         start = time.perf_counter()
@@ -208,7 +208,7 @@ def _install_capturing_hooks(module: nn.Module) -> None:
             library.maybe_install_capturing_hooks(part)
 
 
-def check_gradient(module: nn.Module, args: Any, kwargs: Any) -> None:
+def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises `TraceError` where neither a parameter nor an input asks for a gradient, or a parameter has no shape yet."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise TraceError(

@@ -63,7 +63,7 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
         graph: any graph.
         time_limit_s: ends the bisection early; without it the answer depends on the graph alone.
 
-    Complexity: about 30 runs of the greedy, O(n E) each in compiled code.
+    Complexity: about 30 runs of the greedy, O(n E) each in compiled code; some 300 schedules of the families, O(E) each.
     """
     deadline = time.perf_counter() + time_limit_s
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
