@@ -1,0 +1,35 @@
+"""The closed-form families as starts: `auto` is never above one of them, and the least budget never above theirs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from remat.errors import SolverError
+from remat.solvers.auto import Auto
+from remat.solvers.chen import ChenGreedy
+from remat.solvers.families import FAMILIES, leanest_schedules
+from remat.solvers.minimum import minimum
+from remat.tracers.synthetic import chain
+
+GRAPH = chain(12)
+UNLIMITED = 1 << 60
+
+
+def test_auto_takes_a_family_over_where_nothing_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
+    assert found.schedule is not None
+    for step in ("_anneal", "_improve", "_solve_greedily", "_refine_until"):
+        monkeypatch.setattr(Auto, step, lambda *args: None)
+    monkeypatch.setattr(Auto, "_refine", lambda *args, **options: True)
+    solved = Auto(gap=0.0, time_limit_s=10.0).solve(GRAPH, budget_bytes=found.peak_bytes)
+    assert solved.cost_s <= found.cost_s
+
+
+def test_the_least_budget_is_not_above_that_of_a_family() -> None:
+    least = minimum(GRAPH).peak_bytes
+    assert any(True for _ in leanest_schedules(GRAPH, UNLIMITED))
+    for family in FAMILIES:
+        with suppress(SolverError):  # a chain has no blocks
+            assert least <= family.solve(GRAPH, budget_bytes=UNLIMITED).minimum_bytes
