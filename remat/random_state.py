@@ -19,8 +19,19 @@ _CUDA_REPLAYS = threading.Lock()
 
 
 def take_state(device: torch.device) -> torch.Tensor:
-    """Returns the state of the device's default generator as a CPU tensor of bytes."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    """Returns the state of the device's default generator as a CPU tensor of bytes.
+
+    It is read from a copy. `Generator.get_state` makes a Python tensor while it holds the generator's mutex and the GIL; where that
+    starts the garbage collector, a finalizer can hand the GIL to a thread that then waits for the mutex, for good (torch 2.13).
+    A copy's mutex is nobody else's, and copying makes no object that Python's garbage collector counts.
+    """
+    return _default_generator(device).clone_state().get_state()
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]  # type: ignore[redundant-expr]  # None: the current one
 
 
 def draw(operator: Any, state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +46,7 @@ def replay(operator: Any, state: torch.Tensor, device: torch.device, /, *args: A
     if device.type == "cpu":
         return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), move_on=False)
     with _CUDA_REPLAYS:
-        before = torch.cuda.get_rng_state(device)
+        before = take_state(device)
         torch.cuda.set_rng_state(state, device)
         try:
             return operator(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -340,6 +341,38 @@ def test_threads_with_a_model_each() -> None:
     finally:
         sys.setswitchinterval(before)
     assert not failures, failures[0]
+
+
+THREADS_THAT_COLLECT = """
+import gc, sys, threading, weakref
+import torch
+from remat.random_state import take_state
+
+class Cycle: ...
+
+def slow_finalizer(_):
+    for _ in range(200): ...
+
+def run():
+    for _ in range(5_000):
+        dead = Cycle()
+        dead.itself = dead
+        finalizers.append(weakref.ref(dead, slow_finalizer))
+        del finalizers[:-1_000]
+        take_state(torch.device("cpu"))
+
+finalizers = []
+gc.set_threshold(50, 2, 2)
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=run) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_threads_do_not_wait_for_each_other_for_good() -> None:
+    """Naive: `torch.get_rng_state` holds the generator's mutex while garbage is collected; at once, this test hangs."""
+    subprocess.run([sys.executable, "-c", THREADS_THAT_COLLECT], check=True, timeout=60)
 
 
 class Masked(nn.Module):
