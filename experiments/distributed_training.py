@@ -113,12 +113,17 @@ def parallel_model(asked: argparse.Namespace, device: torch.device) -> nn.Module
 
 def main() -> None:
     """Trains, and says what each step took."""
-    asked, rank = arguments(), int(os.environ["RANK"])
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
+    train(arguments(), int(os.environ["RANK"]), device)
+    dist.destroy_process_group()  # after the model: the last one to hold the group, DDP over gloo can hang (torch 2.13)
+
+
+def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
+    """Builds the model and takes the steps; the model is gone when it returns."""
     model = parallel_model(asked, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
@@ -132,11 +137,10 @@ def main() -> None:
         total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
-            peak = f", peak {remat.format_bytes(torch.cuda.max_memory_allocated())}" if is_cuda else ""
+            peak = f", peak {remat.format_bytes(torch.cuda.max_memory_allocated())}" if device.type == "cuda" else ""
             print(f"step {step}: loss {total.item() / dist.get_world_size():.6f}, {time.perf_counter() - start:.3f} s{peak}", flush=True)
     if rank == 0 and not asked.plain:
         print(remat.report(model))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
