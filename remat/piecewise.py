@@ -246,14 +246,21 @@ class Piecewise:
         with self._open(session), torch_private.without_leaf_warnings():
             result = plan.meter.forward(call) if plan else call()
         path = tuple(session.pieces)
-        if not path and session.expects_pieces and self.plans and _needs_gradient(result):
-            raise TraceError(_NOT_COMPILED)
+        if not path and session.expects_pieces and _needs_gradient(result):
+            raise TraceError(_NOT_COMPILED if self.plans else self._nothing_compiled())
         if plan and path != self.last:
             plan.meter.forget()
         if path and (path, held_bytes) not in self.plans:
             self._plan(session, result, inputs, held_bytes)
         self.last, self.plan = path, self.plans.get((path, held_bytes))
         return result
+
+    def _nothing_compiled(self) -> str:
+        return (
+            f"torch.compile finds no piece of {type(self.module).__name__} to plan: a graph break inside of a loop or a `with` makes it "
+            "leave the whole function around it to plain Python. Take the loop's body into a function or module of its own, or the line "
+            f"that breaks out of the loop: {', '.join(self.breaks)}"
+        )
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path beside gradients that are there: that of others, planned again, where they are new."""

@@ -454,6 +454,28 @@ def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
     model(x).backward()
 
 
+class LoopOfOperators(nn.Module):
+    """A break within a loop, and nothing in it that dynamo could compile by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.linear(x).sin()
+            torch._dynamo.graph_break()
+        return x.sum()
+
+
+def test_a_step_without_any_piece_says_why() -> None:
+    """Naive: at first "nothing to differentiate", then plain steps, above the budget, that nobody notices."""
+    model = planned(LoopOfOperators(), keep_nothing)
+    for _ in range(2):
+        with pytest.raises(remat.TraceError, match=r"graph break inside of a loop.*graph_break\(\)"):
+            model(batch(0))
+
+
 def test_the_compile_backend_refuses_a_break() -> None:
     """It never learns where a step begins, so it can't plan pieces together."""
     step = torch.compile(Broken(), backend="remat", options={"budget": "60%", "costs": "flops"})
