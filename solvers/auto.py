@@ -4,7 +4,7 @@
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
 3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On all, what the closed-form
    heuristics give (`families`): never above one of them. Then, on large ones, refined relaxations, whose schedules often fit
-   and are near the bound.
+   and are near the bound; with more threads than one it is searched (8) meanwhile.
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
@@ -55,6 +55,7 @@ _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
+_ROUNDS_BESIDE = 1  # of annealing the best, while large graphs are relaxed; then restarts
 _REFINING_SHARE = 0.4  # of the time that is then left
 _REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
 _USUAL_GAP = 0.005
@@ -152,23 +153,25 @@ class Auto(Solver):
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
-        if not self._relax(search, refinement):
+        restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        if not self._relax_beside_search(search, refinement, restarts):
             return False
         if len(refinement.boundaries) == 2 and not self._refine(search, refinement):
             return False
         self._solve_greedily(search, least)
-        self._anneal(search, search.starts(2), _FIRST_ROUNDS)
+        if self._is_small(search) or self.threads == 1 or search.steps is None:
+            self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:
             self._refine_until(search, refinement, _REFINING_SHARE)
-            self._improve(search, 1)
+            self._improve(search, restarts, 1)
             return True
         with ThreadPoolExecutor(1) as executor:
             bounding = executor.submit(self._refine_until, search, refinement, _REFINING_SHARE_BESIDE)
             known = search.num_starts
-            self._improve(search, self.threads - 1)
+            self._improve(search, restarts, self.threads - 1)
             bounding.result()
         if search.num_starts > known:
-            self._improve(search, self.threads)
+            self._improve(search, restarts, self.threads)
         return True
 
     @staticmethod
@@ -184,17 +187,17 @@ class Auto(Solver):
         while not (search.is_over or refinement.is_over or is_past(deadline)):
             self._refine(search, refinement, deadline=deadline)
 
-    def _improve(self, search: Search, threads: int) -> None:
+    def _improve(self, search: Search, restarts: Restarts, threads: int) -> None:
         """Looks for better schedules until nothing improves."""
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
-            self._restart(search, threads)
+            self._restart(search, restarts, threads)
             self._solve_neighbourhoods(search)
         else:
             self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds)
 
     def _price(self, search: Search) -> bool:
         """Takes bound and schedules from prices for memory; False where the budget is proved infeasible."""
-        if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
+        if self._is_small(search):
             return True
         lagrangian = Lagrangian(search.graph, budget_bytes=search.budget_bytes)
         deadline = time.perf_counter() + search.left_s * _PRICING_SHARE
@@ -212,9 +215,25 @@ class Auto(Solver):
         keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
         return peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False) > search.budget_bytes
 
+    def _relax_beside_search(self, search: Search, refinement: Refinement, restarts: Restarts) -> bool:
+        """Relaxes in one thread, and searches in another meanwhile; False where the budget is proved infeasible."""
+        if self._is_small(search) or self.threads == 1 or search.is_over or search.steps is None:
+            return self._relax(search, refinement)
+        with ThreadPoolExecutor(1) as executor:
+            relaxing = executor.submit(self._relax, search, refinement)
+            may_restart = search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART
+            self._anneal(search, [], _ROUNDS_BESIDE if may_restart else self.rounds, should_stop=relaxing.done)
+            if may_restart and not relaxing.done():
+                self._restart(search, restarts, 1, should_stop=relaxing.done)
+            return relaxing.result()
+
+    @staticmethod
+    def _is_small(search: Search) -> bool:
+        return search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE
+
     def _relax(self, search: Search, refinement: Refinement) -> bool:
         """Refines linear relaxations of large graphs while their schedules don't fit; False where that is proved of the budget."""
-        if search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE:
+        if self._is_small(search):
             return True
         fruitless = 0
         for _ in range(_MOST_RELAXATIONS):
@@ -265,7 +284,9 @@ class Auto(Solver):
         if search.steps is None and not search.is_over:
             search.offer((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
 
-    def _anneal(self, search: Search, starts: Sequence[Sequence[int]], rounds: int) -> None:
+    def _anneal(
+        self, search: Search, starts: Sequence[Sequence[int]], rounds: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
         """Runs rounds of annealing from the starts, then from the best, until some in a row bring nothing."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
@@ -279,31 +300,35 @@ class Auto(Solver):
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
             round_ = Round(num_moves, _HOT[index % len(_HOT)], 1e-6)
-            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search))
-            is_over = self._take(local, search)
+            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
+            is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
 
-    def _restart(self, search: Search, threads: int) -> None:
+    def _restart(self, search: Search, restarts: Restarts, threads: int, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Runs generations of annealing runs until two in a row bring nothing."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
             return
-        restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed, threads=threads)
         until_s = search.elapsed_s + (1 - _EXACT_SHARE) * search.left_s
         stagnant = 0
+
+        def is_over() -> bool:
+            return search.is_over or search.elapsed_s > until_s or should_stop()
+
         for _ in range(self.rounds):
             before_s = math.inf if search.cost_s is None else search.cost_s
             best = [search.steps] if search.steps is not None else []
             restarts.run(
                 [range(search.graph.num_operators), *search.starts(_STARTS_TO_RESTART), *best],
-                should_stop=lambda: search.is_over or search.elapsed_s > until_s,
+                threads=threads,
+                should_stop=is_over,
                 found=search.offer,
                 deadline=search.started_s + until_s,
             )
             stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
-            if stagnant >= _STAGNANT_GENERATIONS or search.elapsed_s > until_s or search.is_over:
+            if stagnant >= _STAGNANT_GENERATIONS or is_over():
                 return
 
     def _solve_neighbourhoods(self, search: Search) -> None:

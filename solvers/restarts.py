@@ -3,7 +3,8 @@
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `local_search` results. Where an annealing run
 ends depends on the valley it fell into while it was hot. Starting anew each time throws away what was good elsewhere in the
 schedule; a run from one of the best, warmed up to 0.1 or 0.03 % of the keep-all cost, changes a part of it. Wherever a run ends, what it
-does better than the best is taken over by `recombination`: a memetic algorithm (Moscato, 1989).
+does better than the best is taken over by `recombination`: a memetic algorithm (Moscato, 1989). Near the least budget most
+runs end a little above it, and cheap; these count as well.
 
 Runs of one batch have random streams of their own, so they may run in parallel threads and give the same answer.
 """
@@ -28,7 +29,7 @@ from .recombination import Recombination
 
 _NUM_RUNS = 24  # of a generation
 _NUM_FRESH = 12, 3  # of them from the starts: in the first generation, in those after
-_BATCH = 4
+_BATCH = 2
 _NUM_KEPT = 6
 _USUAL_MOVES = 60_000 if IS_COMPILED else 600  # of a run, on graphs of 100 to 400 operators
 _LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
@@ -50,12 +51,11 @@ class _Found:
 class Restarts:
     """Generations of annealing runs on one graph under one budget."""
 
-    def __init__(self, graph: Graph, *, budget_bytes: int, seed: int = 0, threads: int = 1, moves: int | None = None) -> None:
+    def __init__(self, graph: Graph, *, budget_bytes: int, seed: int = 0, moves: int | None = None) -> None:
         """Prepares the search; `moves` is the length of a run, by default what suits the graph."""
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._seed = seed
-        self._threads = threads
         self._num_runs = self._num_generations = 0
         self._random = np.random.default_rng(seed)
         count = graph.num_operators
@@ -72,6 +72,7 @@ class Restarts:
         self,
         starts: Sequence[Sequence[int]],
         *,
+        threads: int = 1,
         should_stop: Callable[[], bool] | None = None,
         found: Callable[[Sequence[int]], object] | None = None,
         deadline: float = math.inf,
@@ -81,26 +82,33 @@ class Restarts:
         Args:
             starts: valid sequences, at least one, within the budget or not; fresh runs start from them in turn, and those
                 that fit are of the pool.
+            threads: that run at the same time.
             should_stop: asked often, from several threads; a true answer ends all runs.
-            found: called with the best of the pool after each batch of runs, and whenever recombining made it better.
+            found: called with the best of the pool after each run, and whenever recombining made it better.
             deadline: of `time.perf_counter`, in seconds: what caps recombinations.
         """
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
         num_fresh = _NUM_FRESH[min(self._num_generations, 1)]
         self._num_generations += 1
-        with ThreadPoolExecutor(self._threads) as executor:
+        with ThreadPoolExecutor(threads) as executor:
             for first in range(0, _NUM_RUNS, _BATCH):
                 batch = [self._new_start(index, num_fresh, starts) for index in range(first, first + _BATCH)]
                 seeds = range(self._num_runs, self._num_runs + _BATCH)
                 self._num_runs += _BATCH
                 begins, hots = zip(*batch, strict=True)
-                ends = list(executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)))
-                self._keep_best(ends)
+                ends = []
+                for end in executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)):
+                    ends.append(end)
+                    self._keep_best([end])
+                    self._report(found)
                 for _ in self._recombinations(ends, deadline, should_stop):
-                    if found is not None and self.pool:
-                        found(self.pool[0][1].tolist())
+                    self._report(found)
                 if should_stop is not None and should_stop():
                     return
+
+    def _report(self, found: Callable[[Sequence[int]], object] | None) -> None:
+        if found is not None and self.pool:
+            found(self.pool[0][1].tolist())
 
     def _new_start(self, index: int, num_fresh: int, starts: Sequence[Sequence[int]]) -> tuple[Ints, float]:
         """Returns where the next run of a generation starts and its first temperature."""
@@ -124,12 +132,14 @@ class Restarts:
         return _Found(simulation.cost_s if over <= 0 else np.inf, max(over, 0), np.asarray(steps, np.int64))
 
     def _recombinations(self, ends: Sequence[_Found], deadline: float, should_stop: Callable[[], bool] | None) -> Iterator[None]:
-        """Recombines the best with where each run ended, then with the others of the pool at once; yields first, and where it is better."""
-        yield
-        rest = [found.steps for found in self._best[1:] if found.cost_s < np.inf]
-        for others in (*([end.steps] for end in ends if end.cost_s < np.inf), rest):
+        """Recombines the best with where each run ended, then with the others of the pool at once; yields where it is better.
+
+        Ends that do not fit count as well: most are cheap and little above the budget, and what they lack the best may have.
+        """
+        rest = [found.steps for found in self._best[1:]]
+        for others in (*([end.steps] for end in ends), rest):
             best, left_s = self._best[0], min(_RECOMBINATION_LIMIT_S, deadline - time.perf_counter())
-            if left_s <= 0 or (should_stop is not None and should_stop()):
+            if best.cost_s == np.inf or left_s <= 0 or (should_stop is not None and should_stop()):
                 return
             part = self._recombination.improve(best.steps, others, time_limit_s=left_s) if others else None
             if part is not None and part.cost_s < best.cost_s:

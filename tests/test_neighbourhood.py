@@ -104,8 +104,8 @@ def test_threads_do_not_change_what_restarts_find() -> None:
     budget = int(0.7 * keep_all_bytes(graph))
     found = []
     for threads in (1, 2):
-        restarts = Restarts(graph, budget_bytes=budget, seed=5, threads=threads, moves=400)
-        restarts.run([range(graph.num_operators)])
+        restarts = Restarts(graph, budget_bytes=budget, seed=5, moves=400)
+        restarts.run([range(graph.num_operators)], threads=threads)
         found.append([(cost_s, steps.tolist()) for cost_s, steps in restarts.pool])
     assert found[0] == found[1]
     assert all(validate(graph, Schedule.from_steps(graph, steps), budget_bytes=budget) == [] for _, steps in found[0])
