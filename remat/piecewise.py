@@ -26,7 +26,7 @@ from .autocast_cache import autocast_cache
 from .budget import describe_bytes
 from .capture import Step, device_type, refuse_opaque_memory, refuse_scans
 from .distributed import Agreement, bucket_bytes
-from .errors import TraceError
+from .errors import BudgetError, TraceError
 from .executor import BoxedFunction, compile_graph
 from .held_outside import gradient_bytes, kept_by_eager, resident_values
 from .measure import StepMeter
@@ -312,7 +312,10 @@ class Piecewise:
 
     def _install(self, path: Path, copies: Sequence[Copied], joined: JoinedStep, held_bytes: int, unplanned_bytes: int = 0) -> JoinedPlan:
         assert self.plan_of is not None
-        solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes + held_bytes)
+        try:
+            solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes + held_bytes)
+        except BudgetError as error:
+            raise self._naming_breaks(error) from None
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(path, copies, schedules, strict=True))
@@ -321,6 +324,15 @@ class Piecewise:
         planned = JoinedPlan(joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess)
         self.plans[path, held_bytes] = planned
         return planned
+
+    def _naming_breaks(self, error: BudgetError) -> BudgetError:
+        """Says where the step is cut: what runs between its pieces is not planned, and may be what does not fit."""
+        if not self.breaks:
+            return error
+        message = (
+            f"{error} torch.compile cuts this step, and what runs between its pieces is not planned; it cuts at: {', '.join(self.breaks)}"
+        )
+        return BudgetError(message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, is_proved=error.is_proved)
 
     def _keep_within_budget(self) -> None:
         """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -241,11 +242,17 @@ def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {first}\n"
                 "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place).",
-                first.split("\n")[0],
+                first.split("\n")[0] + _place_in(str(error)),
             ) from error
         if cause is not error:  # a backend's failure: AOTAutograd could not trace the step, or we could not
             raise TraceError(f"this step can't be traced and planned: {type(cause).__name__}: {cause}") from error
         raise
+
+
+def _place_in(message: str) -> str:
+    """The innermost line of the user's code that dynamo's message names, as ` (file.py:12)`."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', message)
+    return f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
 
 
 @dataclass
