@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from .accounting import Floats
+from .interrupt import is_past
 from .linear import Outcome
 from .moments import MomentRows
 from .window import Window, WindowModel
@@ -78,10 +79,10 @@ class LazyRows:
             )
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
-            if outcome.point is None or is_cut_off or not self._add_violated(outcome.point) or not outcome.is_finished:
+            if outcome.point is None or is_cut_off or not self._add_violated(outcome.point, deadline) or not outcome.is_finished:
                 return Outcome(bound, outcome.point, outcome.is_finished)
 
-    def _add_violated(self, point: Floats) -> int:
+    def _add_violated(self, point: Floats, deadline: float) -> int:
         """Adds the most violated rows, at least three operators apart, and returns how many."""
         limit = self.model.limit(point) + _TOLERANCE * self.model.budget
         found: list[tuple[float, Window, int]] = []
@@ -98,13 +99,13 @@ class LazyRows:
                 self.model.add_memory_row(window, v)
             if len(chosen) == _ROWS_A_ROUND:
                 break
-        return len(chosen) + self._add_moments(point)
+        return len(chosen) + self._add_moments(point, deadline)
 
-    def _add_moments(self, point: Floats) -> int:
-        """Adds the most violated moment row of each window of one operator, and returns how many."""
+    def _add_moments(self, point: Floats, deadline: float) -> int:
+        """Adds the most violated moment row of each window of one operator, and returns how many; at the deadline one at least."""
         count = 0
         for moments in self.moments:
-            for _, j in moments.violated(point)[:1]:
+            for _, j in moments.violated(point, deadline=deadline)[:1]:
                 moments.add_at(j, point)
                 count += 1
-        return count
+        return max(count, int(is_past(deadline)))  # what was not looked at may be violated

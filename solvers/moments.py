@@ -35,6 +35,7 @@ from functools import cached_property
 import numpy as np
 
 from .accounting import Bools, Floats
+from .interrupt import is_past
 from .linear import Program
 from .window import WindowModel
 
@@ -69,12 +70,14 @@ class MomentRows:
         self.twice: dict[int, int] = {}
         self.sets: dict[int, tuple[int, set[int]]] = {}  # operator -> how often it was added, the operators of its set
 
-    def violated(self, point: Floats) -> list[tuple[float, int]]:
-        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst first."""
+    def violated(self, point: Floats, *, deadline: float = math.inf) -> list[tuple[float, int]]:
+        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst first; of those it has time for."""
         again, limit = self.model.values_at(self.again, point), self.model.budget * self.model.relative_limit
         chosen = set(np.flatnonzero(again > _TOLERANCE).tolist())
         found = []
         for j in np.flatnonzero(self._may_bind & (again > _TOLERANCE)).tolist():
+            if is_past(deadline):
+                break
             times, known = self.sets.get(j, (0, set()))
             if times < _MOST_TIMES and not chosen <= known:
                 excess = self._least_usage(j, chosen, point) - limit
