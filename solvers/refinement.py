@@ -5,7 +5,7 @@ much memory right before an original operator, while values are computed again f
 too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
 costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
 of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Rows found before are kept;
-stages of one operator in which no moment was ever short are given up, and cuts without which the linear relaxation is as good.
+stages of one operator in which no moment was ever short are given up once, and cuts without which the linear relaxation is as good.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
 solver proves that no point is cheaper, that schedule is optimal. Ends where the schedule is as cheap as the bound, where
@@ -66,6 +66,7 @@ class Refinement:
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
+        self.given_up: set[int] = set()  # singles in which no moment was short
         self.decided_s = -math.inf  # no point of the present model is cheaper
         self.best_s = -math.inf  # bound of all models so far
         self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())  # bound, singles and cuts
@@ -130,7 +131,7 @@ class Refinement:
             steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
             if not is_relaxed:
-                self.singles &= short
+                self._give_up(self.singles - short)
             before = self.singles | self.cuts
             self._cut(steps, boundaries, None if is_relaxed else paid)
             if not is_relaxed:
@@ -141,6 +142,11 @@ class Refinement:
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split = False
         return Step(bound_s, steps, outcome.is_finished)
+
+    def _give_up(self, idle: set[int]) -> None:
+        """Gives up singles that brought nothing, each once: two that take each other's place would go on for good."""
+        self.singles -= idle - self.given_up
+        self.given_up |= idle
 
     def return_to_best_relaxed(self) -> None:
         """Goes back to the stages whose linear relaxation gave the best bound: relaxed, more stages may bound less."""

@@ -16,7 +16,7 @@ from remat.solution import Status
 from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum
-from remat.solvers.refinement import Refinement
+from remat.solvers.refinement import MAX_STAGES, Refinement
 from remat.solvers.window import WindowModel
 
 
@@ -81,3 +81,17 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
     lazy = LazyRows(model)
     bound_s = model.bound_s(lazy.solve(deadline=time.perf_counter() + 20))
     assert bound_s <= MILP(time_limit_s=20).solve(graph, budget_bytes=budget).cost_s * (1 + 1e-9)
+
+
+def test_two_stages_do_not_take_each_others_place_for_good() -> None:
+    """Naive: one of two operators is made a stage where the other was given up, in turn, and it never ends."""
+    cost = [9, 20, 9, 20, 1, 5, 20, 9, 20, 2, 9, 9]
+    size = [13, 13, 8, 1, 1, 5, 3, 1, 13, 3, 13, 1]
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (3, 7), (4, 7), (6, 7), (2, 8), (3, 8), (5, 8), (7, 8), (2, 9), (8, 9)]
+    edges += [(0, 10), (1, 10), (9, 10), (0, 11), (8, 11), (10, 11)]
+    refinement = Refinement(Graph.from_arrays(cost, size, edges, first_backward=6), budget_bytes=53)
+    for _ in range(3 * MAX_STAGES):
+        if refinement.is_over:
+            break
+        refinement.solve(deadline=time.perf_counter() + 20, cutoff_s=176.0)
+    assert refinement.is_over
