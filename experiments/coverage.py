@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     _compile_search()
     gc.freeze()  # what is loaded stays; each measured step collects garbage first
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = load()
     for name, family, make in _asked_for(arguments, known.keys()):
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
@@ -107,13 +107,44 @@ def main(arguments: list[str]) -> None:
     print(_save(known))
 
 
+def load() -> dict[str, Any]:
+    """Returns what was measured so far: model -> its environment and its rows."""
+    if not RESULTS.exists():
+        return {}
+    kept = json.loads(RESULTS.read_text())
+    return {
+        name: {
+            "environment": {"date": found["date"], **kept["environments"][found["environment"]]},
+            "rows": [asdict(Row(name=name, family=found["family"], **row)) for row in found["rows"]],
+        }
+        for name, found in kept["models"].items()
+    }
+
+
 def _save(known: dict[str, Any]) -> str:
-    """Writes the results, after each model, so that a run that is stopped leaves both files right; returns the table."""
+    """Writes the results, after each model, so that a run that is stopped leaves both files right; returns the table.
+
+    Environments are written once each, rows without what they share and what is 0.
+    """
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in known.items())
-    RESULTS.write_text(f"{{\n{lines}\n}}\n")
+    environments: list[dict[str, Any]] = []
+    lines = []
+    for name, found in known.items():
+        machine = {key: value for key, value in found["environment"].items() if key != "date"}
+        if machine not in environments:
+            environments.append(machine)
+        rows = [{key: _short(value) for key, value in row.items() if key not in ("name", "family") and value != 0} for row in found["rows"]]
+        date, family = found["environment"]["date"], found["rows"][0]["family"]
+        model = {"environment": environments.index(machine), "date": date, "family": family, "rows": rows}
+        lines.append(f"{json.dumps(name)}: {json.dumps(model)}")
+    listed, models = ",\n".join(map(json.dumps, environments)), ",\n".join(lines)
+    RESULTS.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
     RESULTS.with_suffix(".md").write_text(text + "\n")
     return text
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _compile_search() -> None:

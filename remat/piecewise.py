@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from . import torch_private
 from .autocast_cache import autocast_cache
+from .breaks import NOT_COMPILED, naming_breaks, nothing_compiled
 from .budget import describe_bytes
 from .capture import Step, device_type, refuse_opaque_memory, refuse_scans
 from .distributed import Agreement, bucket_bytes
@@ -247,20 +248,13 @@ class Piecewise:
             result = plan.meter.forward(call) if plan else call()
         path = tuple(session.pieces)
         if not path and session.expects_pieces and _needs_gradient(result):
-            raise TraceError(_NOT_COMPILED if self.plans else self._nothing_compiled())
+            raise TraceError(NOT_COMPILED if self.plans else nothing_compiled(self.module, self.breaks))
         if plan and path != self.last:
             plan.meter.forget()
         if path and (path, held_bytes) not in self.plans:
             self._plan(session, result, inputs, held_bytes)
         self.last, self.plan = path, self.plans.get((path, held_bytes))
         return result
-
-    def _nothing_compiled(self) -> str:
-        return (
-            f"torch.compile finds no piece of {type(self.module).__name__} to plan: a graph break inside of a loop or a `with` makes it "
-            "leave the whole function around it to plain Python. Take the loop's body into a function or module of its own, or the line "
-            f"that breaks out of the loop: {', '.join(self.breaks)}"
-        )
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path beside gradients that are there: that of others, planned again, where they are new."""
@@ -315,7 +309,7 @@ class Piecewise:
         try:
             solution = self.plan_of(joined, unplanned_bytes=unplanned_bytes + held_bytes)
         except BudgetError as error:
-            raise self._naming_breaks(error) from None
+            raise naming_breaks(error, self.breaks) from None
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(path, copies, schedules, strict=True))
@@ -324,15 +318,6 @@ class Piecewise:
         planned = JoinedPlan(joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess)
         self.plans[path, held_bytes] = planned
         return planned
-
-    def _naming_breaks(self, error: BudgetError) -> BudgetError:
-        """Says where the step is cut: what runs between its pieces is not planned, and may be what does not fit."""
-        if not self.breaks:
-            return error
-        message = (
-            f"{error} torch.compile cuts this step, and what runs between its pieces is not planned; it cuts at: {', '.join(self.breaks)}"
-        )
-        return BudgetError(message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, is_proved=error.is_proved)
 
     def _keep_within_budget(self) -> None:
         """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""
@@ -372,11 +357,6 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
 
 _DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")  # of reasons of breaks where data leads on
 _NO_METER = StepMeter("cpu", 0, ())
-_NOT_COMPILED = (
-    "torch.compile ran none of the pieces of this planned step, which so was plain, and held what plain PyTorch holds: it is switched off "
-    "(torch.compiler.set_stance, TORCHDYNAMO_DISABLE), or another thread was inside of a function compiled with fullgraph=True, below "
-    "which dynamo compiles nothing, in any thread (torch 2.13); run the two in turn"
-)
 
 
 def _needs_gradient(result: Any) -> bool:

@@ -46,7 +46,7 @@ def test_the_front_pages_measured_peaks_are_those_of_the_result_file() -> None:
 
 def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
     page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    rows = [coverage.Row(**row) for model in read("coverage").values() for row in model["rows"]]
+    rows = [coverage.Row(**row) for model in coverage.load().values() for row in model["rows"]]
     counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
     assert (
         f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, dropout on: {counts.pop('equal')} equal plain"
