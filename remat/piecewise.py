@@ -31,6 +31,7 @@ from .errors import BudgetError, TraceError
 from .executor import BoxedFunction, compile_graph
 from .held_outside import gradient_bytes, kept_by_eager, resident_values
 from .measure import StepMeter
+from .own_frames import OwnFrames
 from .piece import Copied, Piece, signature
 from .pieces import JoinedStep, Place, Run, composed, join
 from .plain_kernels import plain_kernels
@@ -153,6 +154,7 @@ class Piecewise:
         self.joined: JoinedStep | None = None
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined  # how parameters come and go
         self._pieces: dict[str, Piece] = {}
+        self._frames = OwnFrames(module)
         self._local = threading.local()
 
     @property
@@ -244,7 +246,7 @@ class Piecewise:
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
         plan = self._plan_beside(held_bytes)
         session = Session(self, plan, self.last)
-        with self._open(session), torch_private.without_leaf_warnings():
+        with self._open(session), self._frames.installed(), torch_private.without_leaf_warnings():
             result = plan.meter.forward(call) if plan else call()
         path = tuple(session.pieces)
         if not path and session.expects_pieces and _needs_gradient(result):

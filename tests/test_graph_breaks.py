@@ -21,7 +21,7 @@ from remat.runtime import PlannedCall
 from remat.schedule import Schedule, simulate
 from remat.torch_private import get_call
 
-from .planned import UNLIMITED, Given, assert_same, keep_nothing, planned
+from .planned import UNLIMITED, Given, keep_nothing, planned
 
 WIDTH, ROWS = 16, 256
 
@@ -500,23 +500,6 @@ def test_a_step_without_any_piece_says_why() -> None:
     for _ in range(2):
         with pytest.raises(remat.TraceError, match=r"graph break inside of a loop.*graph_break\(\)"):
             model(batch(0))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: bool) -> None:
-    """Left to find out, it looks at the mask, which cuts the step inside of torch's own modules, and runs plain (torch 2.13)."""
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2)
-    plain = copy.deepcopy(model)
-    planned(model, keep_nothing, differentiate="all")
-    x, mask = torch.randn(2, 8, WIDTH), nn.Transformer.generate_square_subsequent_mask(8)
-    for each in (model, plain):
-        each(x, mask=mask, is_causal=is_causal).pow(2).mean().backward()
-    call = get_call(model)
-    assert isinstance(call, PlannedCall)
-    assert call.piecewise is None
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same(ours.grad, theirs.grad)
 
 
 def test_the_compile_backend_refuses_a_break() -> None:

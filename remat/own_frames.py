@@ -1,0 +1,58 @@
+"""Frames of ours around the composite modules of `torch.nn`, for steps that run in pieces.
+
+Dynamo inlines torch's own files but compiles no frame that begins in one. Where a step is cut inside of an
+`nn.TransformerEncoder`, which looks at its mask, all of its layers would so run plain, and so would an `nn.Sequential`
+called in a loop that is left to plain Python. While a step runs, such modules' `forward` begins in a frame of ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_LOCK = threading.Lock()
+_USERS: Counter[int] = Counter()  # id of a module -> how many running steps use its frame; steps of threads may share modules
+
+
+class OwnFrames:
+    """The composite modules of `torch.nn` inside of a module, and the frames that stand around their `forward`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._frames = [(part, MethodType(_frame(), part)) for part in module.modules() if _is_composite(part)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Has the modules run through their frames; they are plain again after it, to be copied and pickled as they were."""
+        with _LOCK:
+            ours = [(part, frame) for part, frame in self._frames if _USERS[id(part)] or "forward" not in vars(part)]
+            for part, frame in ours:
+                _USERS[id(part)] += 1
+                vars(part).setdefault("forward", frame)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                for part, _ in ours:
+                    _USERS[id(part)] -= 1
+                    if not _USERS[id(part)]:
+                        del _USERS[id(part)], vars(part)["forward"]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """True for a module of torch's own that calls others: an operator alone has nothing inside to recompute."""
+    forward = type(module).forward
+    is_called = forward is not nn.Module.forward  # a ModuleList never is
+    return is_called and forward.__module__.startswith("torch.nn.modules.") and next(module.children(), None) is not None
+
+
+def _frame() -> Callable[..., Any]:
+    """A function of its own: dynamo keeps what it compiled by code object."""
+    namespace: dict[str, Any] = {}
+    exec("def forward(self, /, *args, **kwargs):\n    return type(self).forward(self, *args, **kwargs)", namespace)
+    return namespace["forward"]  # type: ignore[no-any-return]
