@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,19 +46,27 @@ def gradient_bytes(module: nn.Module) -> int:
     return sum(found.values())
 
 
-def kept_by_eager(results: Iterable[torch.Tensor]) -> list[Kept]:
-    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
-
-    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
-    """
-    runs, eager, seen = [], [], set()
-    waiting = [t.grad_fn for t in results if t.grad_fn is not None]
+def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes of the autograd graph between a forward's results and its inputs, leaves and what made the inputs left out."""
+    seen: set[Any] = {t.grad_fn for t in inputs if isinstance(t, torch.Tensor)} | {None}
+    waiting: list[Any] = [t.grad_fn for t in results]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+        waiting += [parent for parent, _ in node.next_functions]
+        if not hasattr(node, "variable"):
+            yield node
+
+
+def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> list[Kept]:
+    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
+
+    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
+    """
+    runs, eager = [], []
+    for node in autograd_nodes(results, inputs):
         saved = torch_private.saved_tensors(node)
         if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and torch_private.is_compiled_node(node):
             runs.append(torch_private.sequence_number(node))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .torch_private import StorageWeakRef, at_end_of_backward, is_profiling, run_counting_allocations
+from .torch_private import is_profiling, run_counting_allocations
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
-    return _from_events(run_counting_allocations(fn)[1], "cpu")
+    return from_events(run_counting_allocations(fn)[1], "cpu")
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
@@ -66,12 +66,13 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
         torch.cuda.memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
     events = [(e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
-    measured = _from_events(events, "cuda")
+    measured = from_events(events, "cuda")
     peak_bytes = torch.cuda.max_memory_allocated() - before  # the allocator's own word
     return Measurement(peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda")
 
 
-def _from_events(events: list[tuple[float, int]], device: str) -> Measurement:
+def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
+    """Returns what (seconds, bytes allocated or, negative, released) in order add up to."""
     held, history, times = 0, [], []
     for time_s, change in events:
         held += change
@@ -129,80 +130,6 @@ class FirstStepMeter:
         return result
 
 
-@dataclass
-class StepMeter:
-    """Measures the first planned step of a model that runs in pieces: its forward, and the backward of each run.
-
-    On CUDA it is the allocator's peak over all of it. On the CPU allocations are counted in the forward, gaps included, and in
-    each run's backward; what eager operators allocate and release within a gap's backward is not seen there.
-
-    Attributes:
-        device: `cpu` or `cuda`.
-        resident_bytes: what the step holds throughout, on the CPU added to what is measured.
-        freed_bytes: for each run, what eager operators that ran after it, and before the next one, kept and have released by then.
-        peak_bytes: the measured peak of the step, None until both halves ran.
-    """
-
-    device: str
-    resident_bytes: int
-    freed_bytes: tuple[int, ...]
-    peak_bytes: int | None = None
-    _peak_bytes: int = field(default=0, repr=False)
-    _held_bytes: int = field(default=0, repr=False)
-    _state: str = field(default="waiting", repr=False)  # "forward": measured; "backward": begun
-    _gradients: list[StorageWeakRef] = field(default_factory=list, repr=False)
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        """Runs a forward, measured where no step was yet."""
-        if self.peak_bytes is not None or is_profiling():
-            return run()
-        self._state = "forward"
-        self._gradients.clear()
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return run()
-        result, events = run_counting_allocations(run)
-        measured = _from_events(events, "cpu")
-        self._peak_bytes, self._held_bytes = measured.peak_bytes, measured.end_bytes
-        return result
-
-    def forget(self) -> None:
-        """Drops what was measured of a forward, whose backward did not come."""
-        self._state = "waiting"
-
-    def backward(self, run: Callable[[list[Any]], Any], args: list[Any], turn: int, num_tangents: int) -> Any:
-        """Runs the backward of run `turn`, whose last `num_tangents` arguments are gradients that arrive."""
-        if self.peak_bytes is not None or self._state == "waiting" or is_profiling():
-            return run(args)
-        if self._state == "forward":
-            self._state = "backward"
-            at_end_of_backward(self._end_backward)
-        if self.device == "cuda":
-            return run(args)
-        unknown = self._unknown_bytes(args[len(args) - num_tangents :])
-        self._held_bytes += sum(unknown.values()) - self.freed_bytes[turn]
-        result, events = run_counting_allocations(lambda: run(args))
-        measured = _from_events(events, "cpu")
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes + measured.peak_bytes)
-        self._held_bytes += measured.end_bytes - sum(size for reference, size in unknown.items() if reference.expired())
-        self._gradients += [StorageWeakRef(t.untyped_storage()) for t in result if isinstance(t, torch.Tensor)]
-        return result
-
-    def _unknown_bytes(self, tangents: list[Any]) -> dict[StorageWeakRef, int]:
-        """Gradients that eager operators made: their release is not counted either."""
-        known = {reference.cdata for reference in self._gradients}
-        storages = [t.untyped_storage() for t in tangents if isinstance(t, torch.Tensor)]
-        return {StorageWeakRef(s): s.nbytes() for s in storages if s._cdata not in known}
-
-    def _end_backward(self) -> None:
-        self._gradients.clear()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        else:
-            self.peak_bytes = self.resident_bytes + self._peak_bytes
-
-
 def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
@@ -210,5 +137,5 @@ def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, int, int]:
     result, events = run_counting_allocations(lambda: run(args))
-    measured = _from_events(events, "cpu")
+    measured = from_events(events, "cpu")
     return result, measured.peak_bytes, measured.end_bytes

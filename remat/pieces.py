@@ -88,14 +88,12 @@ class JoinedStep:
         graph: all runs, one region each.
         runs: in the order of the forward.
         origin: operator -> (run, operator of its piece); operators of gaps have none.
-        freed_bytes: for each run, what the gap after it kept for its own backward alone.
         value_of: for each run, value of its piece -> value here.
     """
 
     graph: Graph
     runs: tuple[Run, ...]
     origin: Mapping[int, tuple[int, int]]
-    freed_bytes: tuple[int, ...]
     value_of: tuple[Mapping[int, int], ...]
 
     def schedules(self, schedule: Schedule) -> list[Schedule]:
@@ -170,11 +168,7 @@ class _Joiner:
         kept = tuple(sorted(v for v in self.outputs if not self.values[v].is_resident))
         first = self.runs[0].step.graph
         graph = Graph(tuple(self.values), tuple(self.operators), kept, device=first.device, costs=first.costs)
-        freed = [sum(k.size_bytes for k in self.kept if k.gap == i + 1 and self._is_of_gap(k)) for i in range(len(self.runs))]
-        return JoinedStep(graph, self.runs, self.origin, tuple(freed), tuple(self.value_of))
-
-    def _is_of_gap(self, kept: Kept) -> bool:
-        return self.gap_of.get(kept.storage) == kept.gap and kept.storage not in self.handed_over
+        return JoinedStep(graph, self.runs, self.origin, tuple(self.value_of))
 
     def _add_value(self, value: Value) -> int:
         self.values.append(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from .distributed import Agreement, bucket_bytes
 from .errors import BudgetError, TraceError
 from .executor import BoxedFunction, compile_graph
 from .held_outside import gradient_bytes, kept_by_eager, resident_values
-from .measure import StepMeter
 from .own_frames import OwnFrames
 from .piece import Copied, Piece, signature
 from .pieces import JoinedStep, Place, Run, composed, join
@@ -39,6 +38,7 @@ from .plans import Plans
 from .rewrite import split
 from .schedule import Schedule, simulate
 from .solution import Solution
+from .step_meter import StepMeter
 from .tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
@@ -223,17 +223,23 @@ class Piecewise:
         number, turn = session.begin(piece, args)
         results = piece.halves(number)[0](args)
         session.end(results[: piece.num_forward])
+        if session.plan:
+            session.plan.meter.saved(results[piece.num_forward :])
         token = torch.empty((0, number, turn))
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the backward half that belongs to the forward that saved `args`."""
-        _, number, turn = args.pop(0).shape
-        missing = piece.fill(args)
-        gradients = self.meter.backward(piece.halves(number)[1], args, turn, piece.num_tangents)
-        return piece.arriving(gradients, missing) if missing else gradients
+        _, number, _ = args.pop(0).shape
 
-    def run(self, call: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        def run(args: list[Any]) -> Any:
+            missing = piece.fill(args)
+            gradients = piece.halves(number)[1](args)
+            return piece.arriving(gradients, missing) if missing else gradients
+
+        return self.meter.backward(run, args, piece.num_tangents)
+
+    def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         """Runs one forward by `call`; plans it where its path is new.
 
         Args:
@@ -247,7 +253,7 @@ class Piecewise:
         plan = self._plan_beside(held_bytes)
         session = Session(self, plan, self.last)
         with self._open(session), self._frames.installed(), torch_private.without_leaf_warnings():
-            result = plan.meter.forward(call) if plan else call()
+            result = plan.meter.forward(call, inputs) if plan else call()
         path = tuple(session.pieces)
         if not path and session.expects_pieces and _needs_gradient(result):
             raise TraceError(NOT_COMPILED if self.plans else nothing_compiled(self.module, self.breaks))
@@ -274,11 +280,11 @@ class Piecewise:
         finally:
             self._local.session = before
 
-    def _plan(self, session: Session, result: Any, inputs: Iterable[Any], held_bytes: int) -> None:
+    def _plan(self, session: Session, result: Any, inputs: Sequence[Any], held_bytes: int) -> None:
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
         storages = frozenset(t.untyped_storage()._cdata for t in results)
         resident = resident_values(self.module, inputs, self.device_type)
-        kept = kept_by_eager(results)
+        kept = kept_by_eager(results, inputs)
 
         def joined_with(copies: Sequence[Copied]) -> JoinedStep:
             runs = [Run(piece.step(copied), *places) for piece, copied, places in zip(session.pieces, copies, session.places, strict=True)]
@@ -315,7 +321,7 @@ class Piecewise:
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(path, copies, schedules, strict=True))
-        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, joined.freed_bytes)
+        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
         planned = JoinedPlan(joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess)
         self.plans[path, held_bytes] = planned
@@ -338,7 +344,8 @@ class Piecewise:
             )
             for key in [key for key in self.plans if key[0] == path]:
                 del self.plans[key]  # beside other gradients it holds as much, and is planned again when it is next run
-            self._install(path, plan.copies, plan.step, held_bytes, plan.unplanned_bytes + excess)
+            unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)  # to leave out what is not used changes nothing
+            self._install(path, plan.copies, plan.step, held_bytes, plan.unplanned_bytes + unused_bytes + excess)
 
     def _outside_bytes(self, plan: JoinedPlan) -> int:
         """What CUDA's allocator counts and a plan's budget leaves out: gradients of earlier steps, DDP's buckets, the reserve."""
@@ -358,7 +365,7 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
 
 
 _DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")  # of reasons of breaks where data leads on
-_NO_METER = StepMeter("cpu", 0, ())
+_NO_METER = StepMeter("cpu", 0)
 
 
 def _needs_gradient(result: Any) -> bool:

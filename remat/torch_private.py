@@ -68,6 +68,8 @@ __all__ = [
     "saved_tensors",
     "sequence_number",
     "set_call",
+    "start_counting_allocations",
+    "stop_counting_allocations",
     "suggest_memory_format",
     "unwrap_failure",
     "with_kernel",
@@ -398,17 +400,27 @@ def _has_slack(tensor: torch.Tensor) -> bool:
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
-    """Runs `fn` and returns its result and (seconds since the start, bytes allocated or, negative, released) in order.
-
-    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present one
-    it says nothing on stderr, and starts in microseconds. It sees every allocation on the CPU.
-    """
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    _enable_profiler_legacy(config)
+    """Runs `fn` and returns its result, and what was allocated as `stop_counting_allocations` does."""
+    start_counting_allocations()
     try:
         result = fn()
     finally:
-        threads = _disable_profiler_legacy()
+        found = stop_counting_allocations()
+    return result, found
+
+
+def start_counting_allocations() -> None:
+    """Counts every allocation of this thread on the CPU from here on.
+
+    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present one
+    it says nothing on stderr, and starts in microseconds. What is released is seen where its allocation was.
+    """
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+
+
+def stop_counting_allocations() -> list[tuple[float, int]]:
+    """Returns (seconds since the start, bytes allocated or, negative, released) in order."""
+    threads = _disable_profiler_legacy()
     start = next(record for records in threads for record in records if record.name() == "__start_profile")
     found = [
         (start.cpu_elapsed_us(record) / 1e6, int(record.cpu_memory_usage()))
@@ -416,7 +428,7 @@ def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[flo
         for record in records
         if str(record.kind()) == "memory_alloc" and record.cpu_memory_usage()
     ]
-    return result, found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
+    return found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
