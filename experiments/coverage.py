@@ -1,6 +1,6 @@
 """Does a planned step equal the plain one? Every family of architectures, and every module of `torch.nn`.
 
-    python -m experiments.coverage [MODEL ...]     # architectures: all, or those named
+    python -m experiments.coverage [MODEL ...]     # all architectures, or what is named, of both
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
     python -m experiments.coverage --missing       # what has no rows yet, of both: goes on where a run was stopped
 
@@ -160,7 +160,7 @@ def _asked_for(arguments: list[str], known: Container[str]) -> list[tuple[str, s
         return _modules()
     if arguments == ["--missing"]:
         return _in_turn([case for case in models + _modules() if case[0] not in known])
-    return [case for case in models if not arguments or case[0] in arguments]
+    return [case for case in models + _modules() if case[0] in arguments] if arguments else models
 
 
 def _in_turn(cases: list[tuple[str, str, Callable[[], Workload]]]) -> list[tuple[str, str, Callable[[], Workload]]]:
