@@ -233,25 +233,27 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
         outcome = _outcome(planned, plain)
     except (remat.BudgetError, remat.ScheduleError):  # what is held between pieces, or another path: a given plan is not made again
         torch._dynamo.reset()
-        model = remat.checkpoint(copy.deepcopy(plain.model), budget, costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)
-        planned, allowed_bytes = Workload(model, plain.kwargs), budget
+        asked = row.budget if row.budget == "100%" else budget
+        model = remat.checkpoint(copy.deepcopy(plain.model), asked, costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)
+        planned, allowed_bytes = Workload(model, plain.kwargs), 0
         try:
             outcome = _outcome(planned, plain)
         except remat.BudgetError:
             return replace(row, outcome=_LATER_REFUSED)
-        solution = remat.report(model).solution
     path = remat.report(planned.model).graph.fingerprint
     try:
         measured_bytes = peak_bytes(planned)
     except remat.BudgetError:
         return replace(row, outcome=_LATER_REFUSED)
-    is_same_path = remat.report(planned.model).graph.fingerprint == path
+    report = remat.report(planned.model)
+    is_same_path = report.graph.fingerprint == path
+    solution, allowed_bytes = report.solution, allowed_bytes or report.solution.budget_bytes + report.unplanned_bytes
     if outcome != _DIFFERENT and measured_bytes > allowed_bytes:
         outcome = _ABOVE_PREDICTED if is_same_path else _ANOTHER_PATH
     return replace(
         row,
         outcome=outcome,
-        predicted_bytes=solution.peak_bytes,
+        predicted_bytes=solution.peak_bytes + report.unplanned_bytes,
         measured_bytes=measured_bytes,
         overhead=solution.overhead,
         wall_s=time.perf_counter() - start,

@@ -115,25 +115,26 @@ class Plans:
         self._keep_all_bytes = 0  # of the largest step so far, the reserve included: what "60%" is a percentage of
         self._cache = PlanCache(plans_path()) if options.plan_cache and isinstance(options.solver, str) else None
 
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0, is_largest: bool = False) -> Solution:
+    def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0, is_largest: bool = False) -> Solution:
         """Returns the solution for a captured step, the same on all ranks.
 
         Args:
             step: what was captured.
             unplanned_bytes: held back beside the reserve.
+            gap_bytes: the same, for what runs between pieces and would whatever is kept: it counts in percentages.
             is_largest: its schedule is that of all smaller shapes, which then need no solving.
         """
         graph = step.graph
-        held_bytes = self.options.reserve_bytes + unplanned_bytes + bucket_bytes()
+        held_bytes = self.options.reserve_bytes + unplanned_bytes + gap_bytes + bucket_bytes()
         found = next((s for (g, held), s in self._known.items() if held == held_bytes and g == graph), None)
         if found is None:
-            found = self._known[graph, held_bytes] = self._solve(graph, held_bytes)
+            found = self._known[graph, held_bytes] = self._solve(graph, held_bytes, gap_bytes)
         self._has_largest |= is_largest
         return found
 
-    def _solve(self, graph: Graph, held_bytes: int) -> Solution:
+    def _solve(self, graph: Graph, held_bytes: int, gap_bytes: int) -> Solution:
         options = self.options
-        keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes + bucket_bytes() + options.reserve_bytes
+        keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes + gap_bytes + bucket_bytes() + options.reserve_bytes
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
         budget_bytes = parse_budget(options.budget, keep_all_bytes=self._keep_all_bytes)
         known = self._of_another_shape(graph, budget_bytes - held_bytes)
@@ -187,14 +188,15 @@ class FixedPlan:
 
     solution: Solution
 
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0) -> Solution:
+    def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0) -> Solution:
         """Returns the solution where it was made for this very step."""
-        if unplanned_bytes:
+        extra_bytes = unplanned_bytes + gap_bytes
+        if extra_bytes:
             raise BudgetError(
                 f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between its compiled pieces the step holds "
-                f"{describe_bytes(unplanned_bytes)} more than its budget; solve for a budget that is smaller by so much",
+                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; solve for a budget that is smaller by so much",
                 budget_bytes=self.solution.budget_bytes,
-                minimum_bytes=self.solution.budget_bytes + unplanned_bytes,
+                minimum_bytes=self.solution.peak_bytes + extra_bytes,
                 is_proved=False,
             )
         if self.solution.schedule is None:

@@ -58,6 +58,19 @@ def test_what_eager_nodes_hold_in_their_backward_is_left_room_for() -> None:
     assert peak_of_a_step(model, x) <= budget_bytes
 
 
+def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
+    """Keeping everything is 100 %. Naive: it is that of the graph, and what gaps hold beside it makes 100 % too little."""
+    model, x = Gap(), batch(0).requires_grad_()
+    remat.checkpoint(model, "100%", costs="flops", time_limit_s=1.0)
+    for _ in range(4):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    report = remat.report(model)
+    assert report.unplanned_bytes > 0
+    assert report.solution.overhead == 0
+    assert peak_of_a_step(model, x) == report.solution.budget_bytes + report.unplanned_bytes
+
+
 def test_gradients_that_are_there_do_not_count() -> None:
     """They are left room for apart. Naive: `.grad` of an earlier step is taken for one that this backward made."""
     model, x = Gap(), batch(0).requires_grad_()
