@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from . import torch_private
 from .distributed import bucket_bytes
@@ -44,6 +45,17 @@ def gradient_bytes(module: nn.Module) -> int:
             if is_alone or not bucket_bytes():
                 found[storage._cdata] = torch_private.held_bytes(gradient)
     return sum(found.values())
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Returns the tensors of what a model returned: among its containers, and the attributes of objects in them."""
+    found = []
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, torch.Tensor)]
+    return found
 
 
 def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Iterator[Any]:

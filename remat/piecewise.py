@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from . import torch_private
 from .autocast_cache import autocast_cache
@@ -29,7 +28,7 @@ from .capture import Step, device_type, refuse_opaque_memory, refuse_scans
 from .distributed import Agreement, bucket_bytes
 from .errors import BudgetError, TraceError
 from .executor import BoxedFunction, compile_graph
-from .held_outside import gradient_bytes, kept_by_eager, resident_values
+from .held_outside import gradient_bytes, kept_by_eager, resident_values, tensors_of
 from .own_frames import OwnFrames
 from .piece import Copied, Piece, signature
 from .pieces import JoinedStep, Place, Run, composed, join
@@ -281,7 +280,7 @@ class Piecewise:
             self._local.session = before
 
     def _plan(self, session: Session, result: Any, inputs: Sequence[Any], held_bytes: int) -> None:
-        results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        results = [tensor for tensor in tensors_of(result) if tensor.layout == torch.strided]
         storages = frozenset(t.untyped_storage()._cdata for t in results)
         resident = resident_values(self.module, inputs, self.device_type)
         kept = kept_by_eager(results, inputs)
@@ -369,7 +368,7 @@ _NO_METER = StepMeter("cpu", 0)
 
 
 def _needs_gradient(result: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result))
+    return any(tensor.requires_grad for tensor in tensors_of(result))
 
 
 def _boxed(call: BoxedFunction) -> BoxedFunction:

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from . import torch_private
-from .held_outside import autograd_nodes
+from .held_outside import autograd_nodes, tensors_of
 from .measure import from_events
 
 
@@ -57,7 +56,7 @@ class StepMeter:
         result, events = torch_private.run_counting_allocations(run)
         measured = from_events(events, "cpu")
         self._peak_bytes = measured.peak_bytes
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = tensors_of(result)
         self._follow(results)
         leaves: dict[int, torch.Tensor] = {}
         for node in autograd_nodes(results, inputs):

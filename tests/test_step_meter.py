@@ -33,7 +33,22 @@ class Gap(Base):
         return (wide * wide.sin()).view(len(x), 8, WIDTH).mean(1)
 
 
-@pytest.mark.parametrize("make", [Gap, *(MODELS[name] for name in ("Loop", "Views", "Unused", "ManyResults", "Hooked"))])
+class Output:
+    """What some libraries return: an object that torch's containers know nothing of."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+
+class ReturnsAnObject(Gap):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize("make", [Gap, ReturnsAnObject, *(MODELS[name] for name in ("Loop", "Views", "Unused", "ManyResults", "Hooked"))])
 def test_the_measured_peak_is_that_of_a_step(make: Callable[[], Base]) -> None:
     """Naive: what eager nodes allocate and release within the backward is not seen, or gradients that went stay counted."""
     model, x = make(), batch(0).requires_grad_()
