@@ -38,7 +38,7 @@ from remat.capture import GraphBreak
 from remat.solvers.auto import Auto
 from remat.solvers.minimum import Minimum, minimum
 
-from .comparison import is_same_step, peak_bytes
+from .comparison import is_same_step, peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES
 from .coverage_modules import module_cases
 from .environment import environment
@@ -261,9 +261,20 @@ def _steps_planned_anew(row: Row, plain: Workload, budget: int | str) -> tuple[R
 def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
     """Returns what planned steps computed and held, and whether the measured one took the path of those before it."""
     outcome = _outcome(planned, plain)
+    _settle(planned)
     path = remat.report(planned.model).graph.fingerprint
     measured_bytes = peak_bytes(planned)
     return replace(row, outcome=outcome, measured_bytes=measured_bytes), remat.report(planned.model).graph.fingerprint == path
+
+
+def _settle(planned: Workload) -> None:
+    """Runs steps until one that was measured kept its budget: one in pieces that did not is planned again before the next."""
+    for seed in range(_ATTEMPTS):
+        report = remat.report(planned.model)
+        held_bytes = report.measured_peak_bytes
+        if not report.breaks or (held_bytes is not None and held_bytes <= report.solution.budget_bytes + report.unplanned_bytes):
+            return
+        state_after_step(planned, seed)
 
 
 def _first_line(error: Exception) -> str:
