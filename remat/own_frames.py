@@ -46,9 +46,10 @@ class OwnFrames:
 
 def _is_composite(module: nn.Module) -> bool:
     """True for a module of torch's own that calls others: an operator alone has nothing inside to recompute."""
-    forward = type(module).forward
+    forward = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_called = forward is not nn.Module.forward  # a ModuleList never is
-    return is_called and forward.__module__.startswith("torch.nn.modules.") and next(module.children(), None) is not None
+    is_torchs = str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
+    return is_called and is_torchs and next(module.children(), None) is not None
 
 
 def _frame() -> Callable[..., Any]:

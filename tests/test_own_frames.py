@@ -127,6 +127,16 @@ def test_a_forward_of_the_users_own_stays() -> None:
     assert "forward" not in vars(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_left_alone() -> None:
+    """Naive: asking their class for its `forward` is an `AttributeError`."""
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    before = vars(model[0]).get("forward")
+    with OwnFrames(model).installed():
+        assert "forward" in vars(model)
+        assert vars(model[0]).get("forward") is before
+
+
 def test_steps_of_threads_may_share_modules() -> None:
     """The frames go with the last of the steps that use them. Naive: with the first one's end the other's module is plain."""
     shared = nn.Sequential(nn.Linear(2, 2))
