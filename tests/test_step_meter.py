@@ -101,6 +101,18 @@ def test_gradients_that_are_there_do_not_count() -> None:
     assert measured == held + remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes
 
 
+def test_what_made_an_input_is_not_part_of_the_step() -> None:
+    """Naive: autograd's graph goes on behind the input, and what another model keeps for its backward counts as this one's."""
+    maker, peaks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
+    for x in (maker(batch(0)), maker(batch(0)).detach().requires_grad_()):
+        model = planned(Gap(), keep_nothing)
+        loss_of(model(x)).backward()
+        plan = runner_of(model).plan
+        assert plan is not None
+        peaks.append(plan.solution.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 class Fails(torch.autograd.Function):
     """Fails in its backward while `is_failing`."""
 
