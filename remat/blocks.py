@@ -48,7 +48,7 @@ class PlannedBlocks(PlannedCall):
             self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
             return torch_private.call_plain(self.module, *args, **kwargs)
 
-        return self.piecewise.run(lambda: run_compiled(call, args, kwargs), tensors_in(args, kwargs))
+        return self.piecewise.run(lambda: run_compiled(call, args, kwargs, is_whole=False), tensors_in(args, kwargs))
 
 
 class BlockCall:

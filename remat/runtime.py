@@ -39,6 +39,8 @@ class PlannedCall:
     leaves room for them. A module that can't be captured whole runs piece by piece.
     """
 
+    _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
+
     def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
         self.module, self.plan = module, plan
         self.device_type, self.differentiate = device_type(module), differentiate
@@ -107,16 +109,23 @@ class PlannedCall:
             return self._run_static(args, kwargs)
 
     def _run_static(self, args: Any, kwargs: Any) -> Any:
-        if self.piecewise is None:
-            try:
-                return run_compiled(self._whole_step(), args, kwargs)
-            except GraphBreak as found:
-                if self.is_inductor:
-                    raise
-                self.piecewise = Piecewise(self.module, self.plan, self.costs)
-                self.piecewise.breaks[found.place] = None
-                self._in_pieces = compile_call(self.module, self.piecewise.backend, is_whole=False)
-        return self.piecewise.run(lambda: run_compiled(self._in_pieces, args, kwargs), tensors_in(args, kwargs))
+        if self.piecewise is not None:
+            return self._run_pieces(self.piecewise, self._in_pieces, args, kwargs)
+        try:
+            return run_compiled(self._whole_step(), args, kwargs)
+        except GraphBreak as found:
+            if self.is_inductor:
+                raise
+            piecewise = Piecewise(self.module, self.plan, self.costs)
+            piecewise.breaks[found.place] = None
+        in_pieces = compile_call(self.module, piecewise.backend, is_whole=False)
+        result = self._run_pieces(piecewise, in_pieces, args, kwargs)
+        self.piecewise, self._in_pieces = piecewise, in_pieces  # not where that fails as well: a wrong shape says nothing of the next step
+        return result
+
+    @staticmethod
+    def _run_pieces(piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return piecewise.run(lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs))
 
     def _whole_step(self) -> Callable[..., Any]:
         """The step as one graph, planned beside the gradients that there are."""
@@ -228,8 +237,13 @@ def nothing_to_differentiate(module: nn.Module) -> str:
     )
 
 
-def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error."""
+def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_whole: bool = True) -> Any:
+    """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error.
+
+    Raises:
+        GraphBreak: it is no one graph.
+        TraceError: it can't be compiled, nor in pieces where `is_whole` is false; or it can't be planned.
+    """
     try:
         with torch_private.capture_settings():
             return compiled(*args, **kwargs)
@@ -239,6 +253,8 @@ def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise cause from None
         if torch_private.is_graph_break(error):
             first = str(error).strip().split("\n\n")[0]
+            if not is_whole:
+                raise TraceError(f"torch.compile fails on this step, whole and in pieces: {first}{_place_in(str(error))}") from error
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {first}\n"
                 "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place).",

@@ -180,3 +180,17 @@ def test_a_largest_size_that_can_not_fit_is_told_at_the_first_call() -> None:
     torch._dynamo.mark_dynamic(x, 0, max=4096)
     with pytest.raises(remat.BudgetError):
         model(x)
+
+
+def test_a_wrong_shape_says_so_and_changes_nothing() -> None:
+    """Naive: torch.compile's failure is taken for a graph break, and from then on all steps run in pieces."""
+    model = Net()
+    plain = copy.deepcopy(model)
+    checkpointed(model)
+    for _ in range(2):
+        with pytest.raises(remat.TraceError, match=r"whole and in pieces: .*(\n.*)*17"):
+            model(torch.randn(256, 17))
+        assert_same(state_after(model, batch(256), seed=1), state_after(plain, batch(256), seed=1))
+    call = call_of(model)
+    assert call.piecewise is None
+    assert not remat.report(model).breaks
