@@ -9,7 +9,8 @@ against plain PyTorch to the bit, with dropout on; predicted and measured peak; 
 captured must say so in a `TraceError`, whose first line stands in the table. Plain PyTorch is compared with itself first.
 A step that `torch.compile` cuts into pieces is planned as one; what is summed in pieces may be rounded otherwise, and then has to equal
 the same pieces of PyTorch's own `aot_eager` (see `graph_breaks`). Plans are searched for a second, at a roofline's costs, so
-overheads are upper bounds. The least budget is `remat.minimum`'s; where it is above 70 % of keeping everything, the table says so.
+overheads are upper bounds. The least budget is `remat.minimum`'s, or in pieces, where a later step learns that it is too little, the
+one that the error names; where it is above 70 % of keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -246,7 +247,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
 
 
 def _steps_planned_anew(row: Row, plain: Workload, budget: int | str) -> tuple[Row, bool, Workload] | None:
-    """Returns what steps do that may be planned again, at the least budget at what its errors say is needed; None where they end in one."""
+    """Returns what steps do that may be planned again, None where they end in an error; "least" is then tried at what the error names."""
     for _ in range(_ATTEMPTS if row.budget == "least" else 1):
         torch._dynamo.reset()
         model = remat.checkpoint(copy.deepcopy(plain.model), budget, costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)

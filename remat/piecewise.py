@@ -91,8 +91,8 @@ class Session:
         self.storages: list[Any] = []  # weak: an address tells storages apart as long as somebody refers to it
         self._inputs: tuple[Place | None, ...] = ()
 
-    def begin(self, piece: Piece, args: Sequence[Any]) -> tuple[int, int]:
-        """Returns the number of the halves to run, and which run of the step this is."""
+    def begin(self, piece: Piece, args: Sequence[Any]) -> int:
+        """Returns the number of the halves to run."""
         turn = len(self.pieces)
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
             self.has_turned |= turn > 0  # other shapes are other pieces from the first one on
@@ -102,7 +102,7 @@ class Session:
         self.numbers.append(number)
         self._given = [("input", place, self._reference(tensor)) for place, tensor in enumerate(args) if _is_watched(tensor)]
         self._inputs = self._places(args)
-        return number, turn
+        return number
 
     def end(self, results: Sequence[Any]) -> None:
         """Notes what the run returned, and the versions of all that it was given and returned, with its own changes done."""
@@ -219,12 +219,12 @@ class Piecewise:
     def run_forward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
         session = self.session
-        number, turn = session.begin(piece, args)
+        number = session.begin(piece, args)
         results = piece.halves(number)[0](args)
         session.end(results[: piece.num_forward])
         if session.plan:
             session.plan.meter.saved(results[piece.num_forward :])
-        token = torch.empty((0, number, turn))
+        token = torch.empty((0, number, 0))
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:

@@ -62,7 +62,7 @@ def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
     assert counts == {"plain PyTorch differs from itself": 1}
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
-    assert f"{modules.pop('equal')} are equal within the prediction, {modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
+    assert f"{modules.pop('equal'):,} are equal within the prediction, {modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
     assert f"and {modules.pop('TraceError')} are refused (an LSTM on the CPU runs in oneDNN)." in page
     assert not modules
 

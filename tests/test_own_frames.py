@@ -80,7 +80,7 @@ def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> Non
 
 
 def test_an_encoder_in_pieces_keeps_its_budget() -> None:
-    """Half of what plain PyTorch holds beyond the parameters is met, and measured."""
+    """Half of what plain PyTorch holds beyond the parameters is met."""
     model = encoder()
     x, mask = torch.randn(4, LENGTH, WIDTH), nn.Transformer.generate_square_subsequent_mask(LENGTH)
     held = remat.measure(lambda: model(x, mask=mask).sum().backward(), device="cpu").peak_bytes
