@@ -128,10 +128,11 @@ def percent(number: float | None, *, is_signed: bool = True) -> str:
 
 
 def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
-    """Says by how much the longest solve exceeded the time limit."""
-    longest = max((row["seconds"] for row in rows if row.get("seconds") is not None), default=0.0)
-    is_kept = longest <= 1.1 * limit_s
-    return f"longest solve {longest:.1f} s of {limit_s:g} s: the limit is {'kept within 10 %' if is_kept else 'NOT kept within 10 %'}"
+    """Says how the solve that took most of its time limit kept it: its row's own, or `limit_s`."""
+    limits = [(row["seconds"], row.get("time_limit_s", limit_s)) for row in rows if row.get("seconds") is not None]
+    seconds, limit_s = max(limits, key=lambda pair: pair[0] / pair[1], default=(0.0, limit_s))
+    is_kept = seconds <= 1.1 * limit_s
+    return f"longest solve {seconds:.1f} s of {limit_s:.3g} s: the limit is {'kept within 10 %' if is_kept else 'NOT kept within 10 %'}"
 
 
 def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str, str]) -> None:
