@@ -156,7 +156,7 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
             if mine:
                 lowest = min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
                 table.add_row(name, peer, *_comparison(mine), f"{100 * lowest:.1f} %", f"{geometric_mean(r['seconds'] for r in tried):.1f}")
-            elif tried:
+            elif tried and tried[0]["cost"] is None:
                 reason = "too large" if "MILP" in tried[0]["reason"] else "no blocks" if "block" in tried[0]["reason"] else "none fits"
                 table.add_row(name, peer, "0", *["-"] * 4, reason, f"{geometric_mean(r['seconds'] for r in tried):.1f}")
     table.add_section()

@@ -9,7 +9,8 @@
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
-7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts.
+7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts. Before it, on
+   small graphs whose gap is wide, models over even stages (`hierarchy`): near the least budget these bound more.
 8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
    long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`).
 
@@ -37,6 +38,7 @@ from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
 from .families import family_schedules
+from .hierarchy import Hierarchy
 from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
@@ -58,6 +60,9 @@ _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
 _ROUNDS_BESIDE = 1  # of annealing the best, while large graphs are relaxed; then restarts
 _REFINING_SHARE = 0.4  # of the time that is then left
 _REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
+_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
+_NEAR = 0.1  # of the gap, that they may bound less to be solved with integers
+_CLIMBING_SHARE = 0.9  # of the time for bounds, until when
 _USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
 _MOST_OPERATORS_TO_RESTART = 3_000
@@ -182,10 +187,35 @@ class Auto(Solver):
             search.offer(steps)
 
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
-        """Refines until the gap is closed, nothing is left to refine, or that share of the time left is over."""
-        deadline = time.perf_counter() + share * search.left_s
+        """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
+
+        Where the gap is wide, by even stages first. With integers these take long: at once where it stays very wide, and later
+        where their linear programs bound about as much as half of the refinement.
+        """
+        began, left_s = time.perf_counter(), share * search.left_s
+        hierarchy = Hierarchy(search.graph, search.budget_bytes)
+        if not search.is_within(_WIDE_GAP):
+            self._climb(search, hierarchy, began + left_s)
+        if search.is_within(_VERY_WIDE_GAP):
+            self._refine_to(search, refinement, began + left_s / 2)
+        gap_s = math.inf if search.cost_s is None else search.cost_s - search.bound_s
+        if hierarchy.is_integer and hierarchy.best_s >= search.bound_s - _NEAR * gap_s:
+            self._climb(search, hierarchy, began + _CLIMBING_SHARE * left_s)
+        refinement.resume()
+        self._refine_to(search, refinement, began + left_s)
+
+    def _refine_to(self, search: Search, refinement: Refinement, deadline: float) -> None:
+        """Refines until the gap is closed, nothing is left to refine, or the deadline."""
         while not (search.is_over or refinement.is_over or is_past(deadline)):
             self._refine(search, refinement, deadline=deadline)
+
+    def _climb(self, search: Search, hierarchy: Hierarchy, deadline: float) -> None:
+        """Raises the bound by the linear programs of ever finer even stages, or where these are solved, by integers."""
+        is_integer = hierarchy.is_integer
+        while not (search.is_over or hierarchy.is_over or is_past(deadline)) and hierarchy.is_integer == is_integer:
+            bound_s = hierarchy.solve(deadline=deadline, cutoff_s=self._cutoff_s(search))
+            if bound_s < math.inf:
+                search.raise_bound(bound_s)
 
     def _improve(self, search: Search, restarts: Restarts, threads: int) -> None:
         """Looks for better schedules until nothing improves."""

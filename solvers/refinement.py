@@ -23,6 +23,7 @@ import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
+from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .on_demand import forward_length, steps_on_demand
 from .window import Window, WindowModel
@@ -70,6 +71,7 @@ class Refinement:
         self.decided_s = -math.inf  # no point of the present model is cheaper
         self.best_s = -math.inf  # bound of all models so far
         self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())  # bound, singles and cuts
+        self._is_cut_short = False  # by a deadline
         self.is_exact = False  # the present model is solved to the end
 
     @property
@@ -140,13 +142,18 @@ class Refinement:
                 self.is_exact = not self.is_split and gap > _GAP and outcome.is_finished
                 self.is_split |= self.is_exact
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
-            self.is_split = False
+            self.is_split, self._is_cut_short = False, is_past(deadline)
         return Step(bound_s, steps, outcome.is_finished)
 
     def _give_up(self, idle: set[int]) -> None:
         """Gives up singles that brought nothing, each once: two that take each other's place would go on for good."""
         self.singles -= idle - self.given_up
         self.given_up |= idle
+
+    def resume(self) -> None:
+        """Goes on where the last deadline, and nothing else, was the end of it."""
+        self.is_split |= self._is_cut_short
+        self._is_cut_short = False
 
     def return_to_best_relaxed(self) -> None:
         """Goes back to the stages whose linear relaxation gave the best bound: relaxed, more stages may bound less."""

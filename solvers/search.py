@@ -52,7 +52,11 @@ class Search:
     @property
     def is_proved(self) -> bool:
         """True where the best schedule is within the gap of the bound."""
-        return self.cost_s is not None and self.cost_s - self.bound_s <= (self.gap + 1e-9) * self.cost_s
+        return self.is_within(self.gap)
+
+    def is_within(self, gap: float) -> bool:
+        """True where the best schedule is within `gap`, a fraction of its cost, of the bound."""
+        return self.cost_s is not None and self.cost_s - self.bound_s <= (gap + 1e-9) * self.cost_s
 
     @property
     def is_over(self) -> bool:
