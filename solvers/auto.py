@@ -61,7 +61,7 @@ _ROUNDS_BESIDE = 1  # of annealing the best, while large graphs are relaxed; the
 _REFINING_SHARE = 0.4  # of the time that is then left
 _REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
-_NEAR = 0.1  # of the gap, that they may bound less to be solved with integers
+_WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
 _CLIMBING_SHARE = 0.9  # of the time for bounds, until when
 _USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
@@ -189,20 +189,25 @@ class Auto(Solver):
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
-        Where the gap is wide, by even stages first. With integers these take long: at once where it stays very wide, and later
-        where their linear programs bound about as much as half of the refinement.
+        Where the gap is wide, by even stages first. Where these close a part of it that counts, they are solved with integers, which takes
+        long: at once where the gap stays very wide, and else later, where half of the refinement bounds no more than they do.
         """
-        began, left_s = time.perf_counter(), share * search.left_s
+        began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
         hierarchy = Hierarchy(search.graph, search.budget_bytes)
         if not search.is_within(_WIDE_GAP):
             self._climb(search, hierarchy, began + left_s)
-        if search.is_within(_VERY_WIDE_GAP):
-            self._refine_to(search, refinement, began + left_s / 2)
-        gap_s = math.inf if search.cost_s is None else search.cost_s - search.bound_s
-        if hierarchy.is_integer and hierarchy.best_s >= search.bound_s - _NEAR * gap_s:
-            self._climb(search, hierarchy, began + _CLIMBING_SHARE * left_s)
-        refinement.resume()
+        if hierarchy.is_integer and hierarchy.best_s >= first_s + _WORTH * self._gap_s(search, first_s):
+            if search.is_within(_VERY_WIDE_GAP):
+                self._refine_to(search, refinement, began + left_s / 2)
+            if hierarchy.best_s >= search.bound_s - _WORTH * self._gap_s(search, search.bound_s):
+                self._climb(search, hierarchy, began + _CLIMBING_SHARE * left_s)
+            refinement.resume()
         self._refine_to(search, refinement, began + left_s)
+
+    @staticmethod
+    def _gap_s(search: Search, bound_s: float) -> float:
+        """How far the best schedule is from a bound; 0 where there is none."""
+        return 0.0 if search.cost_s is None else search.cost_s - bound_s
 
     def _refine_to(self, search: Search, refinement: Refinement, deadline: float) -> None:
         """Refines until the gap is closed, nothing is left to refine, or the deadline."""
