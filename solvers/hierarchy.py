@@ -100,4 +100,4 @@ class Hierarchy:
         self.length //= 2
         is_last = self.length < _LEAST_OPERATORS or len(self._windows(self.length)[1]) * columns_a_window > _MAX_COLUMNS
         self.is_integer = is_last or not is_finished
-        self.is_over = self.is_integer and self._best[1] == 0
+        self.is_over = bound_s == math.inf or (self.is_integer and self._best[1] == 0)
