@@ -4,7 +4,8 @@
 2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
 3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On all, what the closed-form
    heuristics give (`families`): never above one of them. Then, on large ones, refined relaxations, whose schedules often fit
-   and are near the bound; with more threads than one it is searched (8) meanwhile.
+   and are near the bound; with more threads than one it is searched (8) meanwhile. What a model keeps and does not fit
+   is mended by eviction (`eviction`).
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import final
@@ -54,6 +55,7 @@ _LEAST_MOVES = 20_000
 _MOVES_AN_OPERATOR = 500
 _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
+_HOT_IF_LARGE = (1e-5, 3e-5, 3e-4, 1e-5)  # an operator is a smaller part of the cost, and what is found soon is good
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _FIRST_ROUNDS = 3  # of annealing, before the bound is refined
@@ -291,9 +293,17 @@ class Auto(Solver):
         if step.bound_s == math.inf:
             return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)
-        if step.steps is not None:
-            search.offer(step.steps)
+        if step.steps is not None and not search.offer(step.steps):
+            self._offer_evicted(search, step.kept)
         return True
+
+    @staticmethod
+    def _offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
+        """Offers schedules that keep so much at first and evict more where that does not fit."""
+        for rule in Rule if search.graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
+            steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
+            if steps is not None:
+                search.offer(steps.tolist())
 
     def _cutoff_s(self, search: Search) -> float | None:
         """The cost at which a bound closes the gap, at first a usual one.
@@ -329,16 +339,18 @@ class Auto(Solver):
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
         num_moves = min(_MOST_MOVES, _LEAST_MOVES + _MOVES_AN_OPERATOR * search.graph.num_operators)
-        stagnant = 0
+        is_large = search.graph.num_operators > _MOST_OPERATORS_TO_RESTART
+        hot, stagnant = _HOT_IF_LARGE if is_large else _HOT, 0
+        starts = [search.steps, *starts] if is_large and search.steps is not None else starts
         for index in range(rounds):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
-            round_ = Round(num_moves, _HOT[index % len(_HOT)], 1e-6)
+            round_ = Round(num_moves, hot[index % len(hot)], 1e-6)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
-            if is_over or stagnant >= _STAGNANT_ROUNDS:
+            if is_over or stagnant >= _STAGNANT_ROUNDS + len(starts):
                 return
 
     def _restart(self, search: Search, restarts: Restarts, threads: int, should_stop: Callable[[], bool] = lambda: False) -> None:

@@ -5,6 +5,9 @@ an online guess. Before each computation, values are evicted until it fits: thos
 the smallest (cost of getting it back) / (bytes * time until it is needed). A value that is missing is recomputed, its
 missing inputs first, everything the chain needs held fixed meanwhile.
 
+With a plan of what to keep at some operators (`kept`), the rest is forgotten there, and evicted is what the plan holds beyond the
+budget: plans from relaxed models need a little more than the budget near the least one.
+
 It fails where what is held fixed does not fit, so its smallest budget is near the least there is, not the least.
 Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost are capped.
 """
@@ -12,13 +15,16 @@ Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 
 from ..graph import Graph
 from .accounting import Bools, Floats, Ints
 from .compiled import compiled, in_time, inner
+from .on_demand import values_always_kept
 from .sequence import users
 
 _FAR = 1 << 40
@@ -34,7 +40,13 @@ class Rule(IntEnum):
 
 
 def steps_with_eviction(
-    graph: Graph, budget_bytes: int, rule: Rule = Rule.CHEAP, *, max_factor: float = 8.0, left_s: float = math.inf
+    graph: Graph,
+    budget_bytes: int,
+    rule: Rule = Rule.CHEAP,
+    *,
+    max_factor: float = 8.0,
+    left_s: float = math.inf,
+    kept: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> Ints | None:
     """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
 
@@ -45,6 +57,8 @@ def steps_with_eviction(
         max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
         left_s: where it was never compiled on this machine and this is too short for that, small graphs run in plain Python,
             large ones get None.
+        kept: by operator, what of the values written before it stays when it is reached; the rest is forgotten where it can be
+            computed again, and what stays may be evicted later.
 
     Operators work in place only where they must, snapshots count in full: the simulated peak can be lower.
     """
@@ -59,10 +73,15 @@ def steps_with_eviction(
     read = np.concatenate([arrays.read, arrays.output])
     reuse_start = np.append(arrays.reuse_start, arrays.reuse_start[-1])
     steps = np.zeros(int(max_factor * graph.num_operators) + 1, np.int64)
+    drop_at = np.array(sorted(kept), np.int64)
+    stays = np.zeros((len(drop_at), len(size)), np.bool_)
+    for index, target in enumerate(drop_at.tolist()):
+        stays[index, list(kept[target])] = True
+    stays[:, list(values_always_kept(graph)) if kept else []] = True
     cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
     length = run(
         cost, size, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
-        user_start, user, is_pinned, room, int(rule), max_factor * graph.cost_s, steps,
+        user_start, user, is_pinned, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
     )  # fmt: skip
     return steps[:length].copy() if length >= 0 else None
 
@@ -85,16 +104,23 @@ def _run(
     room: int,
     rule: int,
     max_cost: float,
+    drop_at: Ints,
+    stays: Bools,
     steps: Ints,
 ) -> int:
     end, num_values = len(cost) - 1, len(size)
-    held, length, spent = 0, 0, 0.0
+    held, length, spent, stage = 0, 0, 0.0, 0
     in_memory = producer < 0
     locks = np.zeros(num_values, np.int64)
     need = np.zeros(num_values, np.int64)
     again = np.zeros(num_values)
     stack = np.zeros(end + 2, np.int64)
     for target in range(end + 1):
+        if stage < len(drop_at) and drop_at[stage] == target:
+            for value in range(num_values):
+                if in_memory[value] and not stays[stage, value]:
+                    held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+            stage += 1
         _find_needs(target, producer, read_start, read, write_start, write, user_start, user, is_pinned, in_memory, need)
         depth = 1
         stack[0] = target

@@ -16,13 +16,15 @@ Complexity: O(stages^2 (V + E)) rows a model. Source: this package's own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
+from .accounting import Floats
 from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .on_demand import forward_length, steps_on_demand
@@ -36,6 +38,7 @@ _GAP = 1e-5
 _ROUGH_SHARE = 0.02  # of the way from the best bound to the cutoff; a model that does not lead there only says where to cut
 _TOLERANCE = 1e-9
 _FEW_COLUMNS = 1_000  # are solved in no time
+_LITTLE = 0.05  # a point keeps more of a value, where the schedule that keeps only what it keeps half of fits
 _HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
 
 
@@ -47,11 +50,13 @@ class Step:
         bound_s: no schedule of the fixed order costs less; `inf` where the model has no point below the cutoff.
         steps: the schedule of its point, within the budget or not; None where it left none.
         is_finished: False where a limit stopped the solver.
+        kept: what the point keeps at each boundary of the backward, for other schedules from it.
     """
 
     bound_s: float
     steps: list[int] | None
     is_finished: bool
+    kept: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class Refinement:
@@ -109,7 +114,8 @@ class Refinement:
             cutoff_s: points that are not cheaper are of no interest; where there are none that are, the stages stay as they are
                 for a larger cutoff.
             is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
-                as they are where that schedule fits, or where a limit stopped the solver.
+                as they are where that schedule fits, and the one that keeps what it keeps a little of, or where a limit
+                stopped the solver.
         """
         boundaries = self.boundaries
         stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed)
@@ -120,7 +126,7 @@ class Refinement:
         self.rows |= lazy.rows
         self.moments |= lazy.sets
         short = {moments.v for moments in lazy.moments if moments.sets}
-        steps, bound_s = None, model.bound_s(outcome)
+        steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
         self.best_s = max(self.best_s, bound_s)
         if is_relaxed and bound_s > self._best_relaxed[0]:
             self._best_relaxed = bound_s, set(self.singles), set(self.cuts)
@@ -129,13 +135,15 @@ class Refinement:
             self.decided_s = bound_s
             return Step(bound_s, None, True)
         if outcome.point is not None:
-            kept = {boundary: values.tolist() for boundary, values in model.kept(outcome.point).items()}
-            steps = steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in boundaries[1:-1]})
+            kept = self._kept(model, outcome.point)
+            steps = self._steps(kept)
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
             if not is_relaxed:
                 self._give_up(self.singles - short)
             before = self.singles | self.cuts
             self._cut(steps, boundaries, None if is_relaxed else paid)
+            if is_relaxed and self.boundaries == boundaries:
+                self._cut(self._steps(self._kept(model, outcome.point, _LITTLE)), boundaries, None)
             if not is_relaxed:
                 self._drop_useless(before, deadline)
                 # where the schedule is as good as the model says, the model may do better
@@ -143,7 +151,16 @@ class Refinement:
                 self.is_split |= self.is_exact
         if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
             self.is_split, self._is_cut_short = False, is_past(deadline)
-        return Step(bound_s, steps, outcome.is_finished)
+        return Step(bound_s, steps, outcome.is_finished, kept)
+
+    @staticmethod
+    def _kept(model: WindowModel, point: Floats, least: float = 0.5) -> dict[int, list[int]]:
+        """What `point` keeps more than `least` of at each boundary."""
+        return {boundary: values.tolist() for boundary, values in model.kept(point, least).items()}
+
+    def _steps(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
+        """The schedule that keeps so much at the present boundaries, built on demand."""
+        return steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]})
 
     def _give_up(self, idle: set[int]) -> None:
         """Gives up singles that brought nothing, each once: two that take each other's place would go on for good."""

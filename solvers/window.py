@@ -207,9 +207,9 @@ class WindowModel:
         share = max(outcome.bound / _COST_SCALE - _BUDGET_SLACK, 0.0) if math.isfinite(outcome.bound) else 0.0
         return self.graph.resident_bytes + math.floor(self.budget * share)
 
-    def kept(self, point: Floats) -> dict[int, Ints]:
-        """The values that `point` keeps at each boundary, those that no model asks for left out."""
-        return {boundary: np.flatnonzero(self.values_at(columns, point) > 0.5) for boundary, columns in self.keep.items()}
+    def kept(self, point: Floats, least: float = 0.5) -> dict[int, Ints]:
+        """The values that `point` keeps more than `least` of at each boundary, those that no model asks for left out."""
+        return {boundary: np.flatnonzero(self.values_at(columns, point) > least) for boundary, columns in self.keep.items()}
 
     def usage(self, point: Floats, window: Window) -> Floats:
         """Returns the left sides of (6) for the operators of `window`, in bytes, in O(V + E)."""

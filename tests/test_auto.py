@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.local_search import LocalSearch, Round
 from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
+from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.window import Window, WindowModel
@@ -186,6 +188,26 @@ def test_eviction_fits_or_says_none(rule: Rule) -> None:
         if steps is not None:
             assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= budget
     assert steps_with_eviction(graph, 2, rule) is None
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), chances=st.lists(st.sampled_from([0.0, 0.3, 0.7]), min_size=1, max_size=3))
+def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does_not(seed: int, chances: list[float]) -> None:
+    graph, rng = random_layered(12, seed=seed), random.Random(seed)
+    first = forward_length(graph)
+    kept = {
+        first + 3 * index: [v for v in range(len(graph.values)) if graph.producer[v] < first + 3 * index and rng.random() < chance]
+        for index, chance in enumerate(chances)
+    }
+    plan = steps_on_demand(graph, kept[first], later=kept)
+    roomy = steps_with_eviction(graph, 1 << 40, kept=kept)
+    assert roomy is not None
+    assert roomy.tolist() == plan
+    needed = simulate(graph, Schedule.from_steps(graph, plan)).peak_bytes
+    for rule in Rule:
+        steps = steps_with_eviction(graph, needed * 9 // 10, rule, kept=kept)
+        if steps is not None:
+            assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= needed * 9 // 10
 
 
 def test_where_the_compiler_would_take_too_long_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

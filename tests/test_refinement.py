@@ -83,6 +83,26 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
     assert bound_s <= MILP(time_limit_s=20).solve(graph, budget_bytes=budget).cost_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", [16, 56, 60])
+def test_relaxing_goes_on_where_the_schedule_fits_and_is_dear(seed: int) -> None:
+    """What the point keeps half of is then not enough to see where the model fails."""
+    graph = random_training_graph(seed, 6, 14)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + 0.25 * (ceiling - floor))
+    refinement = Refinement(graph, budget_bytes=budget)
+    stages = refinement.boundaries
+    first = refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True)
+    assert first.steps is not None
+    schedule = simulate(graph, Schedule.from_steps(graph, first.steps))
+    assert schedule.peak_bytes <= budget
+    assert schedule.cost_s > first.bound_s * 1.02
+    assert refinement.boundaries != stages
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    for _ in range(3):
+        assert refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s <= best.cost_s * (1 + 1e-9)
+
+
 def test_two_stages_do_not_take_each_others_place_for_good() -> None:
     """Naive: one of two operators is made a stage where the other was given up, in turn, and it never ends."""
     cost = [9, 20, 9, 20, 1, 5, 20, 9, 20, 2, 9, 9]
