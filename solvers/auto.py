@@ -5,7 +5,7 @@
 3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On all, what the closed-form
    heuristics give (`families`): never above one of them. Then, on large ones, refined relaxations, whose schedules often fit
    and are near the bound; with more threads than one it is searched (8) meanwhile. What a model keeps and does not fit
-   is mended by eviction (`eviction`).
+   is mended by eviction (`eviction`), or by memory in reserve where it failed (`reserves`).
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
@@ -37,7 +37,7 @@ from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
-from .eviction import Rule, steps_with_eviction
+from .eviction import Rule, is_compiled, steps_with_eviction
 from .families import family_schedules
 from .hierarchy import Hierarchy
 from .interrupt import heeding_interrupts, is_past
@@ -47,6 +47,7 @@ from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, work
 from .neighbourhood import Kind, Neighbourhood
 from .progress import Progress
 from .refinement import Refinement
+from .reserves import Reserves
 from .restarts import Restarts
 from .search import Search
 
@@ -72,6 +73,7 @@ _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS = 6
 _FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
 _PRICING_SHARE = 0.4  # of the time
+_RESERVES_SHARE = 0.05  # of the time left, at most, for schedules with reserves from one relaxation
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
@@ -275,6 +277,7 @@ class Auto(Solver):
         fruitless = 0
         for _ in range(_MOST_RELAXATIONS):
             stages, best_s = refinement.boundaries, refinement.best_s
+            self._keep_reserves(search, refinement)
             if not self._refine(search, refinement, is_relaxed=True):
                 return False
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
@@ -282,6 +285,14 @@ class Auto(Solver):
                 break
         refinement.return_to_best_relaxed()
         return True
+
+    @staticmethod
+    def _keep_reserves(search: Search, refinement: Refinement) -> None:
+        """Offers schedules of the present stages with memory in reserve."""
+        deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
+        schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
+        while not search.is_over and (steps := next(schedules, None)) is not None:
+            search.offer(steps)
 
     def _refine(self, search: Search, refinement: Refinement, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
         """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
@@ -300,7 +311,10 @@ class Auto(Solver):
     @staticmethod
     def _offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
         """Offers schedules that keep so much at first and evict more where that does not fit."""
-        for rule in Rule if search.graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
+        most = MOST_OPERATORS_TO_EVICT if is_compiled() else _LEAST_OPERATORS_TO_PRICE
+        for rule in Rule if search.graph.num_operators <= most else ():
+            if search.is_over:
+                return
             steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
             if steps is not None:
                 search.offer(steps.tolist())

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..graph import Graph
 from .accounting import Bools, Floats, Ints
-from .compiled import compiled, in_time, inner
+from .compiled import IS_COMPILED, compiled, in_time, inner, is_ready
 from .on_demand import values_always_kept
 from .sequence import users
 
@@ -37,6 +37,11 @@ class Rule(IntEnum):
     CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
     FAR = 1  # needed last
     LARGE = 2  # most bytes, per cost of getting it back
+
+
+def is_compiled() -> bool:
+    """True where it takes milliseconds and does not wait for the compiler."""
+    return IS_COMPILED and is_ready(_run)
 
 
 def steps_with_eviction(

@@ -60,6 +60,7 @@ class Program:
         self._length: list[Ints] = []
         self._row_lower: list[Floats] = []
         self._row_upper: list[Floats] = []
+        self._single: dict[int, Floats] = {}  # of `_row_upper`, by the row that it is of alone
         self.num_columns = 0
         self.num_rows = 0
 
@@ -83,14 +84,22 @@ class Program:
         self._row_upper.append(np.full(len(columns), upper))
         self.num_rows += len(columns)
 
-    def add_row(self, columns: Ints, coefficients: Floats, *, upper: float) -> None:
-        """Adds one row `coefficients @ x[columns] <= upper`."""
+    def add_row(self, columns: Ints, coefficients: Floats, *, upper: float) -> int:
+        """Adds one row `coefficients @ x[columns] <= upper` and returns its index."""
         self._index.append(columns)
         self._value.append(coefficients)
         self._length.append(np.array([len(columns)]))
         self._row_lower.append(np.array([-math.inf]))
         self._row_upper.append(np.array([upper]))
+        self._single[self.num_rows] = self._row_upper[-1]
         self.num_rows += 1
+        return self.num_rows - 1
+
+    def change_upper(self, row: int, upper: float) -> None:
+        """Gives a row of `add_row` another upper side."""
+        self._single[row][0] = upper
+        if self._last is not None and row < self._last[2]:
+            self._last[0].changeRowBounds(row, -math.inf, upper)
 
     def minimise(
         self, *, is_relaxed: bool, time_limit_s: float, relative_gap: float = 1e-6, node_limit: int = 10_000, cutoff: float | None = None

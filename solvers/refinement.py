@@ -38,7 +38,7 @@ _GAP = 1e-5
 _ROUGH_SHARE = 0.02  # of the way from the best bound to the cutoff; a model that does not lead there only says where to cut
 _TOLERANCE = 1e-9
 _FEW_COLUMNS = 1_000  # are solved in no time
-_LITTLE = 0.05  # a point keeps more of a value, where the schedule that keeps only what it keeps half of fits
+_HALF, _LITTLE = 0.5, 0.05  # a schedule keeps what the point keeps more of; less, where that fits and it is to see what fails
 _HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
 
 
@@ -106,6 +106,20 @@ class Refinement:
         model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
         return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments)
 
+    def relaxation(self) -> LazyRows:
+        """The model over the present stages whose linear relaxation is solved soon."""
+        return self._model(is_relaxed=True)
+
+    def steps_of(self, model: WindowModel, point: Floats, least: float) -> list[int]:
+        """The schedule that keeps what `point` of a model over the present stages keeps more than `least` of."""
+        return self._steps(self._kept(model, point, least))
+
+    def excess(self, steps: list[int]) -> tuple[dict[int, float], float]:
+        """Bytes that `steps` need over the budget at, or before, each operator of the backward where they do; and their cost in seconds."""
+        before, at, _ = self._failures(steps)
+        cost_s = float(self.graph.arrays.cost_s[steps].sum())
+        return {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}, cost_s
+
     def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False) -> Step:
         """Solves the present model and prepares the next one.
 
@@ -135,7 +149,7 @@ class Refinement:
             self.decided_s = bound_s
             return Step(bound_s, None, True)
         if outcome.point is not None:
-            kept = self._kept(model, outcome.point)
+            kept = self._kept(model, outcome.point, _HALF)
             steps = self._steps(kept)
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
             if not is_relaxed:
@@ -143,7 +157,7 @@ class Refinement:
             before = self.singles | self.cuts
             self._cut(steps, boundaries, None if is_relaxed else paid)
             if is_relaxed and self.boundaries == boundaries:
-                self._cut(self._steps(self._kept(model, outcome.point, _LITTLE)), boundaries, None)
+                self._cut(self.steps_of(model, outcome.point, _LITTLE), boundaries, None)
             if not is_relaxed:
                 self._drop_useless(before, deadline)
                 # where the schedule is as good as the model says, the model may do better
@@ -154,7 +168,7 @@ class Refinement:
         return Step(bound_s, steps, outcome.is_finished, kept)
 
     @staticmethod
-    def _kept(model: WindowModel, point: Floats, least: float = 0.5) -> dict[int, list[int]]:
+    def _kept(model: WindowModel, point: Floats, least: float) -> dict[int, list[int]]:
         """What `point` keeps more than `least` of at each boundary."""
         return {boundary: values.tolist() for boundary, values in model.kept(point, least).items()}
 

@@ -79,6 +79,8 @@ class WindowModel:
         self.keep: dict[int, Ints] = {}
         self.again: dict[Window, Ints] = {}
         self.through: dict[Window, Ints] = {}
+        self.reserve = np.zeros(graph.num_operators)
+        self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}  # the row's index, and its upper side without a reserve
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
         for window in self.windows:
@@ -212,7 +214,7 @@ class WindowModel:
         return {boundary: np.flatnonzero(self.values_at(columns, point) > least) for boundary, columns in self.keep.items()}
 
     def usage(self, point: Floats, window: Window) -> Floats:
-        """Returns the left sides of (6) for the operators of `window`, in bytes, in O(V + E)."""
+        """Returns the left sides of (6) for the operators of `window`, in bytes, reserves included, in O(V + E)."""
         start, end = window
         gone = self.values_at(self._again_of_value(window), point)
         last, producer, size = self._readers[window], self.graph.arrays.producer, self.accounting.size
@@ -224,7 +226,7 @@ class WindowModel:
         np.add.at(change, np.minimum(last[chosen], end) - start, -stay[chosen])
         if window in self.through:
             self._add_usage_through(point, window, change)
-        usage = np.cumsum(change[:-1]) + self._own(window, gone)
+        usage = np.cumsum(change[:-1]) + self._own(window, gone) + self.reserve[start:end]
         reader, read = self.accounting.reader, self.graph.arrays.read
         again = (reader >= start) & (reader < end) & (last[read] > reader)
         usage -= np.bincount(reader[again] - start, stay[read[again]], count)
@@ -276,8 +278,15 @@ class WindowModel:
         limit = self.budget * self.relative_limit
         if self.peak_column >= 0:
             coefficient[self.peak_column], limit = -self.budget, 0.0
-        columns = np.flatnonzero(coefficient)
-        self.program.add_row(columns, coefficient[columns] / self.budget, upper=(limit - constant) / self.budget)
+        columns, upper = np.flatnonzero(coefficient), (limit - constant) / self.budget
+        row = self.program.add_row(columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget)
+        self._memory_rows[window, v] = row, upper
+
+    def set_reserve(self, reserve: Floats) -> None:
+        """Takes bytes off the budget at each operator. What the model says is then no bound."""
+        self.reserve = reserve
+        for (_, v), (row, upper) in self._memory_rows.items():
+            self.program.change_upper(row, upper - reserve[v] / self.budget)
 
     def memory_row(self, window: Window, v: int) -> tuple[Floats, float]:
         """Returns the coefficients, by column, and the constant of the left side of (6) in bytes."""
