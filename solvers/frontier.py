@@ -3,7 +3,8 @@
 A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
-Then the few budgets with the largest gaps, no two next to each other, are solved with all of the time limit. So 20 budgets take at most 20
+Then the few budgets with the largest gaps are solved with all of the time limit. Schedules of the next larger
+budgets, which need a little too much, are starts of the search. So 20 budgets take at most 20
 shares and three limits, and less where gaps close early. Ctrl-C ends it with the budgets that were solved.
 """
 
@@ -24,6 +25,7 @@ from .minimum import Minimum, minimum
 _POINT_LIMIT_S = 6.0
 _NUM_FULL = 3  # solves with all of the time limit
 _SHARE = 1 / 8  # of it, for the first look at a budget
+_NUM_NEAR = 2  # schedules that need a little more than a budget, to start from
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,9 @@ class _Curve:
             self.solved.append(budget)
 
     def worst(self) -> int:
-        """Returns the budget with the largest gap of those solved for a share only, and takes it and its neighbours out."""
+        """Returns the budget with the largest gap of those solved for a share only, and takes it out."""
         budget = max(self.solved, key=self._open_gap)
-        order = sorted(self.solved)
-        place = order.index(budget)
-        self.solved = order[: max(place - 1, 0)] + order[place + 2 :]
+        self.solved.remove(budget)
         return budget
 
     def _open_gap(self, budget: int) -> float:
@@ -121,8 +121,8 @@ class _Curve:
         solver = replace(solver, time_limit_s=share * solver.time_limit_s)
         if budget < self._least.peak_bytes:  # unlikely to be met; a short look is enough
             solver = replace(solver, rounds=min(solver.rounds, 1))
-        best = self._cheapest(budget)
-        known = [self._least.steps, best.steps] if best is not None else [self._least.steps]
+        near = sorted((found for found in self._found if found.peak_bytes > budget), key=lambda found: found.peak_bytes)[:_NUM_NEAR]
+        known = [self._least.steps, *(found.steps for found in (self._cheapest(budget), *near) if found is not None)]
         return solver.improve(self._graph, budget_bytes=budget, known_steps=known, known_bound_s=self._bound_s(budget), least=self._least)
 
     def _cheapest(self, budget: int) -> _Found | None:
