@@ -3,7 +3,7 @@
 A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
-Then the few budgets with the largest gaps are solved with all of the time limit. Schedules of the next larger
+Then the few budgets with the largest gaps, where these are wide, are solved with all of the time limit. Schedules of the next larger
 budgets, which need a little too much, are starts of the search. So 20 budgets take at most 20
 shares and three limits, and less where gaps close early. Ctrl-C ends it with the budgets that were solved.
 """
@@ -25,6 +25,7 @@ from .minimum import Minimum, minimum
 _POINT_LIMIT_S = 6.0
 _NUM_FULL = 3  # solves with all of the time limit
 _SHARE = 1 / 8  # of it, for the first look at a budget
+_WIDE = 2.0  # times the gap asked for, is worth all of the time
 _NUM_NEAR = 2  # schedules that need a little more than a budget, to start from
 
 
@@ -54,7 +55,7 @@ def frontier_solutions(
         for budget in _by_halves(sorted(set(asked))):
             curve.solve(budget, share=_SHARE)
         for _ in range(_NUM_FULL):
-            if curve.solved:
+            if curve.is_wide:
                 curve.solve(curve.worst(), share=1.0)
     return [curve.solution(budget) for budget in asked]
 
@@ -102,6 +103,11 @@ class _Curve:
             self._infeasible_bytes = max(self._infeasible_bytes, budget)
         if share < 1 and isinstance(solver, Auto) and budget >= self._least.peak_bytes:
             self.solved.append(budget)
+
+    @property
+    def is_wide(self) -> bool:
+        """True where a budget that was solved for a share only has a gap that is worth all of the time."""
+        return any(self._open_gap(budget) > _WIDE * self._gap for budget in self.solved)
 
     def worst(self) -> int:
         """Returns the budget with the largest gap of those solved for a share only, and takes it out."""

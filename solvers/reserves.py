@@ -5,8 +5,7 @@ much memory at a few operators, where values are computed again. That much is ta
 (their *reserve*), and the model is relaxed again, from its last basis. Where a schedule fits, a part of all reserves is given back, so
 that the search moves along the edge of what fits. It proves nothing: with reserves the model bounds no more.
 
-Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's own; the feedback from the
-simulated schedule to the budget is that of cutting-stock and timetabling heuristics.
+Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's own.
 """
 
 from __future__ import annotations
