@@ -308,11 +308,10 @@ class Auto(Solver):
             self._offer_evicted(search, step.kept)
         return True
 
-    @staticmethod
-    def _offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
-        """Offers schedules that keep so much at first and evict more where that does not fit."""
-        most = MOST_OPERATORS_TO_EVICT if is_compiled() else _LEAST_OPERATORS_TO_PRICE
-        for rule in Rule if search.graph.num_operators <= most else ():
+    def _offer_evicted(self, search: Search, kept: Mapping[int, Sequence[int]]) -> None:
+        """Offers schedules that keep so much at first and evict more where that does not fit; small graphs find better ones by search."""
+        is_quick = is_compiled() and search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
+        for rule in Rule if is_quick and not self._is_small(search) else ():
             if search.is_over:
                 return
             steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
