@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import final
@@ -37,17 +37,15 @@ from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
 from .compiled import COMPILER_S, IS_COMPILED
-from .eviction import Rule, is_compiled, steps_with_eviction
-from .families import family_schedules
 from .hierarchy import Hierarchy
 from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
-from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum, peak_bound, working_set_bytes
+from .minimum import Minimum, minimum, peak_bound, working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
+from .offers import offer_evicted, offer_families, offer_greedy, offer_with_reserves
 from .progress import Progress
 from .refinement import Refinement
-from .reserves import Reserves
 from .restarts import Restarts
 from .search import Search
 
@@ -73,7 +71,6 @@ _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS = 6
 _FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
 _PRICING_SHARE = 0.4  # of the time
-_RESERVES_SHARE = 0.05  # of the time left, at most, for schedules with reserves from one relaxation
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
@@ -158,7 +155,7 @@ class Auto(Solver):
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
         if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search):
             return False
-        self._take_families(search)
+        offer_families(search)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
         refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
@@ -167,7 +164,7 @@ class Auto(Solver):
             return False
         if len(refinement.boundaries) == 2 and not self._refine(search, refinement):
             return False
-        self._solve_greedily(search, least)
+        offer_greedy(search, least)
         if self._is_small(search) or self.threads == 1 or search.steps is None:
             self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:
@@ -182,13 +179,6 @@ class Auto(Solver):
         if search.num_starts > known:
             self._improve(search, restarts, self.threads)
         return True
-
-    @staticmethod
-    def _take_families(search: Search) -> None:
-        """Offers what the closed-form heuristics give, one after the other."""
-        families = family_schedules(search.graph, search.budget_bytes)
-        while not search.is_over and (steps := next(families, None)) is not None:
-            search.offer(steps)
 
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
@@ -271,13 +261,13 @@ class Auto(Solver):
         return search.graph.num_operators < _LEAST_OPERATORS_TO_PRICE
 
     def _relax(self, search: Search, refinement: Refinement) -> bool:
-        """Refines linear relaxations of large graphs while their schedules don't fit; False where that is proved of the budget."""
+        """Refines linear relaxations of large graphs while schedules don't fit or are dear; False where infeasibility is proved."""
         if self._is_small(search):
             return True
         fruitless = 0
         for _ in range(_MOST_RELAXATIONS):
             stages, best_s = refinement.boundaries, refinement.best_s
-            self._keep_reserves(search, refinement)
+            offer_with_reserves(search, refinement)
             if not self._refine(search, refinement, is_relaxed=True):
                 return False
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
@@ -285,14 +275,6 @@ class Auto(Solver):
                 break
         refinement.return_to_best_relaxed()
         return True
-
-    @staticmethod
-    def _keep_reserves(search: Search, refinement: Refinement) -> None:
-        """Offers schedules of the present stages with memory in reserve."""
-        deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
-        schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
-        while not search.is_over and (steps := next(schedules, None)) is not None:
-            search.offer(steps)
 
     def _refine(self, search: Search, refinement: Refinement, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
         """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
@@ -304,19 +286,9 @@ class Auto(Solver):
         if step.bound_s == math.inf:
             return not self._is_infeasible(search)
         search.raise_bound(step.bound_s)
-        if step.steps is not None and not search.offer(step.steps):
-            self._offer_evicted(search, step.kept)
+        if step.steps is not None and not search.offer(step.steps) and not self._is_small(search):
+            offer_evicted(search, step.kept)  # small graphs find better ones by search
         return True
-
-    def _offer_evicted(self, search: Search, kept: Mapping[int, Sequence[int]]) -> None:
-        """Offers schedules that keep so much at first and evict more where that does not fit; small graphs find better ones by search."""
-        is_quick = is_compiled() and search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
-        for rule in Rule if is_quick and not self._is_small(search) else ():
-            if search.is_over:
-                return
-            steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
-            if steps is not None:
-                search.offer(steps.tolist())
 
     def _cutoff_s(self, search: Search) -> float | None:
         """The cost at which a bound closes the gap, at first a usual one.
@@ -328,19 +300,6 @@ class Auto(Solver):
         is_near = search.cost_s - search.bound_s <= _USUAL_GAP * search.cost_s
         gap = self.gap if is_near else max(self.gap, _USUAL_GAP)
         return min(search.cost_s, search.cost_s * (1 - gap) + _CUTOFF_MARGIN * search.graph.cost_s)
-
-    @staticmethod
-    def _solve_greedily(search: Search, least: Minimum | None) -> None:
-        """Offers the greedy's schedules, and that of the least budget where none of them fits."""
-        is_small = search.graph.num_operators <= MOST_OPERATORS_TO_EVICT
-        for rule in Rule if is_small else ():
-            if search.is_over:
-                return
-            steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s)
-            if steps is not None:
-                search.offer(steps.tolist())
-        if search.steps is None and not search.is_over:
-            search.offer((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
 
     def _anneal(
         self, search: Search, starts: Sequence[Sequence[int]], rounds: int, should_stop: Callable[[], bool] = lambda: False

@@ -30,7 +30,7 @@ from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.window import Window, WindowModel
-from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions
+from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions, unet
 from remat.validate import validate
 from tests.oracles import brute_force, minimum_bytes
 
@@ -208,6 +208,17 @@ def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does
         steps = steps_with_eviction(graph, needed * 9 // 10, rule, kept=kept)
         if steps is not None:
             assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= needed * 9 // 10
+
+
+@pytest.mark.parametrize("graph", [random_layered(40, seed=1), unet(4)], ids=["layered", "unet"])
+def test_eviction_mends_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> None:
+    first = forward_length(graph)
+    plan = [value for value in range(len(graph.values)) if graph.producer[value] < first and value % 2]
+    needed = simulate(graph, Schedule.from_steps(graph, steps_on_demand(graph, plan))).peak_bytes
+    mended = [steps_with_eviction(graph, needed * 9 // 10, rule, kept={first: plan}) for rule in Rule]
+    fitting = [simulate(graph, Schedule.from_steps(graph, steps.tolist())) for steps in mended if steps is not None]
+    assert fitting
+    assert all(simulation.peak_bytes <= needed * 9 // 10 for simulation in fitting)
 
 
 def test_where_the_compiler_would_take_too_long_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

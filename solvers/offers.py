@@ -1,0 +1,53 @@
+"""Schedules that take no search, offered to one: the closed-form families, plans of models mended, and the greedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from .eviction import Rule, is_compiled, steps_with_eviction
+from .families import family_schedules
+from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum
+from .refinement import Refinement
+from .reserves import Reserves
+from .search import Search
+
+_RESERVES_SHARE = 0.05  # of the time left, at most, for schedules with reserves from one relaxation
+
+
+def offer_families(search: Search) -> None:
+    """Offers what the closed-form heuristics give, one after the other."""
+    families = family_schedules(search.graph, search.budget_bytes)
+    while not search.is_over and (steps := next(families, None)) is not None:
+        search.offer(steps)
+
+
+def offer_with_reserves(search: Search, refinement: Refinement) -> None:
+    """Offers schedules of the present stages with memory in reserve."""
+    deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
+    schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
+    while not search.is_over and (steps := next(schedules, None)) is not None:
+        search.offer(steps)
+
+
+def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
+    """Offers schedules that keep so much at first and evict more where that does not fit."""
+    if is_compiled():
+        _offer_by_rules(search, kept)
+
+
+def offer_greedy(search: Search, least: Minimum | None) -> None:
+    """Offers the greedy's schedules, and that of the least budget where none of them fits."""
+    _offer_by_rules(search, {})
+    if search.steps is None and not search.is_over:
+        search.offer((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
+
+
+def _offer_by_rules(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
+    """Offers what greedy eviction makes of a plan, or of keeping everything, by each of its rules."""
+    for rule in Rule if search.graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
+        if search.is_over:
+            return
+        steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
+        if steps is not None:
+            search.offer(steps.tolist())
