@@ -5,8 +5,11 @@ an online guess. Before each computation, values are evicted until it fits: thos
 the smallest (cost of getting it back) / (bytes * time until it is needed). A value that is missing is recomputed, its
 missing inputs first, everything the chain needs held fixed meanwhile.
 
-With a plan of what to keep at some operators (`kept`), the rest is forgotten there, and evicted is what the plan holds beyond the
-budget: plans from relaxed models need a little more than the budget near the least one.
+What cannot be computed again and nothing needs now stays while something computed from it may be (the state of a random generator,
+for a dropout that is computed again): else all that depends on it could never be evicted. The rules differ in what goes first.
+
+With a plan of what to keep at some operators (`kept`), the rest is forgotten there, before that at no cost where room is needed, and
+evicted is what the plan holds beyond the budget: plans from relaxed models need a little more than the budget near the least one.
 
 It fails where what is held fixed does not fit, so its smallest budget is near the least there is, not the least.
 Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost are capped.
@@ -37,6 +40,8 @@ class Rule(IntEnum):
     CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
     FAR = 1  # needed last
     LARGE = 2  # most bytes, per cost of getting it back
+    ANY = 3  # as CHEAP, of what the backward writes too: getting that back takes much of the backward
+    LOOSE = 4  # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed from it then stays
 
 
 def is_compiled() -> bool:
@@ -84,17 +89,33 @@ def steps_with_eviction(
         stays[index, list(kept[target])] = True
     stays[:, list(values_always_kept(graph)) if kept else []] = True
     cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
+    is_fixed = is_pinned if rule in (Rule.ANY, Rule.LOOSE) else np.append(arrays.is_pinned | arrays.is_backward, True)
+    possible = np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph)
     length = run(
-        cost, size, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
-        user_start, user, is_pinned, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
+        cost, size, possible, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
+        user_start, user, is_pinned, is_fixed, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
     )  # fmt: skip
     return steps[:length].copy() if length >= 0 else None
+
+
+def _last_possible_needs(graph: Graph) -> Ints:
+    """For each value, the last operator that needs it, itself or for something computed again on the way; O(E)."""
+    arrays = graph.arrays
+    last = np.full(len(arrays.size_bytes), -1, np.int64)
+    last[arrays.output] = graph.num_operators
+    for op in range(graph.num_operators - 1, -1, -1):
+        written = arrays.write[arrays.write_start[op] : arrays.write_start[op + 1]]
+        latest = max(op, last[written].max(initial=-1)) if not arrays.is_pinned[op] else op
+        read = arrays.read[arrays.read_start[op] : arrays.read_start[op + 1]]
+        last[read] = np.maximum(last[read], latest)
+    return last
 
 
 @compiled
 def _run(
     cost: Floats,
     size: Ints,
+    possible: Ints,
     workspace: Ints,
     producer: Ints,
     read_start: Ints,
@@ -106,6 +127,7 @@ def _run(
     user_start: Ints,
     user: Ints,
     is_pinned: Bools,
+    is_fixed: Bools,
     room: int,
     rule: int,
     max_cost: float,
@@ -150,7 +172,25 @@ def _run(
                     wanted += size[write[k]]
                 locks[write[k]] += 1
             held = _make_room(
-                room - wanted, held, rule, target, cost, size, producer, read_start, read, is_pinned, in_memory, locks, need, again
+                room - wanted,
+                held,
+                rule,
+                target,
+                stage,
+                drop_at,
+                stays,
+                cost,
+                size,
+                possible,
+                producer,
+                read_start,
+                read,
+                is_pinned,
+                is_fixed,
+                in_memory,
+                locks,
+                need,
+                again,
             )
             taken = -1
             if held > room - wanted:
@@ -265,12 +305,17 @@ def _make_room(
     held: int,
     rule: int,
     target: int,
+    stage: int,
+    drop_at: Ints,
+    stays: Bools,
     cost: Floats,
     size: Ints,
+    possible: Ints,
     producer: Ints,
     read_start: Ints,
     read: Ints,
     is_pinned: Bools,
+    is_fixed: Bools,
     in_memory: Bools,
     locks: Ints,
     need: Ints,
@@ -280,20 +325,24 @@ def _make_room(
     if held <= room:
         return held
     for value in range(len(size)):
-        if in_memory[value] and producer[value] >= 0 and locks[value] == 0 and need[value] >= _FAR:
+        if not in_memory[value] or producer[value] < 0 or locks[value] > 0:
+            continue
+        is_planned_out = stage < len(drop_at) and not stays[stage, value] and need[value] >= drop_at[stage]
+        is_useless = need[value] >= _FAR and (not is_pinned[producer[value]] or possible[value] < target)
+        if is_planned_out or is_useless:
             held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
     while held > room:
         best, best_score = -1, np.inf
         for value in range(len(size)):
             p = producer[value]
-            if p < 0 or not in_memory[value] or locks[value] > 0 or size[value] == 0 or is_pinned[p]:
+            if p < 0 or not in_memory[value] or locks[value] > 0 or size[value] == 0 or is_fixed[p]:
                 continue
             back = cost[p]
             for k in range(read_start[p], read_start[p + 1]):
                 if not in_memory[read[k]]:
                     back += again[read[k]]
             distance = need[value] - target + 1.0
-            if rule == 0:
+            if rule in (0, 3, 4):
                 score = (back + 1e-30) / (size[value] * distance)
             elif rule == 1:
                 score = -distance - size[value] * 1e-18

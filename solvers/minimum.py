@@ -34,7 +34,8 @@ from .window import WindowModel
 
 MAX_FACTOR = 8.0
 MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
-_PRECISION = 1 / 512  # of the keep-all peak, where the bisection ends
+_PRECISION = 1 / 1_000  # of the least peak so far, where the search for a smaller one ends
+_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets at a time
 _LIMIT_S = 1.0
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
 _CANDIDATES = 3  # are annealed
@@ -69,21 +70,30 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
     candidates = _leanest_simple(graph)
-    step = max(int(keep_all * _PRECISION), 1)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
-        low, high, best = floor, min(peak for peak, _ in candidates), None
-        while high - low > step and not is_past(deadline):
-            middle = (low + high) // 2
-            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
-            if steps is None or not keeps_regions(graph, steps.tolist()):
-                low = middle
-                continue
-            high = min(middle, _peak_bytes(graph, steps.tolist()))
-            best = (high, steps)
-        candidates += [best] if best else []
+        lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
+        candidates += [lean] if lean else []
     candidates = sorted(candidates, key=lambda candidate: candidate[0])[:_CANDIDATES]
     peak, best_steps = min((_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates), key=lambda found: found[0])
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: float) -> tuple[int, Ints] | None:
+    """Returns peak and steps of the greedy at the smallest budget between `low` and `high` where it does not get stuck.
+
+    It may get stuck with more memory than it needs elsewhere, so several budgets split what is left, of small graphs more.
+    """
+    best, num_budgets = None, min(max(_OPERATORS_TRIED // max(graph.num_operators, 1), 1), _MOST_BUDGETS)
+    while high - low > max(high * _PRECISION, 1) and not is_past(deadline):
+        budgets = [low + (high - low) * part // (num_budgets + 1) for part in range(1, num_budgets + 1)]
+        for middle in budgets:
+            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
+            if steps is not None and keeps_regions(graph, steps.tolist()):
+                high = min(middle, _peak_bytes(graph, steps.tolist()))
+                best = high, steps
+                break
+            low = middle
+    return best
 
 
 def _leanest_simple(graph: Graph) -> list[tuple[int, Ints]]:
