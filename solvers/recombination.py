@@ -15,6 +15,7 @@ import numpy as np
 from ..graph import Graph
 from .accounting import Ints
 from .exact_part import Part, recomputations, solve_part
+from .slots import stages_of
 
 _MAX_NODES = 100
 _FIRST_WIDTH = 200.0  # pairs
@@ -50,11 +51,13 @@ class Recombination:
         return part
 
     def _free(self, best: Ints, others: Sequence[Ints]) -> Ints:
-        """Returns the pairs that only `best` or only one of the others has."""
-        mine, free = self._codes(best), np.zeros(0, np.int64)
+        """Returns the pairs that only `best` or only one of the others has, and those that `best` has more than once."""
+        mine = self._codes(best)
+        again, counts = np.unique(best * (self._graph.num_operators + 1) + stages_of(best), return_counts=True)
+        free = twice = again[counts > 1]
         for steps in others:
             wider = np.union1d(free, np.setxor1d(mine, self._codes(steps)))
-            if len(free) and len(wider) > self._width:
+            if len(free) > len(twice) and len(wider) > self._width:
                 break
             free = wider
         return np.stack(np.divmod(free, self._graph.num_operators + 1), axis=1)
