@@ -3,8 +3,8 @@
 The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
 and the LP relaxation of the window model with the peak as objective. The leanest of these are annealed, and the
 leanest result taken: keep nothing; one segment a block (`per_block`); the other closed-form families (`families`); and greedy
-recomputation with eviction under the smallest budget at which it does not get stuck, found by bisection for each of its
-rules, at a cost of at most `MAX_FACTOR` times that of keeping all.
+recomputation with eviction under the smallest budget at which it does not get stuck, looked for with each of its
+rules by ever finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
 """
@@ -62,9 +62,10 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
 
     Args:
         graph: any graph.
-        time_limit_s: ends the bisection early; without it the answer depends on the graph alone.
+        time_limit_s: ends the search early; without it the answer depends on the graph alone.
 
-    Complexity: about 30 runs of the greedy, O(n E) each in compiled code; some 300 schedules of the families, O(E) each.
+    Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled code; some 300 schedules of
+    the families, O(E) each.
     """
     deadline = time.perf_counter() + time_limit_s
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
@@ -93,6 +94,8 @@ def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: fl
                 best = high, steps
                 break
             low = middle
+            if is_past(deadline):
+                break
     return best
 
 
