@@ -14,10 +14,8 @@ from experiments.bench_rows import CONSOLE, Row, Rows, facts, geometric_mean, ne
 from experiments.peers import PEERS, solve_as_peer
 from experiments.real_graphs import cached_graph
 from remat.graph import Graph
-from remat.schedule import Schedule, simulate
 from remat.solvers.auto import Auto
 from remat.solvers.frontier import frontier_solutions
-from remat.solvers.minimum import minimum
 
 TIME_LIMIT_S, GAP = 20.0, 0.005
 DRAWN = "gpt2_12"  # with the other methods
@@ -42,9 +40,7 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
 
 def _curve(graph: Graph, solver: Auto) -> Row:
     began = time.perf_counter()
-    least, last = minimum(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budgets = [least.peak_bytes + (last - least.peak_bytes) * i // (_NUM_POINTS - 1) for i in range(_NUM_POINTS)]
-    solutions = frontier_solutions(graph, budgets, solver, least=least)
+    solutions = frontier_solutions(graph, _NUM_POINTS, solver)
     seconds = time.perf_counter() - began
     points = [[facts(s)[column] for column in _COLUMNS] for s in solutions]
     costs, bounds = [s.cost_s for s in solutions], [s.lower_bound_s for s in solutions]

@@ -19,6 +19,7 @@ from remat.schedule import Schedule, simulate
 from remat.solution import Solution
 from remat.solvers.auto import Auto
 from remat.solvers.minimum import Minimum, minimum
+from remat.solvers.shared import Shared
 
 TIME_LIMIT_S, GAP = 60.0, 0.001
 _SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything
@@ -102,8 +103,8 @@ def _meet(case: _Case, budget_bytes: int) -> Row:
     bound_s = max((plan.lower_bound_s for plan in known if plan.budget_bytes >= budget_bytes), default=0.0)
     least = min((plan for plan in known if plan.schedule is not None), key=lambda plan: plan.peak_bytes, default=None)
     floor = Minimum(least.peak_bytes, 0, least.schedule.steps) if least is not None and least.schedule is not None else None
-    solver = Auto(gap=min(case.gap, _MEET_GAP), time_limit_s=case.time_limit_s)
-    solution = solver.improve(case.graph, budget_bytes=budget_bytes, known_steps=steps, known_bound_s=bound_s, least=floor)
+    solver, shared = Auto(gap=min(case.gap, _MEET_GAP), time_limit_s=case.time_limit_s), Shared(case.graph, floor)
+    solution = solver.improve(case.graph, budget_bytes=budget_bytes, known_steps=steps, known_bound_s=bound_s, shared=shared)
     return facts(solution) | {"seconds": round(solution.wall_s, 3)}
 
 

@@ -38,6 +38,7 @@ import remat
 from remat.capture import GraphBreak
 from remat.solvers.auto import Auto
 from remat.solvers.minimum import Minimum, minimum
+from remat.solvers.shared import Shared
 
 from .comparison import is_same_step, peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES
@@ -227,7 +228,8 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
         return replace(row, outcome=_BELOW_LEAST)
     torch._dynamo.reset()
     start = time.perf_counter()
-    solution = Auto(time_limit_s=_TIME_LIMIT_S, threads=1).improve(graph, budget_bytes=budget, known_steps=[least.steps], least=least)
+    solver, shared = Auto(time_limit_s=_TIME_LIMIT_S, threads=1), Shared(graph, least)
+    solution = solver.improve(graph, budget_bytes=budget, known_steps=[least.steps], shared=shared)
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution, costs=_COSTS), plain.kwargs)
     try:

@@ -24,7 +24,6 @@ from .schedule import Schedule, simulate
 from .solution import Solution
 from .solvers import Solver, make_solver
 from .solvers.frontier import frontier_solutions
-from .solvers.minimum import minimum
 from .tracers.aot import TracedStep
 from .tracers.costs import CostModel, resolve_costs
 
@@ -218,13 +217,11 @@ def frontier(
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         time_limit_s: of one solve; `auto` shares what it finds, so that 20 budgets take at most some five of them.
     """
-    keep_all, least = simulate(graph, Schedule.keep_all(graph)).peak_bytes, minimum(graph)
-    if isinstance(budgets, int):
-        asked = [least.peak_bytes + (keep_all - least.peak_bytes) * i // max(1, budgets - 1) for i in range(budgets)]
-    else:
-        asked = [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets]
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
-    return frontier_solutions(graph, asked, method, least=least)
+    if isinstance(budgets, int):
+        return frontier_solutions(graph, budgets, method)
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    return frontier_solutions(graph, [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets], method)
 
 
 def report(model: nn.Module) -> Report:

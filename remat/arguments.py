@@ -65,14 +65,6 @@ def installed_extra() -> Iterator[None]:
         raise Refused(str(reason)) from None
 
 
-def spread_budgets(graph: Graph, count: int) -> list[int]:
-    """Returns `count` budgets, evenly from the smallest that is known to work to that of keeping everything."""
-    from .solvers.minimum import minimum
-
-    first, last = minimum(graph).peak_bytes, keep_all_bytes(graph)
-    return [first + (last - first) * i // (count - 1) for i in range(count)]
-
-
 def check_folder(path: Path) -> None:
     """Refuses an output path whose folder does not exist, before any work is done for it."""
     if not path.resolve().parent.is_dir():

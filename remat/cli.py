@@ -24,7 +24,6 @@ from .arguments import (
     import_callable,
     keep_all_bytes,
     solver_named,
-    spread_budgets,
 )
 from .budget import parse_budget
 from .cli_options import BudgetOption, Format, FormatOption, GapOption, InstanceArgument, SolverOption, TimeLimitOption
@@ -179,7 +178,7 @@ def frontier(
     with progress(f"{solver}, {instance.stem} in {points} budgets"):
         from .solvers.frontier import frontier_solutions
 
-        solutions = frontier_solutions(graph, spread_budgets(graph, points), method)
+        solutions = frontier_solutions(graph, points, method)
     if output is not None:
         serialize.save(solutions, output)
     if format_ is Format.JSON:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Refused, check_folder, installed_extra, load_solutions, solver_named, spread_budgets
+from .arguments import Refused, check_folder, installed_extra, load_solutions, solver_named
 from .cli_options import InstanceArgument, Picture
 from .instance import read_instance
 
@@ -68,7 +68,7 @@ def report(
             from .solvers.frontier import frontier_solutions
 
             method = solver_named("auto", time_limit_s=time_limit)
-            solutions = frontier_solutions(graph, spread_budgets(graph, points), method)
+            solutions = frontier_solutions(graph, points, method)
     with installed_extra():
         Report(graph, chosen[0]).save(output, curve=solutions, title=title or instance.stem)
     typer.echo(f"saved to {output}")

@@ -28,6 +28,7 @@ from .solution import Solution, Status
 from .solvers import Solver, make_solver
 from .solvers.auto import Auto
 from .solvers.minimum import Minimum, minimum
+from .solvers.shared import Shared
 from .tracers.costs import roofline
 from .tracers.devices import Device, device_at_hand
 from .tracers.devices import device as device_named
@@ -269,7 +270,7 @@ class Question:
     def _solve(self, graph: Graph, budget_bytes: int, least: Minimum) -> Solution:
         method = make_solver(self.solver, time_limit_s=self.time_limit_s) if isinstance(self.solver, str) else self.solver
         if isinstance(method, Auto):
-            return method.improve(graph, budget_bytes=budget_bytes, known_steps=[least.steps], least=least)
+            return method.improve(graph, budget_bytes=budget_bytes, known_steps=[least.steps], shared=Shared(graph, least))
         return method.solve(graph, budget_bytes=budget_bytes)
 
 

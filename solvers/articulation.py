@@ -16,30 +16,28 @@ from dataclasses import dataclass
 from typing import final
 
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import forward_length
-from .segments import cheapest_that_fits, forward_operators, greedy_members, sqrt_members
+from .segments import Family, forward_operators, greedy_members, sqrt_members
 
 
 @final
 @dataclass(frozen=True)
-class ArticulationSqrt(Solver):
+class ArticulationSqrt(Family):
     """About sqrt(n) segments with equally many of the n articulation points in each."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the segmentation's schedule where it fits."""
-        return cheapest_that_fits(graph, budget_bytes, sqrt_members(graph, _candidates(graph)), solver=repr(self))
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the segmentation's schedules."""
+        return sqrt_members(graph, _candidates(graph))
 
 
 @final
 @dataclass(frozen=True)
-class ArticulationGreedy(Solver):
+class ArticulationGreedy(Family):
     """Segments of at most so many bytes that end at articulation points; the cheapest size that fits."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest schedule of the family that fits."""
-        return cheapest_that_fits(graph, budget_bytes, greedy_members(graph, _candidates(graph)), solver=repr(self))
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the schedules of each size of segment."""
+        return greedy_members(graph, _candidates(graph))
 
 
 def _candidates(graph: Graph) -> list[int]:

@@ -41,13 +41,14 @@ from .hierarchy import Hierarchy
 from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
-from .minimum import Minimum, minimum, peak_bound, working_set_bytes
+from .minimum import peak_bound, working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
 from .offers import offer_evicted, offer_families, offer_greedy, offer_with_reserves
 from .progress import Progress
 from .refinement import Refinement
 from .restarts import Restarts
 from .search import Search
+from .shared import Shared
 
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
 _LEAST_MOVES = 20_000
@@ -117,7 +118,7 @@ class Auto(Solver):
         budget_bytes: int,
         known_steps: Sequence[Sequence[int]] = (),
         known_bound_s: float = 0.0,
-        least: Minimum | None = None,
+        shared: Shared | None = None,
     ) -> Solution:
         """Returns what `solve` does, starting from what is known.
 
@@ -126,17 +127,17 @@ class Auto(Solver):
             budget_bytes: resident bytes included.
             known_steps: schedules of `graph`, within the budget or not.
             known_bound_s: proved for this budget or a larger one.
-            least: what `minimum` says of `graph`, where it was asked before.
+            shared: what other solves of `graph` found out, and this one adds to.
         """
         search = Search(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
         search.raise_bound(known_bound_s)
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
+        shared = shared or Shared(graph)
         with heeding_interrupts():
-            is_possible = search.is_over or self._run(search, least)
+            is_possible = search.is_over or self._run(search, shared)
             if search.steps is None:
-                least = least or minimum(graph, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
-                search.offer(least.steps)
+                search.offer(shared.least(time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S)).steps)
         if search.steps is not None:
             return Solution.of_steps(
                 graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
@@ -148,23 +149,23 @@ class Auto(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
-            minimum_bytes=least.peak_bytes if least is not None else 0,
+            minimum_bytes=shared.least().peak_bytes,
         )
 
-    def _run(self, search: Search, least: Minimum | None) -> bool:
+    def _run(self, search: Search, shared: Shared) -> bool:
         """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
         if search.budget_bytes < working_set_bytes(search.graph) or not self._price(search):
             return False
-        offer_families(search)
+        offer_families(search, shared)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
-        refinement = Refinement(search.graph, budget_bytes=search.budget_bytes)
+        refinement = shared.refinement(search.budget_bytes)
         restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if not self._relax_beside_search(search, refinement, restarts):
             return False
         if len(refinement.boundaries) == 2 and not self._refine(search, refinement):
             return False
-        offer_greedy(search, least)
+        offer_greedy(search, shared)
         if self._is_small(search) or self.threads == 1 or search.steps is None:
             self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:

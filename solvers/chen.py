@@ -12,6 +12,7 @@ everything to the rest; costs are not looked at; sqrt(n) does not look at sizes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -19,38 +20,36 @@ import numpy as np
 
 from ..errors import SolverError
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import forward_length, values_always_kept
-from .segments import cheapest_that_fits, forward_operators, greedy_members, sqrt_members
+from .segments import Family, forward_operators, greedy_members, sqrt_members
 
 
 @final
 @dataclass(frozen=True)
-class ChenSqrt(Solver):
+class ChenSqrt(Family):
     """About sqrt(n) segments with equally many of the n possible borders in each."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the segmentation's schedule where it fits.
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the segmentation's schedules.
 
         Raises:
             SolverError: the forward is no sequence of stages.
         """
-        return cheapest_that_fits(graph, budget_bytes, sqrt_members(graph, _stage_ends(graph)), solver=repr(self))
+        return sqrt_members(graph, _stage_ends(graph))
 
 
 @final
 @dataclass(frozen=True)
-class ChenGreedy(Solver):
+class ChenGreedy(Family):
     """Segments of at most so many bytes; every size of segment is tried, the cheapest that fits taken."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest schedule of the family that fits.
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the schedules of each size of segment.
 
         Raises:
             SolverError: the forward is no sequence of stages.
         """
-        return cheapest_that_fits(graph, budget_bytes, greedy_members(graph, _stage_ends(graph)), solver=repr(self))
+        return greedy_members(graph, _stage_ends(graph))
 
 
 def _stage_ends(graph: Graph) -> list[int]:

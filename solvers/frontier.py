@@ -4,8 +4,9 @@ A schedule that fits a budget fits each larger one, and a bound proved for a bud
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
 Then the few budgets with the largest gaps, where these are wide, are solved with all of the time limit. Schedules of the next larger
-budgets, which need a little too much, are starts of the search. So 20 budgets take at most 20
-shares and three limits, and less where gaps close early. Ctrl-C ends it with the budgets that were solved.
+budgets, which need a little too much, are starts of the search; closed-form schedules are made once, and models start from
+the stages of the nearest budget (`shared`). So 20 budgets take at most 20 shares and three limits, and
+less where gaps close early. Ctrl-C ends it with the budgets that were solved.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph
+from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .auto import Auto
 from .base import Solver
 from .interrupt import heeding_interrupts, is_interrupted
-from .minimum import Minimum, minimum
+from .shared import Shared
 
 _POINT_LIMIT_S = 6.0
 _NUM_FULL = 3  # solves with all of the time limit
@@ -39,18 +41,19 @@ class _Found:
 
 
 def frontier_solutions(
-    graph: Graph, budgets: Iterable[int], solver: Solver | None = None, *, least: Minimum | None = None
+    graph: Graph, budgets: Iterable[int] | int, solver: Solver | None = None, *, shared: Shared | None = None
 ) -> list[Solution]:
     """Returns one solution a budget, in the order of `budgets`, costs and bounds monotone in the budget.
 
     Args:
         graph: any graph.
-        budgets: in bytes, resident bytes included.
+        budgets: in bytes, resident bytes included; or how many, evenly from the least known to be met to keeping everything.
         solver: `Auto` with a modest time limit a budget where None; any solver works, and only `Auto` shares its time.
-        least: what `minimum` says of `graph`, where it was asked before.
+        shared: what other solves of `graph` found out.
     """
-    curve = _Curve(graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), least or minimum(graph))
-    asked = list(budgets)
+    shared = shared or Shared(graph)
+    curve = _Curve(graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), shared)
+    asked = _spread(graph, budgets, shared.least().peak_bytes) if isinstance(budgets, int) else list(budgets)
     with heeding_interrupts():
         for budget in _by_halves(sorted(set(asked))):
             curve.solve(budget, share=_SHARE)
@@ -58,6 +61,11 @@ def frontier_solutions(
             if curve.is_wide:
                 curve.solve(curve.worst(), share=1.0)
     return [curve.solution(budget) for budget in asked]
+
+
+def _spread(graph: Graph, count: int, first: int) -> list[int]:
+    last = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    return [first + (last - first) * i // max(1, count - 1) for i in range(count)]
 
 
 def _by_halves(items: Sequence[int]) -> Iterator[int]:
@@ -77,10 +85,11 @@ def _by_halves(items: Sequence[int]) -> Iterator[int]:
 class _Curve:
     """What is known of one graph: schedules by peak, bounds by budget."""
 
-    def __init__(self, graph: Graph, solver: Solver, least: Minimum) -> None:
+    def __init__(self, graph: Graph, solver: Solver, shared: Shared) -> None:
         self._graph = graph
         self._solver = solver
-        self._least = least
+        self._shared = shared
+        self._least = shared.least()
         self._gap = solver.gap if isinstance(solver, Auto) else 0.0
         self._found: list[_Found] = []
         self._bounds: dict[int, float] = {}
@@ -129,7 +138,7 @@ class _Curve:
             solver = replace(solver, rounds=min(solver.rounds, 1))
         near = sorted((found for found in self._found if found.peak_bytes > budget), key=lambda found: found.peak_bytes)[:_NUM_NEAR]
         known = [self._least.steps, *(found.steps for found in (self._cheapest(budget), *near) if found is not None)]
-        return solver.improve(self._graph, budget_bytes=budget, known_steps=known, known_bound_s=self._bound_s(budget), least=self._least)
+        return solver.improve(self._graph, budget_bytes=budget, known_steps=known, known_bound_s=self._bound_s(budget), shared=self._shared)
 
     def _cheapest(self, budget: int) -> _Found | None:
         fitting = [found for found in self._found if found.peak_bytes <= budget]

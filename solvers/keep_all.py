@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import final
 
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
-from .segments import cheapest_that_fits
+from .segments import Family
 
 
 @final
 @dataclass(frozen=True)
-class KeepAll(Solver):
+class KeepAll(Family):
     """Computes every operator once and keeps each value to its last use."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the plain step where it fits, `NO_SOLUTION` where not."""
-        return cheapest_that_fits(graph, budget_bytes, [range(graph.num_operators)], solver=repr(self))
+    def members(self, graph: Graph) -> list[range]:
+        """Returns the plain step."""
+        return [range(graph.num_operators)]

@@ -10,30 +10,29 @@ value carried by a long skip is found by computing its ancestors again; costs ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
-from .segments import cheapest_that_fits, forward_operators, greedy_members, sqrt_members
+from .segments import Family, forward_operators, greedy_members, sqrt_members
 
 
 @final
 @dataclass(frozen=True)
-class LinearizedSqrt(Solver):
+class LinearizedSqrt(Family):
     """About sqrt(n) segments of equally many of the n forward operators."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the segmentation's schedule where it fits."""
-        return cheapest_that_fits(graph, budget_bytes, sqrt_members(graph, forward_operators(graph)), solver=repr(self))
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the segmentation's schedules."""
+        return sqrt_members(graph, forward_operators(graph))
 
 
 @final
 @dataclass(frozen=True)
-class LinearizedGreedy(Solver):
+class LinearizedGreedy(Family):
     """Segments of at most so many bytes of the execution order; the cheapest size that fits."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest schedule of the family that fits."""
-        return cheapest_that_fits(graph, budget_bytes, greedy_members(graph, forward_operators(graph)), solver=repr(self))
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the schedules of each size of segment."""
+        return greedy_members(graph, forward_operators(graph))

@@ -23,7 +23,7 @@ from ..schedule import Schedule, simulate
 from .accounting import Accounting, Ints
 from .compiled import COMPILER_S, IS_COMPILED
 from .eviction import Rule, steps_with_eviction
-from .families import leanest_schedules
+from .families import Families
 from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .local_search import LocalSearch, Round
@@ -57,12 +57,13 @@ class Minimum:
     steps: tuple[int, ...]
 
 
-def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
+def minimum(graph: Graph, *, time_limit_s: float = math.inf, families: Families | None = None) -> Minimum:
     """Returns the smallest budget for which a schedule is found, and a proven lower bound on it.
 
     Args:
         graph: any graph.
         time_limit_s: ends the search early; without it the answer depends on the graph alone.
+        families: of the graph, where these were made before.
 
     Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled code; some 300 schedules of
     the families, O(E) each.
@@ -70,7 +71,7 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf) -> Minimum:
     deadline = time.perf_counter() + time_limit_s
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
-    candidates = _leanest_simple(graph)
+    candidates = _leanest_simple(graph, families or Families(graph))
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
         candidates += [lean] if lean else []
@@ -99,12 +100,12 @@ def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: fl
     return best
 
 
-def _leanest_simple(graph: Graph) -> list[tuple[int, Ints]]:
+def _leanest_simple(graph: Graph, families: Families) -> list[tuple[int, Ints]]:
     """Returns peaks and steps of the schedules that take no search: the leanest of the simplest, and leaner ones of the families."""
     simple = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
     valid = [steps for k, steps in enumerate(simple) if k == 0 or keeps_regions(graph, steps)]
     best = min(((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid), key=lambda candidate: candidate[0])
-    leaner = [steps for steps in leanest_schedules(graph, best[0]) if keeps_regions(graph, steps)]
+    leaner = [steps for steps in families.leanest(best[0]) if keeps_regions(graph, steps)]
     return [best, *((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in leaner)]
 
 

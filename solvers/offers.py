@@ -6,18 +6,18 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .eviction import Rule, is_compiled, steps_with_eviction
-from .families import family_schedules
-from .minimum import MOST_OPERATORS_TO_EVICT, Minimum, minimum
+from .minimum import MOST_OPERATORS_TO_EVICT
 from .refinement import Refinement
 from .reserves import Reserves
 from .search import Search
+from .shared import Shared
 
 _RESERVES_SHARE = 0.05  # of the time left, at most, for schedules with reserves from one relaxation
 
 
-def offer_families(search: Search) -> None:
+def offer_families(search: Search, shared: Shared) -> None:
     """Offers what the closed-form heuristics give, one after the other."""
-    families = family_schedules(search.graph, search.budget_bytes)
+    families = shared.families.cheapest(search.budget_bytes)
     while not search.is_over and (steps := next(families, None)) is not None:
         search.offer(steps)
 
@@ -36,11 +36,11 @@ def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
         _offer_by_rules(search, kept)
 
 
-def offer_greedy(search: Search, least: Minimum | None) -> None:
+def offer_greedy(search: Search, shared: Shared) -> None:
     """Offers the greedy's schedules, and that of the least budget where none of them fits."""
     _offer_by_rules(search, {})
     if search.steps is None and not search.is_over:
-        search.offer((least or minimum(search.graph, time_limit_s=search.left_s / 2)).steps)
+        search.offer(shared.least(time_limit_s=search.left_s / 2).steps)
 
 
 def _offer_by_rules(search: Search, kept: Mapping[int, Sequence[int]]) -> None:

@@ -19,23 +19,21 @@ from typing import final
 
 from ..errors import SolverError
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import forward_length, steps_on_demand
-from .segments import cheapest_that_fits
+from .segments import Family
 
 
 @final
 @dataclass(frozen=True)
-class PerBlock(Solver):
+class PerBlock(Family):
     """Drops what is inside each block; where containers are nested, each depth is tried.
 
     A block is a module with a number for a name, such as `blocks.3` or `layer1.0`; the cheapest
     depth that fits is taken.
     """
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest schedule of the family that fits.
+    def members(self, graph: Graph) -> list[list[int]]:
+        """Returns one schedule a depth.
 
         Raises:
             SolverError: the operators' modules name no two blocks.
@@ -47,7 +45,7 @@ class PerBlock(Solver):
                 f"per-block needs module paths with at least two numbered blocks, such as `blocks.0` and `blocks.1`; {named} of "
                 f'{graph.num_operators} operators name a module. Trace a model that keeps its layers in a ModuleList, or use "auto"'
             )
-        return cheapest_that_fits(graph, budget_bytes, members, solver=repr(self))
+        return members
 
 
 def block_of(module: str, depth: int) -> str:

@@ -19,11 +19,9 @@ from typing import final
 
 from ..errors import SolverError
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import forward_length, steps_on_demand
 from .recompute_cheap import MATRIX_PRODUCTS, is_attention_kernel, operator_name
-from .segments import cheapest_that_fits, forward_operators
+from .segments import Family, forward_operators
 
 _BATCHED_PRODUCTS = frozenset({"bmm", "baddbmm"})
 _SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
@@ -32,11 +30,11 @@ _ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
 
 @final
 @dataclass(frozen=True)
-class RecomputeAttention(Solver):
+class RecomputeAttention(Family):
     """Recomputes scores, softmax, dropout and what else lies inside attention; keeps everything else."""
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the method's one schedule where it fits.
+    def members(self, graph: Graph) -> list[list[int]]:
+        """Returns the method's one schedule.
 
         Raises:
             SolverError: the graph has no attention, does not say where it is, or has it in fused kernels only.
@@ -47,7 +45,7 @@ class RecomputeAttention(Solver):
             reason = "its attention is in fused kernels, which have no values inside" if fused else _missing(graph)
             raise SolverError(f'there is no attention to recompute: {reason}. Use "recompute-cheap", "per-block" or "auto"')
         kept = {v for i in forward_operators(graph) for v in graph.operators[i].writes} - inside
-        return cheapest_that_fits(graph, budget_bytes, [steps_on_demand(graph, kept)], solver=repr(self))
+        return [steps_on_demand(graph, kept)]
 
 
 def _missing(graph: Graph) -> str:

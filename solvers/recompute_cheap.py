@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from typing import final
 
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import steps_on_demand
-from .segments import cheapest_that_fits, forward_operators
+from .segments import Family, forward_operators
 
 MATRIX_PRODUCTS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum", "_scaled_mm", "_grouped_mm", "_int_mm",
@@ -31,17 +29,16 @@ _NUM_SHARES = 20
 
 @final
 @dataclass(frozen=True)
-class RecomputeCheap(Solver):
+class RecomputeCheap(Family):
     """Keeps the outputs of matrix products, convolutions and attention, and recomputes the others.
 
     Where operators have no targets, those are kept that cost most and together make up a share of
     the forward's cost; shares from 0 to 100 % are tried, the cheapest schedule that fits is taken.
     """
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest schedule of the family that fits."""
-        members = (steps_on_demand(graph, {v for i in kept for v in graph.operators[i].writes}) for kept in _kept_operators(graph))
-        return cheapest_that_fits(graph, budget_bytes, members, solver=repr(self))
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields one schedule, or where operators have no targets one a share."""
+        return (steps_on_demand(graph, {v for i in kept for v in graph.operators[i].writes}) for kept in _kept_operators(graph))
 
 
 def operator_name(target: str) -> str:

@@ -79,6 +79,16 @@ class Refinement:
         self._is_cut_short = False  # by a deadline
         self.is_exact = False  # the present model is solved to the end
 
+    def start_from(self, other: Refinement) -> None:
+        """Starts with the stages of another refinement of the graph whose linear relaxation bound most, and with its rows.
+
+        These are of another budget, or not; where it solved no relaxation, nothing is taken over.
+        """
+        bound_s, singles, cuts = other._best_relaxed
+        if bound_s > -math.inf:
+            self.singles, self.cuts, self.rows = set(singles), set(cuts), set(other.rows)
+            self.moments = {key: set(times) for key, times in other.moments.items()}
+
     @property
     def boundaries(self) -> list[int]:
         """Where stages begin and end, without the forward."""

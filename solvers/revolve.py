@@ -20,6 +20,7 @@ A slot holds one value; the chain's start, which nothing needs to compute, has t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -27,17 +28,15 @@ import numpy as np
 
 from ..errors import SolverError
 from ..graph import Graph
-from ..solution import Solution
-from .base import Solver
 from .on_demand import forward_length, values_always_kept
-from .segments import cheapest_that_fits
+from .segments import Family
 
 _MAX_ADVANCES = 2_000_000  # longer schedules would take seconds to simulate and are of no use
 
 
 @final
 @dataclass(frozen=True)
-class Revolve(Solver):
+class Revolve(Family):
     """Binomial schedules for numbers of slots from one to all; the cheapest that fits.
 
     Attributes:
@@ -46,15 +45,15 @@ class Revolve(Solver):
 
     num_slots: int | None = None
 
-    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest binomial schedule that fits.
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields one schedule a number of slots.
 
         Raises:
             SolverError: the forward is not a chain.
         """
         _check_chain(graph)
         slots = _slot_counts(forward_length(graph) + 1) if self.num_slots is None else [self.num_slots]
-        return cheapest_that_fits(graph, budget_bytes, (_steps(graph, s) for s in slots), solver=repr(self))
+        return (_steps(graph, s) for s in slots)
 
 
 def advances(num_values: int, num_slots: int) -> int:

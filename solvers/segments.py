@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
+from .base import Solver
 from .on_demand import forward_length, steps_on_demand
 
 _NUM_LIMITS = 48  # sizes of segment that the greedy methods try; beyond, the schedules hardly differ
+
+
+@dataclass(frozen=True)
+class Family(Solver):
+    """A method with a few schedules a graph, whatever the budget; the cheapest that fits is its answer."""
+
+    @abstractmethod
+    def members(self, graph: Graph) -> Iterable[Sequence[int]]:
+        """Returns the steps of each schedule.
+
+        Raises:
+            SolverError: the graph is not of the class that the method is for.
+        """
+
+    def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
+        """Returns the cheapest schedule of the family that fits, `NO_SOLUTION` where none does.
+
+        Raises:
+            SolverError: the graph is not of the class that the method is for.
+        """
+        return cheapest_that_fits(graph, budget_bytes, self.members(graph), solver=repr(self))
 
 
 def cheapest_that_fits(graph: Graph, budget_bytes: int, members: Iterable[Sequence[int]], *, solver: str) -> Solution:

@@ -29,6 +29,7 @@ from remat.solvers.occurrences import lay_out
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
+from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions, unet
 from remat.validate import validate
@@ -163,11 +164,11 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
     solver = Auto(rounds=1, time_limit_s=0.6)
     assert solver.solve(graph, budget_bytes=ceiling).status is Status.OPTIMAL
     for budget in {least.peak_bytes, (least.peak_bytes + ceiling) // 2}:
-        solution = solver.improve(graph, budget_bytes=budget, least=least)
+        solution = solver.improve(graph, budget_bytes=budget, shared=Shared(graph, least))
         assert solution.is_solved
         assert solution.peak_bytes <= budget
     if working_set_bytes(graph) > 0:
-        below = solver.improve(graph, budget_bytes=working_set_bytes(graph) - 1, least=least)
+        below = solver.improve(graph, budget_bytes=working_set_bytes(graph) - 1, shared=Shared(graph, least))
         assert below.status is Status.INFEASIBLE
         assert below.minimum_bytes == least.peak_bytes
 

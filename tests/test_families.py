@@ -10,7 +10,7 @@ from remat.errors import SolverError
 from remat.solvers import auto
 from remat.solvers.auto import Auto
 from remat.solvers.chen import ChenGreedy
-from remat.solvers.families import FAMILIES, leanest_schedules
+from remat.solvers.families import FAMILIES, Families
 from remat.solvers.minimum import minimum
 from remat.tracers.synthetic import chain
 
@@ -31,7 +31,7 @@ def test_auto_takes_a_family_over_where_nothing_else_is_found(monkeypatch: pytes
 
 def test_the_least_budget_is_not_above_that_of_a_family() -> None:
     least = minimum(GRAPH).peak_bytes
-    assert any(True for _ in leanest_schedules(GRAPH, UNLIMITED))
+    assert any(True for _ in Families(GRAPH).leanest(UNLIMITED))
     for family in FAMILIES:
         with suppress(SolverError):  # a chain has no blocks
             assert least <= family.solve(GRAPH, budget_bytes=UNLIMITED).minimum_bytes

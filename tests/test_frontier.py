@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,13 @@ from remat.solution import Solution, Status
 from remat.solvers.auto import Auto
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.frontier import frontier_solutions
+from remat.solvers.linearized import LinearizedGreedy
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum
-from remat.tracers.synthetic import chain, random_layered, transformer
+from remat.solvers.refinement import Refinement
+from remat.solvers.segments import Family
+from remat.solvers.shared import Shared
+from remat.tracers.synthetic import chain, random_layered, random_step, transformer
 from remat.validate import validate
 
 QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
@@ -102,3 +107,41 @@ def test_the_front_door_spreads_budgets_from_the_least_to_all() -> None:
     solutions = remat.frontier(graph, 4, time_limit_s=0.5)
     assert [s.budget_bytes for s in solutions] == spread(graph, 4)
     check(graph, spread(graph, 4), solutions)
+
+
+def test_budgets_share_the_closed_form_schedules_and_the_least_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for kind in (ChenGreedy, LinearizedGreedy):
+
+        def counted(self: Family, graph: Graph, members: Any = kind.members) -> Any:
+            made.append(type(self).__name__)
+            return members(self, graph)
+
+        monkeypatch.setattr(kind, "members", counted)
+    frontier_solutions(chain(20), 6, QUICK)
+    assert sorted(made) == ["ChenGreedy", "LinearizedGreedy"]
+
+
+def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
+    graph = random_step(40, seed=1)
+    shared, least = Shared(graph), minimum(graph)
+    most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    tight, loose = ((least.peak_bytes * part + most * (4 - part)) // 4 for part in (3, 1))
+    first = shared.refinement(tight)
+    assert len(first.boundaries) == 2
+    for _ in range(4):
+        first.solve(deadline=math.inf, is_relaxed=True)
+    first.return_to_best_relaxed()
+    assert len(first.boundaries) > 2
+    assert len(shared.refinement(loose).boundaries) > 2
+    near = shared.refinement(tight + 1)
+    assert near.boundaries == first.boundaries
+    fresh = Refinement(graph, budget_bytes=tight + 1)
+    assert near.solve(deadline=math.inf, is_relaxed=True).bound_s >= fresh.solve(deadline=math.inf, is_relaxed=True).bound_s
+
+
+def test_stages_of_models_with_integers_are_not_taken_over() -> None:
+    graph = random_step(12, seed=1)
+    shared, budget = Shared(graph), minimum(graph).peak_bytes
+    shared.refinement(budget).singles.add(graph.num_operators - 2)
+    assert len(shared.refinement(budget).boundaries) == 2
