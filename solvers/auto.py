@@ -47,6 +47,7 @@ from .offers import offer_evicted, offer_families, offer_greedy, offer_with_rese
 from .progress import Progress
 from .refinement import Refinement
 from .restarts import Restarts
+from .scouting import scout
 from .search import Search
 from .shared import Shared
 
@@ -63,6 +64,7 @@ _ROUNDS_BESIDE = 1  # of annealing the best, while large graphs are relaxed; the
 _REFINING_SHARE = 0.4  # of the time that is then left
 _REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
+_SCOUTING_SHARE = 0.4  # of the time for bounds
 _WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
 _CLIMBING_SHARE = 0.9  # of the time for bounds, until when
 _USUAL_GAP = 0.005
@@ -184,12 +186,15 @@ class Auto(Solver):
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
-        Where the gap is wide, by even stages first. Where these close a part of it that counts, they are solved with integers, which takes
-        long: at once where the gap stays very wide, and else later, where half of the refinement bounds no more than they do.
+        Where the gap is wide, with stages of one operator that are chosen first (`scouting`), and by even stages. Where these close
+        a part of it that counts, they are solved with integers, which takes long: at once where the gap stays very wide, and else
+        later, where half of the refinement bounds no more than they do.
         """
         began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
         hierarchy = Hierarchy(search.graph, search.budget_bytes)
         if not search.is_within(_WIDE_GAP):
+            first_s = max(first_s, scout(refinement, deadline=began + _SCOUTING_SHARE * left_s))
+            search.raise_bound(first_s)
             self._climb(search, hierarchy, began + left_s)
         if hierarchy.is_integer and hierarchy.best_s >= first_s + _WORTH * self._gap_s(search, first_s):
             if search.is_within(_VERY_WIDE_GAP):

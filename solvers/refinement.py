@@ -5,7 +5,7 @@ much memory right before an original operator, while values are computed again f
 too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
 costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
 of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Rows found before are kept;
-stages of one operator in which no moment was ever short are given up once, and cuts without which the linear relaxation is as good.
+cuts and stages of one operator without which the linear relaxation is as good are given up once.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
 solver proves that no point is cheaper, that schedule is optimal. Ends where the schedule is as cheap as the bound, where
@@ -72,7 +72,6 @@ class Refinement:
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
-        self.given_up: set[int] = set()  # singles in which no moment was short
         self.decided_s = -math.inf  # no point of the present model is cheaper
         self.best_s = -math.inf  # bound of all models so far
         self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())  # bound, singles and cuts
@@ -94,6 +93,11 @@ class Refinement:
         """Where stages begin and end, without the forward."""
         around = {boundary for v in self.singles for boundary in (v, v + 1)}
         return sorted({self.first, self.graph.num_operators, *self.cuts, *around}) if self.is_split else []
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the present model."""
+        return self._model(is_relaxed=False).model.program.num_columns
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +153,6 @@ class Refinement:
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
         self.rows |= lazy.rows
         self.moments |= lazy.sets
-        short = {moments.v for moments in lazy.moments if moments.sets}
         steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
         self.best_s = max(self.best_s, bound_s)
         if is_relaxed and bound_s > self._best_relaxed[0]:
@@ -162,8 +165,6 @@ class Refinement:
             kept = self._kept(model, outcome.point, _HALF)
             steps = self._steps(kept)
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
-            if not is_relaxed:
-                self._give_up(self.singles - short)
             before = self.singles | self.cuts
             self._cut(steps, boundaries, None if is_relaxed else paid)
             if is_relaxed and self.boundaries == boundaries:
@@ -186,11 +187,6 @@ class Refinement:
         """The schedule that keeps so much at the present boundaries, built on demand."""
         return steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]})
 
-    def _give_up(self, idle: set[int]) -> None:
-        """Gives up singles that brought nothing, each once: two that take each other's place would go on for good."""
-        self.singles -= idle - self.given_up
-        self.given_up |= idle
-
     def resume(self) -> None:
         """Goes on where the last deadline, and nothing else, was the end of it."""
         self.is_split |= self._is_cut_short
@@ -210,20 +206,20 @@ class Refinement:
 
     def _drop_useless(self, candidates: set[int], deadline: float) -> None:
         """Drops cuts and singles without which the linear relaxation is as good, once each: fewer stages are solved sooner."""
-        if not self.is_split or self._model(is_relaxed=False).model.program.num_columns <= _FEW_COLUMNS:
+        if not self.is_split or self.num_columns <= _FEW_COLUMNS:
             return
-        needed = self._relaxed_bound(deadline) * (1 - _TOLERANCE)
+        needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
         if needed < 0:  # there is no time to compare
             return
         for chosen in (self.cuts, self.singles):
             for item in sorted((chosen & candidates) - self.dropped):
                 chosen.remove(item)
-                if self._relaxed_bound(deadline) < needed:
+                if self.relaxed_bound(deadline) < needed:
                     chosen.add(item)
                 else:
                     self.dropped.add(item)
 
-    def _relaxed_bound(self, deadline: float) -> float:
+    def relaxed_bound(self, deadline: float) -> float:
         """The bound by the linear relaxation over the present stages, whose rows are kept; none where there is no time for it."""
         lazy = self._model(is_relaxed=False)
         outcome = lazy.solve(deadline=deadline, is_relaxed=True)

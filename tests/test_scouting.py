@@ -1,0 +1,70 @@
+"""Stages chosen by what they bound: never above the exact optimum, and better than those cut where schedules fail."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.schedule import Schedule, simulate
+from remat.solution import Status
+from remat.solvers.milp import MILP
+from remat.solvers.minimum import minimum
+from remat.solvers.refinement import Refinement
+from remat.solvers.scouting import scout
+from remat.tracers.synthetic import random_layered
+from tests.test_refinement import random_training_graph
+
+GRAPH = random_layered(40, seed=0, is_training=True)
+TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
+def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(seed: int, share: float) -> None:
+    graph = random_training_graph(seed, 5, 9)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    refinement = Refinement(graph, budget_bytes=budget)
+    assert scout(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
+    while not refinement.is_over:
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
+
+
+def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fail() -> None:
+    refinement = Refinement(GRAPH, budget_bytes=TIGHT)
+    bound_s = scout(refinement, deadline=math.inf)
+    assert 1 <= len(refinement.singles) <= 3
+    assert refinement.best_s == bound_s
+    other = Refinement(GRAPH, budget_bytes=TIGHT)
+    cut = [other.solve(deadline=math.inf, is_relaxed=True).bound_s for _ in range(4)]
+    assert bound_s > max(cut)
+
+
+def test_stages_that_bound_are_not_given_up() -> None:
+    refinement = Refinement(GRAPH, budget_bytes=TIGHT)
+    bound_s = scout(refinement, deadline=math.inf)
+    refinement.solve(deadline=time.perf_counter() + 5)
+    refinement.resume()
+    assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
+
+
+def test_where_no_stage_bounds_more_or_there_is_no_time_the_stages_stay() -> None:
+    ample = Refinement(GRAPH, budget_bytes=simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes)
+    ample.cuts.add(GRAPH.num_operators - 5)
+    scout(ample, deadline=math.inf)
+    assert (ample.singles, ample.cuts) == (set(), {GRAPH.num_operators - 5})
+    hurried = Refinement(GRAPH, budget_bytes=TIGHT)
+    hurried.cuts.add(GRAPH.num_operators - 5)
+    assert scout(hurried, deadline=0.0) == -math.inf
+    assert hurried.cuts == {GRAPH.num_operators - 5}
+
+
+def test_long_forwards_are_left_alone() -> None:
+    graph = random_layered(300, seed=0, is_training=True)
+    refinement = Refinement(graph, budget_bytes=10**9)
+    assert scout(refinement, deadline=math.inf) == -math.inf
