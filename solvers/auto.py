@@ -11,7 +11,7 @@
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts. Before it, on
-   small graphs whose gap is wide, models over even stages (`hierarchy`): near the least budget these bound more.
+   small graphs whose gap is wide, stages chosen by what they bound (`scouting`), and models over even ones (`hierarchy`).
 8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
    long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`).
 
