@@ -8,7 +8,8 @@
    is mended by eviction (`eviction`), or by memory in reserve where it failed (`reserves`).
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
-5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts.
+5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts; before 4
+   where nothing fits yet.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts. Before it, on
    small graphs whose gap is wide, stages chosen by what they bound (`scouting`), and models over even ones (`hierarchy`).
@@ -161,13 +162,16 @@ class Auto(Solver):
         offer_families(search, shared)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
+        if is_hard := search.steps is None:  # what fits at all comes before models that may take all of the time
+            offer_greedy(search, shared)
         refinement = shared.refinement(search.budget_bytes)
         restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if not self._relax_beside_search(search, refinement, restarts):
             return False
         if len(refinement.boundaries) == 2 and not self._refine(search, refinement):
             return False
-        offer_greedy(search, shared)
+        if not is_hard:
+            offer_greedy(search, shared)
         if self._is_small(search) or self.threads == 1 or search.steps is None:
             self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:

@@ -28,6 +28,8 @@ from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
+from remat.solvers.refinement import Refinement
+from remat.solvers.search import Search
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
@@ -171,6 +173,20 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
         below = solver.improve(graph, budget_bytes=working_set_bytes(graph) - 1, shared=Shared(graph, least))
         assert below.status is Status.INFEASIBLE
         assert below.minimum_bytes == least.peak_bytes
+
+
+def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transformer(3)
+    has_schedule: list[bool] = []
+
+    def no_time(self: Auto, search: Search, refinement: Refinement, **options: object) -> bool:
+        has_schedule.append(search.steps is not None)
+        return True
+
+    monkeypatch.setattr(Auto, "_refine", no_time)
+    QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
+    assert has_schedule
+    assert has_schedule[0]
 
 
 def test_the_least_budget_is_always_met() -> None:
