@@ -175,8 +175,11 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
         assert below.minimum_bytes == least.peak_bytes
 
 
-def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = transformer(3)
+@pytest.mark.parametrize("family", ["chain_with_skips", "unet", "random_layered"])
+def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    graph = FAMILIES[family]()
     has_schedule: list[bool] = []
 
     def no_time(self: Auto, search: Search, refinement: Refinement, **options: object) -> bool:
