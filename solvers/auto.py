@@ -197,8 +197,10 @@ class Auto(Solver):
         began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
         hierarchy = Hierarchy(search.graph, search.budget_bytes)
         if not search.is_within(_WIDE_GAP):
-            first_s = max(first_s, scout(refinement, deadline=began + _SCOUTING_SHARE * left_s))
-            search.raise_bound(first_s)
+            scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
+            if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
+                first_s = max(first_s, scouted_s)
+                search.raise_bound(first_s)
             self._climb(search, hierarchy, began + left_s)
         if hierarchy.is_integer and hierarchy.best_s >= first_s + _WORTH * self._gap_s(search, first_s):
             if search.is_within(_VERY_WIDE_GAP):

@@ -26,7 +26,7 @@ from .window import Window, WindowModel
 _FIRST_STAGES = 6  # at least, where the backward is long enough
 _LEAST_OPERATORS = 2  # of a stage
 _MAX_COLUMNS = 9_000
-_MOST_FORWARD = 250  # operators
+MOST_FORWARD = 250  # operators
 _MAX_NODES = 20
 
 
@@ -56,7 +56,7 @@ class Hierarchy:
         backward, self.length = self.graph.num_operators - self.first, _LEAST_OPERATORS
         while 2 * self.length * _FIRST_STAGES <= backward:
             self.length *= 2
-        self.is_over = not 0 < self.first <= _MOST_FORWARD or backward < 2 * _LEAST_OPERATORS
+        self.is_over = not 0 < self.first <= MOST_FORWARD or backward < 2 * _LEAST_OPERATORS
 
     @property
     def best_s(self) -> float:

@@ -1,9 +1,8 @@
 """Stages of one operator chosen by what they bound: each is tried in the linear relaxation, and the one that bounds most is taken.
 
 Refinement cuts where a schedule fails. Where the budget is tight, it fails nearly everywhere, and the one operator whose own
-window would raise the bound is found late or never: on a U-Net at half of its peak it is the backward of one convolution, which
-alone closes more than half of the gap. A relaxation with one more stage is solved in a twentieth of a second on small graphs,
-so operators all over the backward are tried, then with the best of them those that came next, until one gains little.
+window would raise the bound is found late or never. A relaxation with one more stage is solved soon on small
+graphs, so operators all over the backward are tried, then with the best of them those that came next, until one gains little.
 
 Complexity: some 50 relaxations for the first stage, of operators evenly spread over the backward and of those around the best, fewer and
 larger ones for the next two.
@@ -15,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .hierarchy import MOST_FORWARD
 from .interrupt import is_past
 from .refinement import Refinement
 
-_MOST_FORWARD = 250  # operators
 _TRIED = 50, 10, 6  # operators, for each stage chosen here; refinement adds more
 _MOST_COLUMNS = 6_000  # of a model that is worth its time
 _TIE = 1e-6
@@ -34,7 +33,7 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
         deadline: of `time.perf_counter`, in seconds.
     """
     graph = refinement.graph
-    if refinement.is_over or refinement.first > _MOST_FORWARD:
+    if refinement.is_over or refinement.first > MOST_FORWARD:
         return -math.inf
     before = refinement.singles, refinement.cuts
     refinement.singles, refinement.cuts = set(), set()
@@ -44,18 +43,19 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
     for count in _TRIED:
         if refinement.num_columns > _MOST_COLUMNS or is_past(deadline):
             break
-        tried = _bounds_with(refinement, candidates[:count] or backward[::spacing], deadline)
+        candidates = candidates if refinement.singles else list(backward[::spacing])
+        tried = _bounds_with(refinement, candidates[:count], deadline)
         if not tried:
             break
         best = max(tried, key=lambda v: tried[v])
-        around = [v for v in range(best - spacing, best + spacing + 1) if v in backward and v not in tried]
+        around = [v for v in range(best - spacing, best + spacing + 1) if v in backward and v not in tried and v not in refinement.singles]
         tried |= _bounds_with(refinement, around, deadline)
         chosen = _last_of_the_best(tried, spacing)
         if tried[chosen] - best_s <= _LEAST_GAIN * (tried[chosen] - graph.cost_s):
             break
         best_s = tried[chosen]
         refinement.singles.add(chosen)
-        candidates = [v for v in candidates or _promising(tried) if abs(v - chosen) > 1]
+        candidates = [v for v in (candidates if len(refinement.singles) > 1 else _promising(tried)) if abs(v - chosen) > 1]
     if not refinement.singles:
         refinement.singles, refinement.cuts = before
     refinement.best_s = max(refinement.best_s, best_s)
@@ -69,7 +69,7 @@ def _promising(tried: dict[int, float]) -> list[int]:
 
 
 def _bounds_with(refinement: Refinement, candidates: Sequence[int], deadline: float) -> dict[int, float]:
-    """Returns the bounds with one more stage, of each of these operators; -inf for those that there is no time for."""
+    """Returns the bounds with one more stage, of each of these operators, which are none yet; -inf where there is no time for it."""
     found = dict.fromkeys(candidates, -math.inf)
     for v in candidates:
         if is_past(deadline):

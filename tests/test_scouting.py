@@ -24,13 +24,16 @@ TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
 def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(seed: int, share: float) -> None:
-    graph = random_training_graph(seed, 5, 9)
+    graph = random_training_graph(seed, 4, 7)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
     best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
     assert best.status is Status.OPTIMAL
     refinement = Refinement(graph, budget_bytes=budget)
-    assert scout(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
+    bound_s = scout(refinement, deadline=math.inf)
+    assert bound_s <= best.cost_s * (1 + 1e-9)
+    if refinement.singles:
+        assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)  # the stages that gave it are there
     while not refinement.is_over:
         assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
 
