@@ -11,18 +11,19 @@
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts; before 4
    where nothing fits yet.
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
-7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts. Before it, on
-   small graphs whose gap is wide, stages chosen by what they bound (`scouting`), and models over even ones (`hierarchy`).
+7. Refinement (`refinement`): window models with more stages where the schedules fail; bounds, and better starts. On small graphs, before
+   it, where the gap is wide, stages chosen by what they bound (`scouting`), and even ones (`hierarchy`); after its first models, where
+   it is narrow, many small models at once (`benders`).
 8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
    long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`).
 
-It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search
-are cut by nodes and iterations before they are cut by time, so that with one thread a seed gives one answer on every
-machine that is fast enough for the time limit.
+It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search are cut by nodes
+and iterations before time, so that with one thread a seed gives one answer on every machine that is fast enough for the limit.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -37,8 +38,9 @@ from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
+from .benders import raise_bound
 from .compiled import COMPILER_S, IS_COMPILED
-from .hierarchy import Hierarchy
+from .hierarchy import MOST_FORWARD, Hierarchy
 from .interrupt import heeding_interrupts, is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .local_search import LocalSearch, Round
@@ -53,18 +55,17 @@ from .search import Search
 from .shared import Shared
 
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
-_LEAST_MOVES = 20_000
-_MOVES_AN_OPERATOR = 500
+_LEAST_MOVES, _MOVES_AN_OPERATOR = 20_000, 500
 _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _HOT_IF_LARGE = (1e-5, 3e-5, 3e-4, 1e-5)  # an operator is a smaller part of the cost, and what is found soon is good
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
-_FIRST_ROUNDS = 3  # of annealing, before the bound is refined
-_ROUNDS_BESIDE = 1  # of annealing the best, while large graphs are relaxed; then restarts
-_REFINING_SHARE = 0.4  # of the time that is then left
-_REFINING_SHARE_BESIDE = 0.9  # the same, where it is searched at the same time
+_FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 1  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
+_REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then left; the second where it is searched meanwhile
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
+_NARROW_GAP = 0.01  # where Benders decomposition is tried, after a share of the time for bounds; with one thread, after so many models
+_SHARE_BEFORE_BENDERS, _MODELS_BEFORE_BENDERS = 0.15, 5
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
 _CLIMBING_SHARE = 0.9  # of the time for bounds, until when
@@ -78,8 +79,7 @@ _PRICING_SHARE = 0.4  # of the time
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
-_EXACT_LIMIT_S = 5.0  # of one neighbourhood
-_NEIGHBOURHOODS = 8  # of each kind
+_EXACT_LIMIT_S, _NEIGHBOURHOODS = 5.0, 8  # of one neighbourhood; of each kind
 _LEAST_TIME_FOR_MINIMUM_S = 0.1  # where the limit is over
 _LOGGER = logging.getLogger(__name__)
 
@@ -190,9 +190,8 @@ class Auto(Solver):
     def _refine_until(self, search: Search, refinement: Refinement, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
-        Where the gap is wide, with stages of one operator that are chosen first (`scouting`), and by even stages. Where these close
-        a part of it that counts, they are solved with integers, which takes long: at once where the gap stays very wide, and else
-        later, where half of the refinement bounds no more than they do.
+        Where the gap is wide, with stages chosen first (`scouting`), and by even stages: where these close a part of it that counts,
+        they are solved with integers, which takes long, at once where it stays very wide, else where half of the refinement bounds no more.
         """
         began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
         hierarchy = Hierarchy(search.graph, search.budget_bytes)
@@ -208,6 +207,8 @@ class Auto(Solver):
             if hierarchy.best_s >= search.bound_s - _WORTH * self._gap_s(search, search.bound_s):
                 self._climb(search, hierarchy, began + _CLIMBING_SHARE * left_s)
             refinement.resume()
+        if refinement.first <= MOST_FORWARD:
+            self._decompose(search, refinement, began, left_s)
         self._refine_to(search, refinement, began + left_s)
 
     @staticmethod
@@ -219,6 +220,18 @@ class Auto(Solver):
         """Refines until the gap is closed, nothing is left to refine, or the deadline."""
         while not (search.is_over or refinement.is_over or is_past(deadline)):
             self._refine(search, refinement, deadline=deadline)
+
+    def _decompose(self, search: Search, refinement: Refinement, began: float, left_s: float) -> None:
+        """Refines until the gap is narrow, for a while, then raises the bound by Benders decomposition until it rises no more."""
+        for count in itertools.count():
+            is_narrow = search.is_within(_NARROW_GAP)
+            is_late = count >= _MODELS_BEFORE_BENDERS if self.threads == 1 else is_past(began + _SHARE_BEFORE_BENDERS * left_s)
+            if search.is_over or refinement.is_over or is_past(began + left_s) or (is_narrow and is_late):
+                break
+            self._refine(search, refinement, deadline=began + (left_s / 2 if is_narrow else left_s))
+        refinement.resume()
+        if search.is_within(_NARROW_GAP):
+            raise_bound(search, self._cutoff_s, deadline=began + left_s)
 
     def _climb(self, search: Search, hierarchy: Hierarchy, deadline: float) -> None:
         """Raises the bound by the linear programs of ever finer even stages, or where these are solved, by integers."""

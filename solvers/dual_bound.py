@@ -52,23 +52,49 @@ class LinearProgram:
     value: Floats
 
 
+@dataclass(frozen=True)
+class Support:
+    """An affine function of some columns: no feasible point's objective is below `constant + slope @ x`, whatever their bounds are.
+
+    Attributes:
+        constant: in units of the objective.
+        slope: of each column.
+        is_ray: the function is positive where no feasible point is, and says nothing of the objective.
+    """
+
+    constant: float
+    slope: Floats
+    is_ray: bool = False
+
+    def at(self, point: Floats) -> float:
+        """The function's value, rounded to nearest."""
+        return self.constant + float(np.dot(self.slope, point))
+
+
 def safe_bound(program: LinearProgram, multipliers: Floats) -> float:
     """Returns a number that no feasible point's objective is below, whatever the multipliers are; may be -inf. O(nonzeros)."""
-    return _bound(program, program.cost, multipliers)
+    return safe_support(program, program.cost, multipliers, np.zeros(0, np.int64)).constant
 
 
 def is_surely_infeasible(program: LinearProgram, ray: Floats) -> bool:
     """True where `ray` proves that there is no feasible point."""
-    return _bound(program, np.zeros(len(program.cost)), ray) > 0
+    return safe_support(program, np.zeros(len(program.cost)), ray, np.zeros(0, np.int64)).constant > 0
 
 
 def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
-    """True where a `highspy.Highs` that calls its linear program infeasible has a proof; solves once more, without presolve."""
+    """True where a `highspy.Highs` that calls its linear program infeasible has a proof; solves once more without presolve if need be."""
+    if any(is_surely_infeasible(program, ray) for ray in dual_rays(solver)):
+        return True
     solver.setOptionValue("presolve", "off")
     solver.clearSolver()
     solver.run()
+    return any(is_surely_infeasible(program, ray) for ray in dual_rays(solver))
+
+
+def dual_rays(solver: Any) -> list[Floats]:
+    """The dual ray of a `highspy.Highs`, in both directions; empty where it has none."""
     _, has_ray, ray = solver.getDualRay()
-    return bool(has_ray) and any(is_surely_infeasible(program, sign * np.array(ray)) for sign in (1.0, -1.0))
+    return [sign * np.array(ray) for sign in (1.0, -1.0)] if has_ray else []
 
 
 def branching_margin(lower: Floats, upper: Floats, feasibility_tolerance: float, largest: float) -> float:
@@ -84,18 +110,24 @@ def branching_margin(lower: Floats, upper: Floats, feasibility_tolerance: float,
     return _DUAL_SHARE * feasibility_tolerance * width * (1 + 1e-9) + _ABSOLUTE_GAP
 
 
-def _bound(program: LinearProgram, cost: Floats, multipliers: Floats) -> float:
+def safe_support(program: LinearProgram, cost: Floats, multipliers: Floats, columns: Ints) -> Support:
+    """Returns the right side of the formula above as a function of `columns`; its constant may be -inf. O(nonzeros).
+
+    What they are multiplied with is lowered as d is, which for x >= 0 lowers the function.
+    """
     side = np.where(multipliers > 0, program.row_lower, program.row_upper)
     y = np.where(np.isfinite(side) & np.isfinite(multipliers), multipliers, 0.0)
     rows = y * np.where(np.isfinite(side), side, 0.0)
     reduced = _reduced_costs(program, cost, y)
+    slope = reduced[columns]
+    reduced[columns] = 0.0
     with np.errstate(invalid="ignore"):  # 0 * inf where an unbounded column has no reduced cost
         corners = np.minimum(reduced * program.lower, np.where(reduced < 0, reduced * program.upper, 0.0 * reduced))
-        columns = np.where(reduced < 0, corners, reduced * program.lower)
-    if not np.isfinite(columns).all():
-        return -math.inf
-    terms = np.concatenate([rows, columns])
-    return math.fsum(terms) - 4 * _UNIT * math.fsum(np.abs(terms))
+        least = np.where(reduced < 0, corners, reduced * program.lower)
+    if not np.isfinite(least).all():
+        return Support(-math.inf, slope)
+    terms = np.concatenate([rows, least])
+    return Support(float(terms.sum()) - 2 * (len(terms) + 3) * _UNIT * float(np.abs(terms).sum()), slope)
 
 
 def _reduced_costs(program: LinearProgram, cost: Floats, y: Floats) -> Floats:

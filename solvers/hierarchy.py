@@ -63,8 +63,8 @@ class Hierarchy:
         """The best bound by linear programs so far."""
         return self._best[0]
 
-    def _windows(self, length: int) -> tuple[list[Window], set[Window]]:
-        """Returns the stages, and the windows of all lengths with them."""
+    def windows(self, length: int) -> tuple[list[Window], set[Window]]:
+        """Returns the stages of `length` operators, and the windows of all lengths with them."""
         boundaries = [*range(self.first, self.graph.num_operators - _LEAST_OPERATORS + 1, length), self.graph.num_operators]
         stages, num_stages = list(pairwise(boundaries)), len(boundaries) - 1
         windows, width = {*stages, (boundaries[0], boundaries[-1])}, 2
@@ -81,7 +81,7 @@ class Hierarchy:
             deadline: of `time.perf_counter`, in seconds.
             cutoff_s: a schedule of this cost is known; cheaper ones alone are of interest.
         """
-        forward, (stages, windows) = (0, self.first), self._windows(self._best[1] if self.is_integer else self.length)
+        forward, (stages, windows) = (0, self.first), self.windows(self._best[1] if self.is_integer else self.length)
         model = WindowModel(self.graph, sorted({forward, *windows}), priced=[forward, *stages], budget_bytes=self.budget_bytes)
         model.program.starts_from_last = True
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
@@ -98,6 +98,6 @@ class Hierarchy:
         if is_finished:
             self._best = max(self._best, (bound_s, self.length))
         self.length //= 2
-        is_last = self.length < _LEAST_OPERATORS or len(self._windows(self.length)[1]) * columns_a_window > _MAX_COLUMNS
+        is_last = self.length < _LEAST_OPERATORS or len(self.windows(self.length)[1]) * columns_a_window > _MAX_COLUMNS
         self.is_integer = is_last or not is_finished
         self.is_over = bound_s == math.inf or (self.is_integer and self._best[1] == 0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
 from numpy.typing import NDArray
 
 from .accounting import Floats, Ints
-from .dual_bound import LinearProgram, branching_margin, proves_infeasible, safe_bound
+from .dual_bound import LinearProgram, Support, branching_margin, dual_rays, proves_infeasible, safe_bound, safe_support
 from .interrupt import stop_when_interrupted
 
 
@@ -61,8 +61,14 @@ class Program:
         self._row_lower: list[Floats] = []
         self._row_upper: list[Floats] = []
         self._single: dict[int, Floats] = {}  # of `_row_upper`, by the row that it is of alone
+        self._fixed: tuple[Ints, Floats] = np.zeros(0, np.int64), np.zeros(0)
         self.num_columns = 0
         self.num_rows = 0
+
+    @property
+    def costs(self) -> Floats:
+        """The objective's coefficients, by column."""
+        return np.concatenate([*self._cost, np.zeros(0)])
 
     def add_columns(self, cost: Floats, *, lower: Floats | None = None, upper: float = 1.0, is_integer: bool = True) -> Ints:
         """Adds one column a cost and returns their indices."""
@@ -84,6 +90,15 @@ class Program:
         self._row_upper.append(np.full(len(columns), upper))
         self.num_rows += len(columns)
 
+    def add_rows_of(self, entries: Sequence[Sequence[tuple[int, float]]], lower: Sequence[float]) -> None:
+        """Adds a row `lower <= sum of coefficient * x[column]` for each sequence of pairs (column, coefficient), of different columns."""
+        self._index.append(np.array([column for row in entries for column, _ in row], np.int64))
+        self._value.append(np.array([coefficient for row in entries for _, coefficient in row], np.float64))
+        self._length.append(np.array([len(row) for row in entries], np.int64))
+        self._row_lower.append(np.array(lower, np.float64))
+        self._row_upper.append(np.full(len(entries), math.inf))
+        self.num_rows += len(entries)
+
     def add_row(self, columns: Ints, coefficients: Floats, *, upper: float) -> int:
         """Adds one row `coefficients @ x[columns] <= upper` and returns its index."""
         self._index.append(columns)
@@ -101,6 +116,27 @@ class Program:
         if self._last is not None and row < self._last[2]:
             self._last[0].changeRowBounds(row, -math.inf, upper)
 
+    def fix(self, columns: Ints, values: Floats) -> None:
+        """Fixes these columns at `values`, and those fixed before no longer."""
+        if self._last is not None:
+            free = self._fixed[0]
+            bounds = [(free, np.concatenate(self._lower)[free], np.concatenate(self._upper)[free]), (columns, values, values)]
+            for changed, lower, upper in bounds:
+                self._last[0].changeColsBounds(len(changed), changed.astype(np.int32), lower, upper)
+        self._fixed = columns, values
+
+    def support(self, columns: Ints) -> Support | None:
+        """Returns what the last relaxation (of one that `starts_from_last`) says of all values of fixed columns; None without duals."""
+        if self._last is None:
+            return None
+        solver, program = self._last[0], self._arrays()
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            cost = np.zeros(self.num_columns)
+            found = [safe_support(program, cost, ray, columns) for ray in dual_rays(solver)]
+            return max((replace(ray, is_ray=True) for ray in found), key=lambda ray: ray.at(program.lower[columns]), default=None)
+        solution = solver.getSolution()
+        return safe_support(program, program.cost, np.array(solution.row_dual), columns) if solution.dual_valid else None
+
     def minimise(
         self, *, is_relaxed: bool, time_limit_s: float, relative_gap: float = 1e-6, node_limit: int = 10_000, cutoff: float | None = None
     ) -> Outcome:
@@ -116,6 +152,11 @@ class Program:
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
         solver.run()
+        if is_relaxed and solver.getModelStatus() == highspy.HighsModelStatus.kSolveError and self._last is not None:
+            self._last = None  # the basis it went on from was of no use
+            solver = self._loaded(program, is_relaxed=True)
+            solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+            solver.run()
         is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
         outcome = _read_relaxed(solver, program) if is_continuous else _read(solver, program)
         return outcome if cutoff is None else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)
@@ -155,10 +196,13 @@ class Program:
 
     def _arrays(self) -> LinearProgram:
         length = np.concatenate([*self._length, np.zeros(0, np.int64)])
+        lower, upper = (np.concatenate([*parts, np.zeros(0)]) for parts in (self._lower, self._upper))
+        columns, values = self._fixed
+        lower[columns] = upper[columns] = values
         return LinearProgram(
-            cost=np.concatenate([*self._cost, np.zeros(0)]),
-            lower=np.concatenate([*self._lower, np.zeros(0)]),
-            upper=np.concatenate([*self._upper, np.zeros(0)]),
+            cost=self.costs,
+            lower=lower,
+            upper=upper,
             row_lower=np.concatenate([*self._row_lower, np.zeros(0)]),
             row_upper=np.concatenate([*self._row_upper, np.zeros(0)]),
             row_start=np.concatenate([[0], np.cumsum(length)]),

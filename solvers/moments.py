@@ -107,25 +107,24 @@ class MomentRows:
                 own[key] = int(program.add_columns(np.zeros(1), is_integer=False)[0])
             return own[key]
 
-        for row in self._rows(j, chosen):
-            self._add(program, row.entries, column_of, lower=row.lower)
         budget = self.model.budget
-        usage = tuple((key, -size / budget) for key, size in self._usage(j, chosen))
-        self._add(program, usage, column_of, lower=-self.model.relative_limit)
+        usage = _Row(tuple((key, -size / budget) for key, size in self._usage(j, chosen)), lower=-self.model.relative_limit)
+        rows = [*self._rows(j, chosen), usage]
+        entries = [self._merged(row.entries, column_of) for row in rows]
+        program.add_rows_of(entries, [row.lower for row in rows])
 
     @staticmethod
-    def _add(program: Program, entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int], *, lower: float) -> None:
-        """Adds one row; what has no column is 0."""
+    def _merged(entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]) -> list[tuple[int, float]]:
+        """The row by column; what has no column is 0."""
         merged: dict[int, float] = {}
         for key, coefficient in entries:
             column = column_of(key)
             if column >= 0:
                 merged[column] = merged.get(column, 0.0) + coefficient
-        program.add_rows(np.array([list(merged)], np.int64).reshape(1, -1), list(merged.values()), lower=lower)
+        return list(merged.items())
 
     def _least_usage(self, j: int, chosen: set[int], point: Floats) -> float:
         """The least left side of the moment of `j` in bytes that `point` allows; infinite where it allows none."""
-        program, own = Program(), {}
         given = {"S": self.model.values_at(self.start, point), "E": self.model.values_at(self.end, point)}
         given["R"] = self.model.values_at(self.again, point)
         constant, cost = 0.0, dict[Key, float]()
@@ -134,6 +133,8 @@ class MomentRows:
                 constant += size * float(given[key[0]][key[1]])
             else:
                 cost[key] = size
+        own: dict[Key, int] = {}
+        rows, lowers = list[list[tuple[int, float]]](), list[float]()
         for row in self._rows(j, chosen):
             lower, entries = row.lower, []
             for key, coefficient in row.entries:
@@ -142,17 +143,17 @@ class MomentRows:
                 elif key[0] == "D":
                     lower -= coefficient * (float(point[self.twice[key[1]]]) if key[1] in self.twice else 0.0)
                 else:
-                    if key not in own:
-                        price = np.array([cost.get(key, 0.0) / self.model.budget])
-                        own[key] = int(program.add_columns(price, is_integer=False)[0])
-                    entries.append((own[key], coefficient))
+                    entries.append((own.setdefault(key, len(own)), coefficient))
             if entries:
-                columns, coefficients = zip(*entries, strict=True)
-                program.add_rows(np.array([columns]), list(coefficients), lower=lower - _TOLERANCE)
+                rows.append(entries)
+                lowers.append(lower - _TOLERANCE)
             elif lower > _TOLERANCE:
                 return math.inf
         if not own:
             return constant
+        program = Program()
+        program.add_columns(np.array([cost.get(key, 0.0) for key in own]) / self.model.budget, is_integer=False)
+        program.add_rows_of(rows, lowers)
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         return outcome.bound * self.model.budget + constant
 

@@ -196,10 +196,14 @@ class WindowModel:
 
     def bound_s(self, outcome: Outcome) -> float:
         """A lower bound on the cost of every schedule; `inf` where there is none at all."""
-        if not math.isfinite(outcome.bound):
-            return outcome.bound if outcome.bound > 0 else self.graph.cost_s
+        return self.bound_s_of(outcome.bound)
+
+    def bound_s_of(self, objective: float) -> float:
+        """What a lower bound on the objective says of the cost of every schedule."""
+        if not math.isfinite(objective):
+            return objective if objective > 0 else self.graph.cost_s
         cost_s = self.graph.arrays.cost_s
-        bound = self.graph.cost_s * (1 - _BOUND_MARGIN) + outcome.bound / self.cost_scale
+        bound = self.graph.cost_s * (1 - _BOUND_MARGIN) + objective / self.cost_scale
         if self.graph.cost_s < 2**52 and bool((cost_s == np.floor(cost_s)).all()):
             bound = math.ceil(bound)
         return max(float(bound), self.graph.cost_s)

@@ -15,7 +15,7 @@ from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
 from remat.solvers import make_solver
-from remat.solvers.dual_bound import LinearProgram, branching_margin, is_surely_infeasible, safe_bound
+from remat.solvers.dual_bound import LinearProgram, branching_margin, is_surely_infeasible, safe_bound, safe_support
 from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.linear import Program
 from remat.solvers.rounding import lp_bound
@@ -53,6 +53,45 @@ def test_no_feasible_point_is_below_it_whatever_the_multipliers(seed: int, sprea
     bound = safe_bound(program, multipliers)
     assert bound == -math.inf or Fraction(bound) <= exact_objective(program, point)
     assert not is_surely_infeasible(program, multipliers)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), spread=st.integers(-9, 9))
+def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(seed: int, spread: int) -> None:
+    program, point = random_program(seed)
+    random = np.random.default_rng(seed + 1)
+    multipliers = random.normal(size=len(program.row_lower)) * 10.0**spread
+    columns = np.flatnonzero(random.random(len(point)) < 0.5)
+    support = safe_support(program, program.cost, multipliers, columns)
+    if support.constant > -math.inf:
+        slope = [Fraction(float(a)) * Fraction(float(x)) for a, x in zip(support.slope, point[columns], strict=True)]
+        assert Fraction(support.constant) + sum(slope, Fraction(0)) <= exact_objective(program, point)
+
+
+def test_fixed_columns_are_told_apart_and_what_holds_for_their_values_holds_for_all() -> None:
+    """The least 3x + 2y + z over x + y + z >= 1 and z <= 0.5 at some y, then without x."""
+    program = Program()
+    columns = program.add_columns(np.array([3.0, 2.0, 1.0]))
+    program.starts_from_last = True
+    program.add_rows(columns[None], [1.0, 1.0, 1.0], lower=1.0)
+    program.add_rows(columns[None, 2:], [1.0], upper=0.5)
+    for y, value in ((0.0, 2.0), (0.25, 1.75), (0.0, 2.0), (0.5, 1.5), (1.0, 2.0)):
+        program.fix(columns[1:2], np.array([y]))
+        outcome = program.minimise(is_relaxed=True, time_limit_s=5)
+        assert outcome.bound == pytest.approx(value)
+        support = program.support(columns[1:2])
+        assert support is not None
+        assert support.at(np.array([y])) == pytest.approx(value)
+        for other, least in ((0.0, 2.0), (0.25, 1.75), (0.5, 1.5), (1.0, 2.0)):
+            assert support.at(np.array([other])) <= least + 1e-9
+    program.add_rows(columns[None, :1], [1.0], upper=0.0)
+    program.fix(columns[1:2], np.array([0.25]))
+    assert program.minimise(is_relaxed=True, time_limit_s=5).is_infeasible
+    ray = program.support(columns[1:2])
+    assert ray is not None
+    assert ray.is_ray
+    assert ray.at(np.array([0.25])) > 0
+    assert ray.at(np.array([0.5])) <= 1e-9
 
 
 def test_the_solver_s_own_multipliers_make_it_tight() -> None:
