@@ -13,16 +13,16 @@ of the coarse model. All finer models are relaxations of the same schedules, so 
 does the bound of the coarse model with any cuts.
 
 1. Relaxed: solve the coarse model, cut at a point between its own and the mean of those before (which converges sooner; Ben-Ameur and
-   Neto, 2007), then at its own, until the bound hardly rises. This alone bounds as much as the best refined models, in seconds.
-2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no finer model cuts a point off,
-   finer ones still are tried there: stages of the operators beside those that cut, then two of them at once.
+   Neto, "Acceleration of cutting-plane and column generation algorithms", 2007), then at its own, until the bound hardly rises.
+2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no finer model says that a point is too
+   dear, finer ones still are tried there: two at once of the stages that cut most, then stages of the operators beside them.
 
 Finer models are those with one stage of one operator, evenly spread over the backward, and one with a few even stages
 (`hierarchy`). A known schedule's cost bounds the column e, what a schedule costs beyond the first recomputation of each operator.
 
 It bounds more than refinement where memory is short at many places far apart (ResNet-50); less, and slowly, where many stages
 close to each other are needed at once (U-Net). That is seen soon, in the relaxation.
-Complexity: the coarse model has some two columns a forward operator; each cut is a linear program of about six.
+Complexity: the coarse model has some five columns a forward operator; each cut is a linear program of about four times as many.
 Source: Benders, "Partitioning procedures for solving mixed-variables programming problems", 1962; the models are this package's own.
 """
 
@@ -59,7 +59,7 @@ _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
 _NODES = 20_000
 _TIGHT = 1e-6  # of a cut's largest coefficient
-_NEW = 12  # finer models tried at a point that none cuts off
+_NEW = 12  # finer models tried at a point that none says is too dear
 _PAIRED = 5  # of those that cut most, two at once
 
 
@@ -245,11 +245,9 @@ class Benders:
         return {k for k, (row, upper) in enumerate(self._cuts) if float(np.dot(row, point)) > upper + least}
 
     def _raise(self, bound: float) -> None:
-        """Takes over a bound on the objective; where there is no point at all, no schedule is cheaper than the known one."""
+        """Takes over a bound on the objective; where there is no point at all, none is below that of the known schedule."""
         model = self._coarse.model
-        known = model.objective(self._known_s)
-        bound_s = self._known_s if bound >= known else model.bound_s_of(bound)
-        self.best_s = max(self.best_s, bound_s)
+        self.best_s = max(self.best_s, model.bound_s_of(min(bound, model.objective(self._known_s))))
 
     def _at(self, point: Floats) -> Floats:
         """The shared columns' values."""
@@ -258,7 +256,8 @@ class Benders:
     def _cut(self, point: Floats, places: Sequence[Floats], deadline: float, cutoff: float = math.inf) -> tuple[bool, bool]:
         """Cuts with each finer model at the first of `places` whose cut `point` violates.
 
-        Returns: whether one does; whether one says that nothing at `point` is cheaper than `cutoff`.
+        Returns:
+            Whether one does; whether one says that nothing at `point` is cheaper than `cutoff`.
         """
         best: float | None = None
         for finer in list(self._finer.values()):
