@@ -20,8 +20,8 @@ does the bound of the coarse model with any cuts.
 Finer models are those with one stage of one operator, evenly spread over the backward, and one with a few even stages
 (`hierarchy`). A known schedule's cost bounds the column e, what a schedule costs beyond the first recomputation of each operator.
 
-It bounds more than refinement where memory is short at many places far apart (ResNet-50); less, and slowly, where many stages
-close to each other are needed at once (U-Net). That is seen soon, in the relaxation.
+It bounds more than refinement where memory is short at many places far apart, and less where several stages are needed at once in
+one finer model. That is seen soon, in the relaxation.
 Complexity: the coarse model has some five columns a forward operator; each cut is a linear program of about four times as many.
 Source: Benders, "Partitioning procedures for solving mixed-variables programming problems", 1962; the models are this package's own.
 """
@@ -66,7 +66,7 @@ _PAIRED = 5  # of those that cut most, two at once
 class _Finer:
     """A window model whose linear relaxation is solved for fixed values of the columns that it shares with the coarse one."""
 
-    def __init__(self, graph: Graph, stages: Sequence[Window], windows: Sequence[Window], *, budget_bytes: int) -> None:
+    def __init__(self, graph: Graph, stages: Sequence[Window], windows: Collection[Window], *, budget_bytes: int) -> None:
         first, end = stages[0][0], stages[-1][1]
         model = WindowModel(
             graph, sorted({(0, first), (first, end), *windows, *stages}), priced=[(0, first), *stages], budget_bytes=budget_bytes
@@ -161,11 +161,11 @@ class Benders:
 
     def _add_even(self) -> None:
         """Adds the model with the most even stages that is not too large."""
-        length = 1
+        hierarchy, length = Hierarchy(self.graph, self.budget_bytes), 1
         while length * _LEAST_STAGES <= self.end - self.first:
-            stages, windows = Hierarchy(self.graph, self.budget_bytes).windows(length)
+            stages, windows = hierarchy.windows(length)
             if self._columns_of(windows) <= _MOST_COLUMNS:
-                self._finer[()] = _Finer(self.graph, stages, sorted(windows), budget_bytes=self.budget_bytes)
+                self._finer[()] = _Finer(self.graph, stages, windows, budget_bytes=self.budget_bytes)
                 return
             length *= 2
 
@@ -260,7 +260,7 @@ class Benders:
             Whether one does; whether one says that nothing at `point` is cheaper than `cutoff`.
         """
         best: float | None = None
-        for finer in list(self._finer.values()):
+        for finer in self._finer.values():
             if finer.rests and len(places) > 1:
                 finer.rests -= 1
                 continue

@@ -67,13 +67,12 @@ def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
     assert found[-1] > found[0]
 
 
-def test_every_cut_holds_for_every_schedule_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coarse model with all cuts still has the point of a known schedule: it is not cut off when its cost is the cutoff."""
+def test_with_the_faintest_cuts_too_no_bound_is_above_a_schedule_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_VIOLATION", 1e-9)
-    optimum = Auto(threads=1, time_limit_s=30, gap=0.0).solve(GRAPH, budget_bytes=PEAK * 70 // 100)
-    assert optimum.cost_s is not None
-    for bound_s in bounds(GRAPH, PEAK * 70 // 100, optimum.cost_s * 1.5, 6):
-        assert bound_s <= optimum.cost_s * (1 + 1e-9)
+    known = Auto(threads=1, time_limit_s=30, gap=0.0).solve(GRAPH, budget_bytes=PEAK * 70 // 100)
+    assert known.cost_s is not None
+    for bound_s in bounds(GRAPH, PEAK * 70 // 100, known.cost_s * 1.5, 6):
+        assert bound_s <= known.cost_s * (1 + 1e-9)
 
 
 def test_a_schedule_is_offered_and_the_bound_of_a_search_raised() -> None:
