@@ -12,7 +12,7 @@ from .reserves import Reserves
 from .search import Search
 from .shared import Shared
 
-_RESERVES_SHARE = 0.05  # of the time left, at most, for schedules with reserves from one relaxation
+_RESERVES_SHARE = 0.1  # of the time left, at most, for schedules with reserves from one relaxation
 
 
 def offer_families(search: Search, shared: Shared) -> None:

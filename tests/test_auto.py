@@ -21,6 +21,7 @@ from remat.schedule import Schedule, simulate
 from remat.solution import Solution, Status
 from remat.solvers import compiled
 from remat.solvers.auto import Auto
+from remat.solvers.bounding import Bounding
 from remat.solvers.eviction import Rule, steps_with_eviction
 from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.local_search import LocalSearch, Round
@@ -28,8 +29,6 @@ from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
-from remat.solvers.refinement import Refinement
-from remat.solvers.search import Search
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
@@ -182,11 +181,11 @@ def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_
     graph = FAMILIES[family]()
     has_schedule: list[bool] = []
 
-    def no_time(self: Auto, search: Search, refinement: Refinement, **options: object) -> bool:
-        has_schedule.append(search.steps is not None)
+    def no_time(self: Bounding, **options: object) -> bool:
+        has_schedule.append(self.search.steps is not None)
         return True
 
-    monkeypatch.setattr(Auto, "_refine", no_time)
+    monkeypatch.setattr(Bounding, "refine", no_time)
     QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
     assert has_schedule
     assert has_schedule[0]

@@ -9,6 +9,7 @@ import pytest
 from remat.errors import SolverError
 from remat.solvers import auto
 from remat.solvers.auto import Auto
+from remat.solvers.bounding import Bounding
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.families import FAMILIES, Families
 from remat.solvers.minimum import minimum
@@ -21,10 +22,11 @@ UNLIMITED = 1 << 60
 def test_auto_takes_a_family_over_where_nothing_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
     assert found.schedule is not None
-    for step in ("_anneal", "_improve", "_refine_until"):
+    for step in ("_anneal", "_improve"):
         monkeypatch.setattr(Auto, step, lambda *args: None)
     monkeypatch.setattr(auto, "offer_greedy", lambda *args: None)
-    monkeypatch.setattr(Auto, "_refine", lambda *args, **options: True)
+    monkeypatch.setattr(Bounding, "run", lambda *args: None)
+    monkeypatch.setattr(Bounding, "refine", lambda *args, **options: True)
     solved = Auto(gap=0.0, time_limit_s=10.0).solve(GRAPH, budget_bytes=found.peak_bytes)
     assert solved.cost_s <= found.cost_s
 

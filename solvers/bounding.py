@@ -1,0 +1,191 @@
+"""Raising the bound of a search: relaxations while schedules are dear, then models with integers until the gap is closed.
+
+1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose schedules are offered, with memory in
+   reserve where they failed (`reserves`) or mended by eviction. Where the first of these leave a gap, stages around the operators
+   that leave least room (`scouting`) are the next.
+2. On small graphs, where the gap is wide, stages chosen by what they bound, and even ones (`hierarchy`).
+3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at once (`benders`).
+
+Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that with one thread a seed gives one answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..schedule import Schedule, simulate
+from .benders import raise_bound
+from .hierarchy import MOST_FORWARD, Hierarchy
+from .interrupt import is_past
+from .lagrangian import HOPELESS, Lagrangian
+from .minimum import peak_bound
+from .offers import offer_evicted, offer_with_reserves
+from .refinement import Refinement
+from .scouting import scout, scout_crowded
+from .search import Search
+
+_FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
+_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
+_NARROW_GAP = 0.01  # where Benders decomposition is tried, after a share of the time for bounds
+_SHARE_BEFORE_BENDERS = 0.15
+_MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
+_SCOUTING_SHARE = 0.4  # of the time for bounds
+_WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
+_CLIMBING_SHARE = 0.9  # of the time for bounds, until when
+_USUAL_GAP = 0.005
+_CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
+_LEAST_OPERATORS_TO_PRICE = 500
+_MOST_RELAXATIONS = 6
+_FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
+_PRICING_SHARE = 0.4  # of the time
+
+
+def is_small(graph: Graph) -> bool:
+    """True where models with integers are solved soon, and neither prices nor relaxations are needed first."""
+    return graph.num_operators < _LEAST_OPERATORS_TO_PRICE
+
+
+@dataclass(frozen=True)
+class Bounding:
+    """What raises the bound of one search.
+
+    Attributes:
+        search: whose bound is raised, and which is offered the schedules found on the way.
+        refinement: of its graph and budget.
+        gap: where the search ends.
+        by_clock: one stage gives way to the next by the time it took; else by the number of models.
+    """
+
+    search: Search
+    refinement: Refinement
+    gap: float
+    by_clock: bool
+
+    def price(self) -> bool:
+        """Takes bound and schedules of large graphs from prices for memory; False where the budget is proved infeasible."""
+        search = self.search
+        if is_small(search.graph):
+            return True
+        lagrangian = Lagrangian(search.graph, budget_bytes=search.budget_bytes)
+        deadline = time.perf_counter() + search.left_s * _PRICING_SHARE
+        search.raise_bound(lagrangian.raise_bound(deadline=deadline))
+        if search.bound_s > HOPELESS * search.graph.cost_s and self._is_infeasible():
+            return False
+        for steps in lagrangian.schedules(deadline=deadline):
+            search.offer(steps)
+            if search.is_over:
+                break
+        return True
+
+    def relax(self) -> bool:
+        """Refines linear relaxations of large graphs while schedules don't fit or are dear; False where infeasibility is proved."""
+        search, refinement = self.search, self.refinement
+        if is_small(search.graph):
+            return True
+        fruitless, scouted_s = 0, -math.inf
+        for count in range(_MOST_RELAXATIONS):
+            stages, best_s = refinement.boundaries, refinement.best_s
+            offer_with_reserves(search, refinement)
+            if not self.refine(is_relaxed=True):
+                return False
+            if count == 0 and not search.is_within(_USUAL_GAP):
+                scouted_s = scout_crowded(refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s)
+                search.raise_bound(scouted_s)
+            fruitless = 0 if refinement.best_s > best_s else fruitless + 1
+            is_fruitless = fruitless > 0 and (refinement.best_s == scouted_s or fruitless * search.graph.num_operators >= _FRUITLESS_WORK)
+            if refinement.boundaries == stages or is_fruitless:
+                break
+        refinement.return_to_best_relaxed()
+        return True
+
+    def refine(self, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
+        """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
+        search, refinement = self.search, self.refinement
+        if refinement.is_over or search.is_over:
+            return True
+        first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
+        deadline = deadline if deadline < math.inf else time.perf_counter() + first_s
+        step = refinement.solve(deadline=deadline, cutoff_s=self._cutoff_s, is_relaxed=is_relaxed)
+        if step.bound_s == math.inf:
+            return not self._is_infeasible()
+        search.raise_bound(step.bound_s)
+        if step.steps is not None and not search.offer(step.steps) and not is_small(search.graph):
+            offer_evicted(search, step.kept)  # small graphs find better ones by search
+        return True
+
+    def run(self, share: float) -> None:
+        """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
+
+        Where the gap is wide, with stages chosen first (`scouting`), and by even stages: where these close a part of it that counts,
+        they are solved with integers, which takes long, at once where it stays very wide, else where half of the refinement bounds no more.
+        """
+        search, refinement = self.search, self.refinement
+        began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
+        hierarchy = Hierarchy(search.graph, search.budget_bytes)
+        if not search.is_within(_WIDE_GAP):
+            scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
+            if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
+                first_s = max(first_s, scouted_s)
+                search.raise_bound(first_s)
+            self._climb(hierarchy, began + left_s)
+        if hierarchy.is_integer and hierarchy.best_s >= first_s + _WORTH * self._gap_s(first_s):
+            if search.is_within(_VERY_WIDE_GAP):
+                self._refine_to(began + left_s / 2)
+            if hierarchy.best_s >= search.bound_s - _WORTH * self._gap_s(search.bound_s):
+                self._climb(hierarchy, began + _CLIMBING_SHARE * left_s)
+            refinement.resume()
+        if refinement.first <= MOST_FORWARD:
+            self._decompose(began, left_s)
+        self._refine_to(began + left_s)
+
+    def _gap_s(self, bound_s: float) -> float:
+        """How far the best schedule is from a bound; 0 where there is none."""
+        return 0.0 if self.search.cost_s is None else self.search.cost_s - bound_s
+
+    def _refine_to(self, deadline: float) -> None:
+        """Refines until the gap is closed, nothing is left to refine, or the deadline."""
+        while not (self.search.is_over or self.refinement.is_over or is_past(deadline)):
+            self.refine(deadline=deadline)
+
+    def _decompose(self, began: float, left_s: float) -> None:
+        """Refines until the gap is narrow, for a while, then raises the bound by Benders decomposition until it rises no more."""
+        search, refinement = self.search, self.refinement
+        for count in itertools.count():
+            is_narrow = search.is_within(_NARROW_GAP)
+            is_late = is_past(began + _SHARE_BEFORE_BENDERS * left_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
+            if search.is_over or refinement.is_over or is_past(began + left_s) or (is_narrow and is_late):
+                break
+            self.refine(deadline=began + (left_s / 2 if is_narrow else left_s))
+        refinement.resume()
+        if search.is_within(_NARROW_GAP):
+            raise_bound(search, lambda _: self._cutoff_s, deadline=began + left_s)
+
+    def _climb(self, hierarchy: Hierarchy, deadline: float) -> None:
+        """Raises the bound by the linear programs of ever finer even stages, or where these are solved, by integers."""
+        search, is_integer = self.search, hierarchy.is_integer
+        while not (search.is_over or hierarchy.is_over or is_past(deadline)) and hierarchy.is_integer == is_integer:
+            bound_s = hierarchy.solve(deadline=deadline, cutoff_s=self._cutoff_s)
+            if bound_s < math.inf:
+                search.raise_bound(bound_s)
+
+    def _is_infeasible(self) -> bool:
+        graph = self.search.graph
+        keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        return peak_bound(graph, keep_all, time_limit_s=self.search.left_s / 2, is_relaxed=False) > self.search.budget_bytes
+
+    @property
+    def _cutoff_s(self) -> float | None:
+        """The cost at which a bound closes the gap, at first a usual one.
+
+        Whether there is a point below it is decided sooner than which point is the best.
+        """
+        search = self.search
+        if search.cost_s is None:
+            return None
+        is_near = search.cost_s - search.bound_s <= _USUAL_GAP * search.cost_s
+        gap = self.gap if is_near else max(self.gap, _USUAL_GAP)
+        return min(search.cost_s, search.cost_s * (1 - gap) + _CUTOFF_MARGIN * search.graph.cost_s)
