@@ -8,7 +8,7 @@
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts; before 4
-   where nothing fits yet.
+   where nothing fits yet, and then what else the heuristics give, made to fit (`mending`).
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Window models with more stages, which raise the bound (`bounding`); better starts.
 8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
@@ -38,7 +38,7 @@ from .interrupt import heeding_interrupts
 from .local_search import LocalSearch, Round
 from .minimum import working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
-from .offers import offer_families, offer_greedy
+from .offers import offer_families, offer_greedy, offer_mended
 from .progress import Progress
 from .restarts import Restarts
 from .search import Search
@@ -55,6 +55,7 @@ _REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then l
 _MOST_OPERATORS_TO_RESTART = 3_000
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
+_WIDE_GAP = 0.02  # where the heuristics' schedules are made to fit, though others do
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
 _EXACT_LIMIT_S, _NEIGHBOURHOODS = 5.0, 8  # of one neighbourhood; of each kind
 _LEAST_TIME_FOR_MINIMUM_S = 0.1  # where the limit is over
@@ -144,6 +145,7 @@ class Auto(Solver):
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
         if is_hard := search.steps is None:  # what fits at all comes before models that may take all of the time
+            offer_mended(search, shared)
             offer_greedy(search, shared)
         restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if not self._relax_beside_search(bounding, restarts):
@@ -152,6 +154,8 @@ class Auto(Solver):
             return False
         if not is_hard:
             offer_greedy(search, shared)
+        if not (is_hard or search.is_within(_WIDE_GAP)):
+            offer_mended(search, shared)
         if is_small(search.graph) or self.threads == 1 or search.steps is None:
             self._anneal(search, search.starts(2), _FIRST_ROUNDS)
         if self.threads == 1:

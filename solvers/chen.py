@@ -35,7 +35,7 @@ class ChenSqrt(Family):
         Raises:
             SolverError: the forward is no sequence of stages.
         """
-        return sqrt_members(graph, _stage_ends(graph))
+        return sqrt_members(graph, stage_ends(graph))
 
 
 @final
@@ -49,10 +49,10 @@ class ChenGreedy(Family):
         Raises:
             SolverError: the forward is no sequence of stages.
         """
-        return greedy_members(graph, _stage_ends(graph))
+        return greedy_members(graph, stage_ends(graph))
 
 
-def _stage_ends(graph: Graph) -> list[int]:
+def stage_ends(graph: Graph) -> list[int]:
     """Returns the operators that alone carry everything droppable to the forward's rest."""
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)

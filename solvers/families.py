@@ -21,12 +21,13 @@ from .articulation import ArticulationGreedy
 from .base import Solver
 from .chen import ChenGreedy
 from .linearized import LinearizedGreedy
+from .nested import Nested
 from .per_block import PerBlock
 from .pytorch_knapsack import PyTorchKnapsack
 from .segments import Family
 
 KNAPSACK = PyTorchKnapsack("dp")  # whose schedules close in on the budget
-FAMILIES: tuple[Solver, ...] = (PerBlock(), ChenGreedy(), ArticulationGreedy(), LinearizedGreedy(), KNAPSACK)
+FAMILIES: tuple[Solver, ...] = (PerBlock(), ChenGreedy(), ArticulationGreedy(), LinearizedGreedy(), Nested(), KNAPSACK)
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
 
@@ -60,6 +61,14 @@ class Families:
                 if found.schedule is not None:
                     yield list(found.schedule.steps)
 
+    def above(self, budget_bytes: int) -> Iterator[tuple[float, list[int]]]:
+        """Yields cost and steps of the members that don't fit, those first that cost little and are little above the budget."""
+        members = [member for solver in self._solvers if isinstance(solver, Family) for member in self._known(solver)]
+        budget = max(budget_bytes, 1)
+        for member in sorted(members, key=lambda member: member.cost_s / (self._graph.cost_s or 1.0) + member.peak_bytes / budget):
+            if member.peak_bytes > budget_bytes:
+                yield member.cost_s, member.steps.tolist()
+
     def leanest(self, below_bytes: int) -> Iterator[list[int]]:
         """Yields the steps of each family's member of the lowest peak, where it is below so many bytes, ever lower."""
         for solver in self._solvers:
@@ -81,6 +90,12 @@ class Families:
             return None
         leanest = solver.solve(self._graph, budget_bytes=found.minimum_bytes)
         return self._simulated(leanest.schedule.steps) if leanest.schedule is not None else None
+
+    def _known(self, family: Family) -> list[_Member]:
+        """The family's members; none outside its class."""
+        with suppress(SolverError):
+            return self._members_of(family)
+        return []
 
     def _members_of(self, family: Family) -> list[_Member]:
         """The schedules of a family than which none of it is both cheaper and leaner."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .eviction import Rule, is_compiled, steps_with_eviction
+from .interrupt import is_past
+from .mending import mended
 from .minimum import MOST_OPERATORS_TO_EVICT
 from .refinement import Refinement
 from .reserves import Reserves
@@ -13,6 +15,8 @@ from .search import Search
 from .shared import Shared
 
 _RESERVES_SHARE = 0.1  # of the time left, at most, for schedules with reserves from one relaxation
+_MENDING_SHARE = 0.2  # of the time left, at most
+_MENDING_RULES = Rule.LARGE, Rule.CHEAP
 
 
 def offer_families(search: Search, shared: Shared) -> None:
@@ -34,6 +38,18 @@ def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
     """Offers schedules that keep so much at first and evict more where that does not fit."""
     if is_compiled():
         _offer_by_rules(search, kept)
+
+
+def offer_mended(search: Search, shared: Shared) -> None:
+    """Offers what becomes of the closed-form heuristics' schedules that need more than the budget, until there is no time for more."""
+    deadline = time.perf_counter() + search.left_s * _MENDING_SHARE
+    for rule in _MENDING_RULES if is_compiled() else ():
+        for cost_s, steps in shared.families.above(search.budget_bytes):
+            if search.is_over or is_past(deadline):
+                return
+            if search.cost_s is None or cost_s < search.cost_s:  # it only gets dearer
+                found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
+                search.offer(found or steps)
 
 
 def offer_greedy(search: Search, shared: Shared) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
+from remat.solvers import scouting
 from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
+from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.refinement import Refinement
-from remat.solvers.scouting import scout
-from remat.tracers.synthetic import random_layered
+from remat.solvers.scouting import scout, scout_crowded
+from remat.tracers.synthetic import chain, random_layered
+from tests.test_nested import with_a_crowded_loss
 from tests.test_refinement import random_training_graph
 
 GRAPH = random_layered(40, seed=0, is_training=True)
@@ -71,3 +74,37 @@ def test_long_forwards_are_left_alone() -> None:
     graph = random_layered(300, seed=0, is_training=True)
     refinement = Refinement(graph, budget_bytes=10**9)
     assert scout(refinement, deadline=math.inf) == -math.inf
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
+def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, share: float) -> None:
+    graph = random_training_graph(seed, 4, 7)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    refinement = Refinement(graph, budget_bytes=budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scouting, "MOST_FORWARD", 0)
+        assert scout_crowded(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
+    while not refinement.is_over:
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
+
+
+def test_a_loss_that_leaves_little_room_is_found() -> None:
+    graph = with_a_crowded_loss(chain(260, size=4))
+    loss = graph.num_forward
+    refinement = Refinement(graph, budget_bytes=working_set_bytes(graph))
+    alone_s = refinement.solve(deadline=math.inf, is_relaxed=True).bound_s
+    bound_s = scout_crowded(refinement, deadline=math.inf)
+    assert bound_s > 1.1 * alone_s
+    assert refinement.best_s == bound_s
+    assert refinement.singles == {loss}
+
+
+def test_where_there_is_no_time_or_the_forward_is_short_the_stages_stay() -> None:
+    long = Refinement(chain(260), budget_bytes=100)
+    assert scout_crowded(long, deadline=0.0) == -math.inf
+    assert (long.singles, long.cuts) == (set(), set())
+    assert scout_crowded(Refinement(GRAPH, budget_bytes=TIGHT), deadline=math.inf) == -math.inf
