@@ -27,7 +27,8 @@ from .pytorch_knapsack import PyTorchKnapsack
 from .segments import Family
 
 KNAPSACK = PyTorchKnapsack("dp")  # whose schedules close in on the budget
-FAMILIES: tuple[Solver, ...] = (PerBlock(), ChenGreedy(), ArticulationGreedy(), LinearizedGreedy(), Nested(), KNAPSACK)
+FAMILIES: tuple[Solver, ...] = (PerBlock(), ChenGreedy(), ArticulationGreedy(), LinearizedGreedy(), KNAPSACK)
+NESTED = Nested()  # not among the leanest: the greedy finds leaner ones, but fewer where it is looked for below the peaks of these
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
 
@@ -72,6 +73,8 @@ class Families:
     def leanest(self, below_bytes: int) -> Iterator[list[int]]:
         """Yields the steps of each family's member of the lowest peak, where it is below so many bytes, ever lower."""
         for solver in self._solvers:
+            if solver is NESTED:
+                continue
             with suppress(SolverError):
                 leanest = self._leanest_of(solver, below_bytes)
                 if leanest is not None and leanest.peak_bytes < below_bytes:
@@ -80,7 +83,7 @@ class Families:
 
     @property
     def _solvers(self) -> tuple[Solver, ...]:
-        return FAMILIES if self._graph.num_operators <= MOST_OPERATORS else ()
+        return (*FAMILIES, NESTED) if self._graph.num_operators <= MOST_OPERATORS else ()
 
     def _leanest_of(self, solver: Solver, below_bytes: int) -> _Member | None:
         if isinstance(solver, Family):
