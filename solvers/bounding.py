@@ -94,10 +94,11 @@ class Bounding:
                 return False
             if count == 0 and not search.is_within(_USUAL_GAP):
                 scouted_s = scout_crowded(refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s)
-                search.raise_bound(scouted_s)
+                if scouted_s < math.inf:  # else the next model says it, and that is looked into
+                    search.raise_bound(scouted_s)
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
-            is_fruitless = fruitless > 0 and (refinement.best_s == scouted_s or fruitless * search.graph.num_operators >= _FRUITLESS_WORK)
-            if refinement.boundaries == stages or is_fruitless:
+            is_last = fruitless > 0 and (refinement.best_s == scouted_s or fruitless * search.graph.num_operators >= _FRUITLESS_WORK)
+            if refinement.boundaries == stages or is_last:
                 break
         refinement.return_to_best_relaxed()
         return True

@@ -14,7 +14,7 @@ from .reserves import Reserves
 from .search import Search
 from .shared import Shared
 
-_RESERVES_SHARE = 0.1  # of the time left, at most, for schedules with reserves from one relaxation
+_RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
 _MENDING_SHARE = 0.2  # of the time left, at most
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP
 
@@ -47,7 +47,8 @@ def offer_mended(search: Search, shared: Shared) -> None:
         for cost_s, steps in shared.families.above(search.budget_bytes):
             if search.is_over or is_past(deadline):
                 return
-            if search.cost_s is None or cost_s < search.cost_s:  # it only gets dearer
+            is_of_use = search.cost_s is None or cost_s < search.cost_s  # it only gets dearer
+            if is_of_use and len(steps) <= MOST_OPERATORS_TO_EVICT:
                 found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
                 search.offer(found or steps)
 

@@ -100,12 +100,15 @@ def _last_of_the_best(tried: dict[int, float], spacing: int) -> int:
 
 
 def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
-    """Does what `scout` does on large graphs, where the operators that leave least room are tried; returns the best bound.
+    """Does what `scout` does on large graphs, where the operators that leave least room are tried.
 
     Args:
         refinement: its stages stay as they are where none of those tried bounds more; it is left alone where its forward is short,
             or nothing is left to refine.
         deadline: of `time.perf_counter`, in seconds.
+
+    Returns:
+        The best bound of the relaxations; -inf where there is none, inf where no schedule fits.
     """
     if refinement.is_over or refinement.first <= MOST_FORWARD:
         return -math.inf
@@ -115,19 +118,16 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
         if bound_s <= best_s:
             break
         best, best_s = (v, v + 1), bound_s
-    single_s, behind, distance, fruitless = best_s, best[1], _LEAST_DISTANCE, 0
-    cuts: set[int] = set()
-    while fruitless < _MOST_FRUITLESS and behind + distance < refinement.graph.num_operators and best_s > -math.inf:
-        bound_s = _bound_of_stages(refinement, (*best, behind + distance), deadline)
+    single_s, cut, distance, fruitless = best_s, best[1], _LEAST_DISTANCE, 0
+    while fruitless < _MOST_FRUITLESS and best[1] + distance < refinement.graph.num_operators and math.isfinite(best_s):
+        bound_s = _bound_of_stages(refinement, (*best, best[1] + distance), deadline)
         if bound_s <= single_s:
             break
-        if bound_s > best_s:
-            best_s, cuts, fruitless = bound_s, {behind + distance}, 0
-        else:
-            fruitless += 1
+        fruitless = 0 if bound_s > best_s else fruitless + 1
+        cut, best_s = (best[1] + distance, bound_s) if bound_s > best_s else (cut, best_s)
         distance *= 2
-    if best_s > refinement.best_s:
-        refinement.singles, refinement.cuts, refinement.best_s = {best[0]}, cuts, best_s
+    if refinement.best_s < best_s < math.inf:
+        refinement.singles, refinement.cuts, refinement.best_s = {best[0]}, {cut} - {best[1]}, best_s
     return best_s
 
 
