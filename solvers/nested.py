@@ -4,7 +4,7 @@ Other names: recursive, multi-level or divide-and-conquer checkpointing.
 Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174, section 4.3; J. M. Siskind,
 B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user annotation", 2018.
 Optimal: never proved; on a chain of equal segments binomial checkpointing (`revolve`) is.
-Complexity: O(E) a schedule; some 30 are made.
+Complexity: O(E) a schedule; some 40 are made.
 Imperfections: two levels only; costs are not looked at. Of use where one operator, such as the loss, leaves room for few checkpoints.
 """
 

@@ -103,7 +103,11 @@ class Refinement:
     def is_over(self) -> bool:
         """True where there is nothing to refine, or not in reasonable time."""
         stages = len(self.boundaries) - 1
-        return not self.is_split or stages > MAX_STAGES or (stages > 1 and 2 * self.first * (stages + 1) > _MAX_COLUMNS)
+        return not self.is_split or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
+
+    def is_too_large(self, num_stages: int) -> bool:
+        """True where a model of so many stages is not solved in reasonable time."""
+        return 2 * self.first * (num_stages + 1) > _MAX_COLUMNS
 
     def _windows(self, *, is_relaxed: bool) -> list[Window]:
         """All unions of neighbouring stages; on large graphs and for relaxations only the stages and the whole."""

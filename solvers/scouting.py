@@ -34,6 +34,7 @@ _TIE = 1e-6
 _LEAST_GAIN = 0.03  # of the overhead that is proved
 _CROWDED = 4  # operators that leave least room, on large graphs
 _APART = 40  # that many of them there would be at most
+_STAGES = 4  # with a crowded operator, and a cut behind it
 _LEAST_DISTANCE, _MOST_FRUITLESS = 2, 2  # operators; distances in a row that bound less than the best
 
 
@@ -104,13 +105,13 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
 
     Args:
         refinement: its stages stay as they are where none of those tried bounds more; it is left alone where its forward is short,
-            or nothing is left to refine.
+            or too long, or nothing is left to refine.
         deadline: of `time.perf_counter`, in seconds.
 
     Returns:
         The best bound of the relaxations; -inf where there is none, inf where no schedule fits.
     """
-    if refinement.is_over or refinement.first <= MOST_FORWARD:
+    if refinement.is_over or refinement.first <= MOST_FORWARD or refinement.is_too_large(_STAGES):
         return -math.inf
     best, best_s = (0, 0), -math.inf
     for v in _crowded(refinement):

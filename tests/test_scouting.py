@@ -103,8 +103,9 @@ def test_a_loss_that_leaves_little_room_is_found() -> None:
     assert refinement.singles == {loss}
 
 
-def test_where_there_is_no_time_or_the_forward_is_short_the_stages_stay() -> None:
+def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_stay() -> None:
     long = Refinement(chain(260), budget_bytes=100)
     assert scout_crowded(long, deadline=0.0) == -math.inf
     assert (long.singles, long.cuts) == (set(), set())
-    assert scout_crowded(Refinement(GRAPH, budget_bytes=TIGHT), deadline=math.inf) == -math.inf
+    short, too_long = Refinement(GRAPH, budget_bytes=TIGHT), Refinement(chain(6_001), budget_bytes=100)
+    assert scout_crowded(short, deadline=math.inf) == scout_crowded(too_long, deadline=math.inf) == -math.inf
