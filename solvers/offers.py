@@ -15,7 +15,8 @@ from .search import Search
 from .shared import Shared
 
 _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
-_MENDING_SHARE = 0.2  # of the time left, at most
+_MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
+_MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP
 
 
@@ -41,14 +42,15 @@ def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
 
 
 def offer_mended(search: Search, shared: Shared) -> None:
-    """Offers what becomes of the closed-form heuristics' schedules that need more than the budget, until there is no time for more."""
-    deadline = time.perf_counter() + search.left_s * _MENDING_SHARE
+    """Offers what becomes of the closed-form heuristics' schedules that need more than the budget, until that was work enough."""
+    deadline, work = time.perf_counter() + search.left_s * _MENDING_SHARE, 0
     for rule in _MENDING_RULES if is_compiled() else ():
         for cost_s, steps in shared.families.above(search.budget_bytes):
-            if search.is_over or is_past(deadline):
+            if search.is_over or is_past(deadline) or work > _MENDING_WORK:
                 return
             is_of_use = search.cost_s is None or cost_s < search.cost_s  # it only gets dearer
             if is_of_use and len(steps) <= MOST_OPERATORS_TO_EVICT:
+                work += len(steps) ** 2
                 found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
                 search.offer(found or steps)
 
