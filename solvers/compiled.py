@@ -1,13 +1,16 @@
 """Compiles hot loops with numba where it is installed; the same code runs in plain Python where not.
 
-numba is an optional extra (`pip install remat[fast]`). Compiled code is cached on disk beside the module, so only the
-first call on a machine waits for the compiler.
+numba is an optional extra (`pip install remat[fast]`). Compiled code is cached on disk beside the module, or where
+`NUMBA_CACHE_DIR` says, so only the first call on a machine waits for the compiler; where no such folder can be written to, the
+first of each process does. `NUMBA_DISABLE_JIT=1` is as if numba were not there.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,8 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COMPILER_S = 30.0  # with less time left, what was never compiled on this machine runs in plain Python, or not at all
-IS_COMPILED = importlib.util.find_spec("numba") is not None
-
+IS_COMPILED = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+_LOGGER = logging.getLogger(__name__)
 
 _is_plain = False  # while a second copy of a module is loaded
 _sources: set[Path] = set()  # files with compiled functions, in order of import: callees come before callers
@@ -30,20 +33,34 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function`, compiled if numba is there; arrays in and out, no Python objects."""
     if not IS_COMPILED or _is_plain:
         return function
-    result: Callable[P, T] = importlib.import_module("numba").njit(cache=True, nogil=True)(function)
-    _sources.add(Path(function.__code__.co_filename))
-    _drop_stale(result)
-    return result
+    return _jitted(function, nogil=True)
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function`, compiled to be called by compiled functions only, which saves half of the compiler's time."""
     if not IS_COMPILED or _is_plain:
         return function
+    return _jitted(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
+    """Returns what numba makes of `function`, cached on disk where numba finds a folder that can be written to."""
+    njit = importlib.import_module("numba").njit
+    try:
+        result: Callable[P, T] = njit(cache=True, **options)(function)
+    except RuntimeError:  # at once, as nothing is compiled before the first call
+        _warn_of_no_cache()
+        result = njit(**options)(function)
     _sources.add(Path(function.__code__.co_filename))
-    numba = importlib.import_module("numba")
-    result: Callable[P, T] = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    _drop_stale(result)
     return result
+
+
+@cache
+def _warn_of_no_cache() -> None:
+    _LOGGER.warning(
+        "no folder to keep compiled code in can be written to: each process compiles for up to %.0f s; set NUMBA_CACHE_DIR", COMPILER_S
+    )
 
 
 def is_ready(function: Callable[P, T]) -> bool:
@@ -80,9 +97,9 @@ def _plain_copy(name: str) -> ModuleType:
 
 
 def _cached(function: Callable[P, T]) -> list[Path]:
-    """The files in which numba keeps what it compiled of `function`."""
-    folder = Path(function.stats.cache_path)  # type: ignore[attr-defined]
-    return list(folder.glob(f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"))
+    """The files in which numba keeps what it compiled of `function`; none where it has no folder for them."""
+    folder: str | None = function.stats.cache_path  # type: ignore[attr-defined]
+    return [] if folder is None else list(Path(folder).glob(f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"))
 
 
 def _drop_stale(function: Callable[P, T]) -> None:

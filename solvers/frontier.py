@@ -3,10 +3,11 @@
 A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
-Then the few budgets with the largest gaps, where these are wide, are solved with all of the time limit. Schedules of the next larger
+Then the budgets whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes soonest and leaves
+its time to the others. Schedules of the next larger
 budgets, which need a little too much, are starts of the search; closed-form schedules are made once, and models start from
-the stages of the nearest budget (`shared`). So 20 budgets take at most 20 shares and three limits, and
-less where gaps close early. Ctrl-C ends it with the budgets that were solved.
+the stages of the nearest budget (`shared`). So 20 budgets take at most 3.5 limits, and half of that where gaps close early: the time of
+a few solves at a tight budget. Ctrl-C ends it with the budgets that were solved.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from .interrupt import heeding_interrupts, is_interrupted
 from .shared import Shared
 
 _POINT_LIMIT_S = 6.0
-_NUM_FULL = 3  # solves with all of the time limit
-_SHARE = 1 / 8  # of it, for the first look at a budget
-_WIDE = 2.0  # times the gap asked for, is worth all of the time
+_SHARE = 1 / 8  # of the time limit, for the first look at a budget
+_SECOND_SHARE, _LEAST_SHARE = 1.0, 1 / 5  # the same, for second looks at all whose gaps are open, and at one of them
 _NUM_NEAR = 2  # schedules that need a little more than a budget, to start from
 
 
@@ -57,9 +57,7 @@ def frontier_solutions(
     with heeding_interrupts():
         for budget in _by_halves(sorted(set(asked))):
             curve.solve(budget, share=_SHARE)
-        for _ in range(_NUM_FULL):
-            if curve.is_wide:
-                curve.solve(curve.worst(), share=1.0)
+        curve.look_again(_SECOND_SHARE)
     return [curve.solution(budget) for budget in asked]
 
 
@@ -95,7 +93,6 @@ class _Curve:
         self._bounds: dict[int, float] = {}
         self._wall_s: dict[int, float] = {}
         self._infeasible_bytes = -1  # the largest budget proved infeasible
-        self.solved: list[int] = []
 
     def solve(self, budget: int, *, share: float) -> None:
         """Solves for a budget within a share of the time limit, or does not where what is known suffices."""
@@ -110,19 +107,17 @@ class _Curve:
             self._found.append(_Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps))
         elif solution.status is Status.INFEASIBLE:
             self._infeasible_bytes = max(self._infeasible_bytes, budget)
-        if share < 1 and isinstance(solver, Auto) and budget >= self._least.peak_bytes:
-            self.solved.append(budget)
 
-    @property
-    def is_wide(self) -> bool:
-        """True where a budget that was solved for a share only has a gap that is worth all of the time."""
-        return any(self._open_gap(budget) > _WIDE * self._gap for budget in self.solved)
-
-    def worst(self) -> int:
-        """Returns the budget with the largest gap of those solved for a share only, and takes it out."""
-        budget = max(self.solved, key=self._open_gap)
-        self.solved.remove(budget)
-        return budget
+    def look_again(self, share: float) -> None:
+        """Solves once more, the narrowest first, what has an open gap, in a share of the time limit for all of them."""
+        if not isinstance(self._solver, Auto):
+            return
+        is_open = [budget for budget in self._wall_s if budget >= self._least.peak_bytes and not self._is_known(budget)]
+        deadline = time.perf_counter() + share * self._solver.time_limit_s
+        for count, budget in enumerate(sorted(is_open, key=self._open_gap)):
+            left = (deadline - time.perf_counter()) / self._solver.time_limit_s
+            if left > 0:
+                self.solve(budget, share=min(left, max(left / (len(is_open) - count), _LEAST_SHARE)))
 
     def _open_gap(self, budget: int) -> float:
         best = self._cheapest(budget)

@@ -141,7 +141,9 @@ def empty_before(slots: Ints, q: int, least: int) -> int:
 
 @inner
 def do_insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
-    """Inserts, and writes it down to be undone."""
+    """Inserts, and writes it down to be undone; does nothing where the journal is full."""
+    if journal[0, 0] + 1 >= len(journal):
+        return
     insert(values, operators, links, slots, sums, costs, op, q)
     journal[0, 0] += 1
     journal[journal[0, 0], 0], journal[journal[0, 0], 1] = op, q
@@ -149,7 +151,9 @@ def do_insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Int
 
 @inner
 def do_remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
-    """Removes, and writes it down to be undone."""
+    """Removes, and writes it down to be undone; does nothing where the journal is full."""
+    if journal[0, 0] + 1 >= len(journal):
+        return
     remove(values, operators, links, slots, sums, costs, op, q)
     journal[0, 0] += 1
     journal[journal[0, 0], 0], journal[journal[0, 0], 1] = op, -q - 1

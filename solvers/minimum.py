@@ -126,11 +126,11 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
             return local.best_steps is not None or is_past(deadline)
 
         local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
-        if local.best_steps is None:
+        leaner = peak_bytes if local.best_steps is None else _peak_bytes(graph, local.best_steps.tolist())
+        if local.best_steps is None or leaner >= peak_bytes:
             share /= 3
             continue
-        steps = local.best_steps
-        peak_bytes = _peak_bytes(graph, steps.tolist())
+        peak_bytes, steps = leaner, local.best_steps
     return peak_bytes, steps
 
 

@@ -20,7 +20,7 @@ from ..graph import Graph
 from .accounting import Ints
 from .chen import stage_ends
 from .on_demand import forward_length, steps_on_demand, values_always_kept
-from .segments import Family, greedy_borders
+from .segments import Family, borders_by_size
 
 _SIZES = 8  # of segments; from half of the forward down to single stages
 _MOST_SEGMENTS = 64
@@ -39,13 +39,8 @@ class Nested(Family):
         """
         candidates = stage_ends(graph)
         ends = _ends_in_backward(graph)
-        total = sum(graph.values[v].size_bytes for op in graph.operators[: forward_length(graph)] for v in op.writes)
-        seen: set[tuple[int, ...]] = set()
-        for divisor in np.geomspace(2, max(3, min(len(candidates), _MOST_SEGMENTS)), _SIZES):
-            inner = greedy_borders(graph, candidates, int(total / divisor))
-            if tuple(inner) in seen:
-                continue
-            seen.add(tuple(inner))
+        divisors = np.geomspace(2, max(3, min(len(candidates), _MOST_SEGMENTS)), _SIZES)
+        for inner in borders_by_size(graph, candidates, divisors.tolist()):
             for count in (0, *(2**k for k in range(len(inner).bit_length()) if 2**k < len(inner))):
                 outer = [inner[(j + 1) * len(inner) // (count + 1)] for j in range(count)]
                 yield nested_steps(graph, inner, outer, ends)

@@ -142,11 +142,13 @@ def toggle(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
         values[value, REPEATED] += sign
         if values[value, REPEATED] == (1 if sign > 0 else 0):
             p = values[value, PRODUCER]
+            values[value, NOW] = values[value, SIZE] if sign > 0 else 0
             for i in range(operators[p, TIMES]):
                 begin = operators[p, WHERE + i]
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
-                shift(slots, sums, begin, last_read(values, operators, links, value, begin, end) + 1, sign * values[value, SIZE])
-            values[value, NOW] = values[value, SIZE] if sign > 0 else 0
+                last = last_read(values, operators, links, value, begin, end)
+                shift(slots, sums, begin, last + 1, sign * values[value, SIZE])
+                refresh(values, operators, links, slots, sums, last)  # which may work in place of it
 
 
 @inner

@@ -114,14 +114,20 @@ def sqrt_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int]]
 
 def greedy_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int]]:
     """Yields the schedules of greedy segments, for segment sizes from everything to nothing."""
+    for borders in borders_by_size(graph, candidates, [*np.geomspace(1, max(2, len(candidates)), _NUM_LIMITS), math.inf]):
+        yield from steps_of_segments(graph, borders)
+
+
+def borders_by_size(graph: Graph, candidates: Sequence[int], divisors: Iterable[float]) -> Iterator[list[int]]:
+    """Yields the greedy borders of segments that are all of the forward's bytes divided by each divisor; each borders once."""
     forward = graph.operators[: forward_length(graph)]
     total_bytes = sum(graph.values[v].size_bytes for op in forward for v in op.writes)
     seen: set[tuple[int, ...]] = set()
-    for divisor in (*np.geomspace(1, max(2, len(candidates)), _NUM_LIMITS), math.inf):
+    for divisor in divisors:
         borders = greedy_borders(graph, candidates, int(total_bytes / divisor))
         if tuple(borders) not in seen:
             seen.add(tuple(borders))
-            yield from steps_of_segments(graph, borders)
+            yield borders
 
 
 def steps_of_segments(graph: Graph, borders: Sequence[int]) -> Iterator[list[int]]:

@@ -1,0 +1,65 @@
+"""The search runs compiled or not: without numba, with its compiler off, and with no folder to keep compiled code in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOLVE = """
+import sys
+if "without numba" in sys.argv:
+    sys.modules["numba"] = None
+from remat.solvers.auto import Auto
+from remat.solvers.compiled import IS_COMPILED
+from remat.solvers.minimum import minimum
+from remat.tracers.synthetic import random_step
+from remat.validate import validate
+graph = random_step(30, seed=1)
+budget = minimum(graph).peak_bytes * 11 // 10
+solution = Auto(time_limit_s=2).solve(graph, budget_bytes=budget)
+assert solution.schedule is not None and not validate(graph, solution.schedule, budget_bytes=budget)
+print("compiled" if IS_COMPILED else "plain")
+"""
+NO_FOLDER = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}  # which is for cells of notebooks
+
+
+def solve(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-c", SOLVE, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("arguments", "variables"), [(["without numba"], {}), ([], {"NUMBA_DISABLE_JIT": "1"})])
+def test_without_the_compiler_it_solves_in_plain_python(arguments: list[str], variables: dict[str, str]) -> None:
+    assert solve(arguments, variables).stdout == "plain\n"
+
+
+def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None:
+    pytest.importorskip("numba")
+    done = solve([], NO_FOLDER)
+    assert done.stdout == "compiled\n"
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
+def test_a_change_reaches_all_that_was_compiled_with_the_old_function(tmp_path: Path) -> None:
+    """Through functions of other files too, which have not changed."""
+    pytest.importorskip("numba")
+    header = "from remat.solvers.compiled import compiled, inner\n"
+    innermost = f"{header}@inner\ndef first(x):\n    return x + "
+    (tmp_path / "innermost.py").write_text(f"{innermost}1\n")
+    (tmp_path / "between.py").write_text(f"{header}from innermost import first\n@inner\ndef second(x):\n    return first(x)\n")
+    (tmp_path / "outermost.py").write_text(f"{header}from between import second\n@compiled\ndef third(x):\n    return second(x)\n")
+    answers = []
+    for number in (1, 2, 2):
+        (tmp_path / "innermost.py").write_text(f"{innermost}{number}\n")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+        command = [sys.executable, "-c", "from outermost import third; print(third(0))"]
+        answers.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
+    assert answers == ["1", "2", "2"]

@@ -1,0 +1,85 @@
+"""What the moves keep up to date, bytes and costs, is what laying the sequence out anew gives, after any number of moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph import Graph, Operator, Phase, Value
+from remat.schedule import Schedule, simulate
+from remat.solvers.accounting import Ints
+from remat.solvers.free_order import OrderSearch
+from remat.solvers.local_search import LocalSearch, anneal
+from remat.solvers.minimum import minimum
+from remat.solvers.occurrences import lay_out
+from remat.solvers.order_moves import anneal_free
+from remat.solvers.sequence import HELD, OVER, SLOT, State, steps_of
+from remat.tracers.synthetic import random_step
+
+Move = Callable[[State, np.random.Generator], None]
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def moves_of(local: LocalSearch | OrderSearch, hot: float, count: int = 1) -> Move:
+    """So many moves, each taken or taken back."""
+
+    def move(state: State, random: np.random.Generator) -> None:
+        best_slot, best, draws = state.slots[SLOT].copy(), np.array([np.inf, np.inf]), random.random(1 << 12)
+        if isinstance(local, OrderSearch):
+            anneal_free(*state, local.rules, local.relations, draws, count, 0.5, hot, hot, 1.0, local.weight, best_slot, best)
+        else:
+            anneal(*state, draws, count, hot, hot, 1.0, local.weight, best_slot, best)
+
+    return move
+
+
+def check(first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int, seed: int = 0) -> Ints:
+    """Returns the last sequence."""
+    state, end, random = lay_out(first, np.asarray(steps, np.int64)), len(first.operators) - 1, np.random.default_rng(seed)
+    for _ in range(num_moves):
+        move(state, random)
+        fresh = lay_out(first, steps_of(state.slots[SLOT], end))
+        held, expected = (s.slots[HELD][s.slots[SLOT] >= 0] for s in (state, fresh))
+        assert held.tolist() == expected.tolist()
+        assert state.sums[OVER] == np.maximum(state.slots[HELD] - state.sums[1], 0).sum()
+        assert state.costs[-1] == pytest.approx(fresh.costs[-1])
+    return steps_of(state.slots[SLOT], end)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 30), is_free=st.booleans())
+def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is_free: bool) -> None:
+    """Operators that work in place of a snapshot among them, which takes memory only while something that reads it is repeated."""
+    graph = random_step(num_operators, seed=seed)
+    kind = OrderSearch if is_free else LocalSearch
+    local = kind(graph, budget_bytes=int(0.8 * keep_all_bytes(graph)), seed=seed)
+    steps = np.arange(graph.num_operators)
+    check(local.state, local._marked(steps) if isinstance(local, OrderSearch) else steps, moves_of(local, 10.0), 300)
+
+
+def test_a_move_of_more_changes_than_can_be_written_down_is_cut_short() -> None:
+    """Removing one recomputation makes four hundred others useless; taken back or not, the sequence stays what it was."""
+    count = 400
+    values = tuple(Value(f"v{i}", 8) for i in range(count + 2))
+    forward = [Operator(f"op{i}", 1.0, (), (i,)) for i in range(count)]
+    join = Operator("join", 1.0, tuple(range(count)), (count,))
+    use = Operator("use", 1.0, (count,), (count + 1,), phase=Phase.BACKWARD)
+    graph = Graph(values, (*forward, join, use), outputs=(count + 1,))
+    local = LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0)
+    steps = [*range(count + 1), *range(count + 1), count + 1]
+    left = [len(check(local.state, steps, moves_of(local, 1e3, 300), 3, seed)) for seed in range(20)]
+    assert min(left) < len(steps) - 200
+
+
+@pytest.mark.parametrize("seed", [1, 37, 59])
+def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(seed: int) -> None:
+    graph = random_step(30, seed=seed)
+    found = minimum(graph)
+    assert simulate(graph, Schedule.from_steps(graph, found.steps)).peak_bytes == found.peak_bytes
