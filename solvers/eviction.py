@@ -42,6 +42,7 @@ class Rule(IntEnum):
     LARGE = 2  # most bytes, per cost of getting it back
     ANY = 3  # as CHEAP, of what the backward writes too: getting that back takes much of the backward
     LOOSE = 4  # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed from it then stays
+    ENOUGH = 5  # least cost of getting it back, per byte that is missing: more than that counts for nothing
 
 
 def is_compiled() -> bool:
@@ -90,7 +91,7 @@ def steps_with_eviction(
     stays[:, list(values_always_kept(graph)) if kept else []] = True
     cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
     is_fixed = is_pinned if rule in (Rule.ANY, Rule.LOOSE) else np.append(arrays.is_pinned | arrays.is_backward, True)
-    possible = np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph)
+    possible = np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph, is_fixed)
     length = run(
         cost, size, possible, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
         user_start, user, is_pinned, is_fixed, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
@@ -98,14 +99,17 @@ def steps_with_eviction(
     return steps[:length].copy() if length >= 0 else None
 
 
-def _last_possible_needs(graph: Graph) -> Ints:
-    """For each value, the last operator that needs it, itself or for something computed again on the way; O(E)."""
+def _last_possible_needs(graph: Graph, is_fixed: Bools) -> Ints:
+    """For each value, the last operator that needs it, itself or for something computed again on the way; O(E).
+
+    What operators of `is_fixed` write is not evicted, and not computed again.
+    """
     arrays = graph.arrays
     last = np.full(len(arrays.size_bytes), -1, np.int64)
     last[arrays.output] = graph.num_operators
     for op in range(graph.num_operators - 1, -1, -1):
         written = arrays.write[arrays.write_start[op] : arrays.write_start[op + 1]]
-        latest = max(op, last[written].max(initial=-1)) if not arrays.is_pinned[op] else op
+        latest = op if is_fixed[op] else max(op, last[written].max(initial=-1))
         read = arrays.read[arrays.read_start[op] : arrays.read_start[op + 1]]
         last[read] = np.maximum(last[read], latest)
     return last
@@ -346,6 +350,8 @@ def _make_room(
                 score = (back + 1e-30) / (size[value] * distance)
             elif rule == 1:
                 score = -distance - size[value] * 1e-18
+            elif rule == 5:
+                score = (back + 1e-30) / min(size[value], held - room)
             else:
                 score = (back + 1e-30) / size[value]
             if score < best_score:

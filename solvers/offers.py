@@ -17,7 +17,8 @@ from .shared import Shared
 _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
 _MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
 _MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
-_MENDING_RULES = Rule.LARGE, Rule.CHEAP
+_MOST_MENDED = 3  # of the schedules with reserves from one relaxation
+_MENDING_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
 
 
 def offer_families(search: Search, shared: Shared) -> None:
@@ -28,11 +29,25 @@ def offer_families(search: Search, shared: Shared) -> None:
 
 
 def offer_with_reserves(search: Search, refinement: Refinement) -> None:
-    """Offers schedules of the present stages with memory in reserve."""
+    """Offers schedules of the present stages with memory in reserve, and the cheapest of those that do not fit, mended."""
     deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
     schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
+    failed: list[tuple[float, list[int]]] = []
     while not search.is_over and (steps := next(schedules, None)) is not None:
-        search.offer(steps)
+        if not search.offer(steps):
+            failed.append((float(search.graph.arrays.cost_s[steps].sum()), steps))
+    _offer_cheapest_mended(search, failed, deadline)
+
+
+def _offer_cheapest_mended(search: Search, failed: list[tuple[float, list[int]]], deadline: float) -> None:
+    """Offers the cheapest of what does not fit, mended by each rule, while that may be cheaper than what does."""
+    for cost_s, steps in sorted(failed)[:_MOST_MENDED] if is_compiled() else ():
+        for rule in _MENDING_RULES if len(steps) <= MOST_OPERATORS_TO_EVICT else ():
+            if search.is_over or is_past(deadline) or (search.cost_s is not None and cost_s >= search.cost_s):
+                return
+            found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
+            if found is not None:
+                search.offer(found)
 
 
 def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:

@@ -52,3 +52,37 @@ def test_what_a_plan_drops_goes_before_what_it_keeps() -> None:
     again = {graph.operators[op].writes[0] for op in steps[first:].tolist() if op < first}
     assert again
     assert not planned & again
+
+
+def test_a_generators_state_goes_when_the_backward_is_past_its_dropout() -> None:
+    """What the backward wrote stays, so that nothing before it is computed again for it."""
+    graph = _with_dropout()
+    last = len(graph.values) - 1
+    values = (*graph.values, Value("last", 1))
+    room = 8 * SIZE + NUM_LAYERS
+    operators = (*graph.operators, Operator("large", 1.0, (last,), (last + 1,), workspace_bytes=room - SIZE - 1, phase=Phase.BACKWARD))
+    graph = Graph(values, operators, (last + 1,))
+    for rule in (Rule.CHEAP, Rule.FAR, Rule.LARGE, Rule.ENOUGH):
+        steps = steps_with_eviction(graph, room, rule)
+        assert steps is not None
+        assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= room
+
+
+def test_a_large_value_that_is_dear_stays_where_a_small_cheap_one_is_enough() -> None:
+    """By bytes per cost the large one would go: 100 bytes for 10 s against 2 for 1 s."""
+    large, small, used, peak = range(4)
+    values = (Value("large", 100), Value("small", 2), Value("used", 1), Value("peak", 1))
+    operators = (
+        Operator("large", 10.0, (), (large,)),
+        Operator("small", 1.0, (), (small,)),
+        Operator("peak", 1.0, (), (peak,), workspace_bytes=10),
+        Operator("use", 1.0, (large, small, peak), (used,), phase=Phase.BACKWARD),
+    )
+    graph = Graph(values, operators, (used,))
+    budget = 112  # a byte less than all of them
+    costs = {}
+    for rule in (Rule.LARGE, Rule.ENOUGH):
+        steps = steps_with_eviction(graph, budget, rule)
+        assert steps is not None
+        costs[rule] = simulate(graph, Schedule.from_steps(graph, steps.tolist())).cost_s
+    assert costs == {Rule.LARGE: graph.cost_s + 10.0, Rule.ENOUGH: graph.cost_s + 1.0}

@@ -1,0 +1,38 @@
+"""Offers to a search: what does not fit is mended, where that may be better than what is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from remat.schedule import Schedule, simulate
+from remat.solvers import offers
+from remat.solvers.minimum import minimum
+from remat.solvers.offers import offer_with_reserves
+from remat.solvers.refinement import Refinement
+from remat.solvers.reserves import Reserves
+from remat.solvers.search import Search
+from remat.tracers.synthetic import transformer
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Search:
+    """Near the least budget of a graph; all that reserves give there is the schedule that keeps everything."""
+    graph = transformer(4)
+    monkeypatch.setattr(offers, "is_compiled", lambda: True)
+    monkeypatch.setattr(Reserves, "schedules", lambda self, deadline: iter([list(range(graph.num_operators))] * 5))
+    return Search(graph, budget_bytes=minimum(graph).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0)
+
+
+def test_reserves_that_do_not_fit_are_mended(search: Search) -> None:
+    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+    assert search.steps is not None
+    assert simulate(search.graph, Schedule.from_steps(search.graph, search.steps)).peak_bytes <= search.budget_bytes
+
+
+def test_what_is_dearer_than_the_best_is_not_mended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "mended", lambda *_, **__: pytest.fail("mended"))
+    search.offer(minimum(search.graph).steps)
+    search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
+    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
