@@ -92,7 +92,7 @@ class Bounding:
             offer_with_reserves(search, refinement)
             if not self.refine(is_relaxed=True):
                 return False
-            if count == 0 and not search.is_within(_USUAL_GAP):
+            if count == 0 and not (search.is_over or search.is_within(_USUAL_GAP)):
                 scouted_s = scout_crowded(refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s)
                 if scouted_s < math.inf:  # else the next model says it, and that is looked into
                     search.raise_bound(scouted_s)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
-from remat.solvers import scouting
+from remat.solvers import bounding, scouting
+from remat.solvers.auto import Auto
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.refinement import Refinement
 from remat.solvers.scouting import scout, scout_crowded
-from remat.tracers.synthetic import chain, random_layered
+from remat.tracers.synthetic import chain, random_layered, transformer
 from tests.test_nested import with_a_crowded_loss
 from tests.test_refinement import random_training_graph
 
@@ -109,3 +110,12 @@ def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_s
     assert (long.singles, long.cuts) == (set(), set())
     short, too_long = Refinement(GRAPH, budget_bytes=TIGHT), Refinement(chain(6_001), budget_bytes=100)
     assert scout_crowded(short, deadline=math.inf) == scout_crowded(too_long, deadline=math.inf) == -math.inf
+
+
+def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large graph whose prices suffice is done before any linear program."""
+    monkeypatch.setattr(bounding, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
+    graph = transformer(24)
+    assert graph.num_operators > 500
+    budget = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    assert Auto(gap=0.05, time_limit_s=20.0, threads=1).solve(graph, budget_bytes=budget).gap <= 0.05
