@@ -62,7 +62,7 @@ def _peer(graph: Graph, peer: str, budget_bytes: int, time_limit_s: float) -> Ro
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints what a curve costs in solves, and whether sharing made it worse."""
+    """Prints what a curve costs in time limits and beside single solves, and whether sharing made it worse."""
     table = new_table(
         f"Curves of {_NUM_POINTS} budgets, at most {time_limit_s:g} s a budget",
         ("graph", "curve, s", "in limits", "one by one, s", "ratio", "overhead", "one by one", "gap %", "monotone"),

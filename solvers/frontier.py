@@ -3,11 +3,11 @@
 A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
 solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
 a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
-Then the budgets whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes soonest and leaves
-its time to the others. Schedules of the next larger
-budgets, which need a little too much, are starts of the search; closed-form schedules are made once, and models start from
-the stages of the nearest budget (`shared`). So 20 budgets take at most 3.5 limits, and half of that where gaps close early: the time of
-a few solves at a tight budget. Ctrl-C ends it with the budgets that were solved.
+Then the budgets whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes soonest and
+leaves its time to the others. Schedules of the next larger budgets, which need a little too much, are starts of the search;
+closed-form schedules are made once, and models start from the stages of the nearest budget
+(`shared`). So 20 budgets take at most 3.5 limits, and half of that where gaps close early: the time of a few solves at a
+tight budget. Ctrl-C ends it with the budgets that were solved.
 """
 
 from __future__ import annotations

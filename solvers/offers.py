@@ -32,18 +32,18 @@ def offer_with_reserves(search: Search, refinement: Refinement) -> None:
     """Offers schedules of the present stages with memory in reserve, and the cheapest of those that do not fit, mended."""
     deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
     schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
-    failed: list[tuple[float, list[int]]] = []
+    failed: dict[tuple[int, ...], float] = {}  # what it costs
     while not search.is_over and (steps := next(schedules, None)) is not None:
         if not search.offer(steps):
-            failed.append((float(search.graph.arrays.cost_s[steps].sum()), steps))
+            failed[tuple(steps)] = float(search.graph.arrays.cost_s[steps].sum())
     _offer_cheapest_mended(search, failed, deadline)
 
 
-def _offer_cheapest_mended(search: Search, failed: list[tuple[float, list[int]]], deadline: float) -> None:
+def _offer_cheapest_mended(search: Search, failed: Mapping[tuple[int, ...], float], deadline: float) -> None:
     """Offers the cheapest of what does not fit, mended by each rule, while that may be cheaper than what does."""
-    for cost_s, steps in sorted(failed)[:_MOST_MENDED] if is_compiled() else ():
+    for steps in sorted(failed, key=failed.__getitem__)[:_MOST_MENDED] if is_compiled() else ():
         for rule in _MENDING_RULES if len(steps) <= MOST_OPERATORS_TO_EVICT else ():
-            if search.is_over or is_past(deadline) or (search.cost_s is not None and cost_s >= search.cost_s):
+            if search.is_over or is_past(deadline) or (search.cost_s is not None and failed[steps] >= search.cost_s):
                 return
             found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
             if found is not None:

@@ -17,7 +17,7 @@ from remat.solvers.local_search import LocalSearch, anneal
 from remat.solvers.minimum import minimum
 from remat.solvers.occurrences import lay_out
 from remat.solvers.order_moves import anneal_free
-from remat.solvers.sequence import HELD, OVER, SLOT, State, steps_of
+from remat.solvers.sequence import HELD, OVER, ROOM, SLOT, State, steps_of
 from remat.tracers.synthetic import random_step
 
 Move = Callable[[State, np.random.Generator], None]
@@ -48,7 +48,7 @@ def check(first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int,
         fresh = lay_out(first, steps_of(state.slots[SLOT], end))
         held, expected = (s.slots[HELD][s.slots[SLOT] >= 0] for s in (state, fresh))
         assert held.tolist() == expected.tolist()
-        assert state.sums[OVER] == np.maximum(state.slots[HELD] - state.sums[1], 0).sum()
+        assert state.sums[OVER] == np.maximum(state.slots[HELD] - state.sums[ROOM], 0).sum()
         assert state.costs[-1] == pytest.approx(fresh.costs[-1])
     return steps_of(state.slots[SLOT], end)
 

@@ -36,3 +36,10 @@ def test_what_is_dearer_than_the_best_is_not_mended(search: Search, monkeypatch:
     search.offer(minimum(search.graph).steps)
     search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+
+
+def test_the_same_schedule_is_mended_once_by_each_rule(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = []
+    monkeypatch.setattr(offers, "mended", lambda *_, rule, **__: rules.append(rule))
+    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+    assert len(rules) == len(set(rules)) > 1
