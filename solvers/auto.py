@@ -12,7 +12,8 @@
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Window models with more stages, which raise the bound (`bounding`); better starts.
 8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
-   long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`).
+   long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`); from other seeds while the
+   bound is still worked on.
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search are cut by nodes
 and iterations before time, so that with one thread a seed gives one answer on every machine that is fast enough for the limit.
@@ -20,11 +21,12 @@ and iterations before time, so that with one thread a seed gives one answer on e
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -166,18 +168,28 @@ class Auto(Solver):
             running = executor.submit(bounding.run, _REFINING_SHARE_BESIDE)
             known = search.num_starts
             self._improve(search, restarts, self.threads - 1)
+            self._improve_with_other_seeds(search, running.done)
             running.result()
         if search.num_starts > known:
             self._improve(search, restarts, self.threads)
         return True
 
-    def _improve(self, search: Search, restarts: Restarts, threads: int) -> None:
+    def _improve(self, search: Search, restarts: Restarts, threads: int, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Looks for better schedules until nothing improves."""
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
-            self._restart(search, restarts, threads)
-            self._solve_neighbourhoods(search)
+            self._restart(search, restarts, threads, should_stop)
+            self._solve_neighbourhoods(search, should_stop)
         else:
-            self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds)
+            self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds, should_stop)
+
+    def _improve_with_other_seeds(self, search: Search, is_over: Callable[[], bool]) -> None:
+        """Looks for better schedules from other seeds, one after the other, until nothing is to be waited for."""
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        for seed in itertools.count(self.seed + 1):
+            if search.is_over or is_over() or not local.is_ready:
+                return
+            restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=seed)
+            replace(self, seed=seed)._improve(search, restarts, self.threads - 1, should_stop=is_over)
 
     def _relax_beside_search(self, bounding: Bounding, restarts: Restarts) -> bool:
         """Relaxes in one thread, and searches in another meanwhile; False where the budget is proved infeasible."""
@@ -209,7 +221,7 @@ class Auto(Solver):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
-            round_ = Round(num_moves, hot[index % len(hot)], 1e-6)
+            round_ = Round(num_moves, hot[index % len(hot)], 1e-6, is_close=index % 2 == 0)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
@@ -241,14 +253,17 @@ class Auto(Solver):
             if stagnant >= _STAGNANT_GENERATIONS or is_over():
                 return
 
-    def _solve_neighbourhoods(self, search: Search) -> None:
+    def _solve_neighbourhoods(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Searches exactly around the best schedule, one part at a time."""
         neighbourhood = Neighbourhood(search.graph, search.budget_bytes, self.seed)
         for _ in range(min(_NEIGHBOURHOODS, self.rounds)):
-            if search.steps is None or search.is_over:
+            if search.steps is None or search.is_over or should_stop():
                 return
             steps = neighbourhood.improve(
-                search.steps, max_rounds=len(Kind), should_stop=lambda: search.is_over, time_limit_s=min(_EXACT_LIMIT_S, search.left_s)
+                search.steps,
+                max_rounds=len(Kind),
+                should_stop=lambda: search.is_over or should_stop(),
+                time_limit_s=min(_EXACT_LIMIT_S, search.left_s),
             )
             search.offer(steps)
 

@@ -7,6 +7,7 @@ first of each process does. `NUMBA_DISABLE_JIT=1` is as if numba were not there.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
@@ -26,7 +27,7 @@ IS_COMPILED = importlib.util.find_spec("numba") is not None and os.environ.get("
 _LOGGER = logging.getLogger(__name__)
 
 _is_plain = False  # while a second copy of a module is loaded
-_sources: set[Path] = set()  # files with compiled functions, in order of import: callees come before callers
+_sources: set[Path] = set()  # files with compiled functions, and those they import from: callees come before callers
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -51,7 +52,7 @@ def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
     except RuntimeError:  # at once, as nothing is compiled before the first call
         _warn_of_no_cache()
         result = njit(**options)(function)
-    _sources.add(Path(function.__code__.co_filename))
+    _sources.update(_files_of(Path(function.__code__.co_filename)))
     _drop_stale(result)
     return result
 
@@ -102,8 +103,16 @@ def _cached(function: Callable[P, T]) -> list[Path]:
     return [] if folder is None else list(Path(folder).glob(f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"))
 
 
+@cache
+def _files_of(path: Path) -> frozenset[Path]:
+    """A file, and those beside it that it imports from: functions, and constants, which compiled code holds."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    beside = (path.with_name(f"{node.module}.py") for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1)
+    return frozenset({path, *filter(Path.is_file, beside)})
+
+
 def _drop_stale(function: Callable[P, T]) -> None:
-    """Deletes what was compiled before a source changed: numba 0.68 looks at a function's own file, not at its callees'."""
+    """Deletes what was compiled before a source changed: numba 0.68 looks at a function's own file alone."""
     newest = max(path.stat().st_mtime for path in _sources)
     for path in _cached(function):
         if path.stat().st_mtime < newest:

@@ -51,6 +51,8 @@ _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
 # `journal`: row 0 is (changes made in this move, place in the random stream); then (operator, slot), or -slot - 1 where removed
 _KICK = 100.0  # times the temperature, when no state fits for long
+_PATIENCE = 1_000  # moves without a state that fits, after which the search returns to one that does
+_WEIGHT_WHERE_IT_FITS = 100.0  # of bytes over the budget, at least, when a search begins at what fits, or returns to it
 _REACH = 24  # slots looked through for an empty one
 
 
@@ -62,11 +64,13 @@ class Round:
         iterations: number of moves tried.
         hot: first temperature, as a share of the keep-all cost.
         cold: last temperature.
+        is_close: where the start fits, returns to what fits after a while without such a state; pays near the least budget, where few fit.
     """
 
     iterations: int
     hot: float
     cold: float
+    is_close: bool = True
 
 
 class LocalSearch:
@@ -97,20 +101,25 @@ class LocalSearch:
             should_stop: called without arguments between chunks; a true answer ends the round.
         """
         chunk = max(chunk * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100)
-        num_chunks = max(1, -(-round_.iterations // chunk))
-        current = np.asarray(steps, np.int64)
-        for index in range(num_chunks):
+        current, done = np.asarray(steps, np.int64), 0
+        fitting: Ints | None = None  # what to return to
+        while done < round_.iterations:
             state = lay_out(self.state, current)
+            if done == 0 and round_.is_close and state.sums[OVER] == 0:
+                fitting, self.weight[0] = current, max(self.weight[0], _WEIGHT_WHERE_IT_FITS)
+            count = min(chunk, round_.iterations - done)
+            hot, cold = (round_.hot * (round_.cold / round_.hot) ** (moves / round_.iterations) for moves in (done, done + count))
             best_slot, best = state.slots[SLOT].copy(), np.array([self.best_cost_s, self.least_over])
-            hot = round_.hot * (round_.cold / round_.hot) ** (index / num_chunks)
-            cold = round_.hot * (round_.cold / round_.hot) ** ((index + 1) / num_chunks)
-            draws = self.random.random(_NUM_DRAWS)
-            count = min(chunk, round_.iterations - index * chunk)
-            anneal(*state, draws, count, hot, cold, self.graph.cost_s or 1.0, self.weight, best_slot, best)
+            draws, patience = self.random.random(_NUM_DRAWS), count if fitting is None else _PATIENCE
+            moved = anneal(*state, draws, count, hot, cold, self.graph.cost_s or 1.0, self.weight, patience, best_slot, best)
             self.least_over = float(best[1])
+            current = steps_of(state.slots[SLOT], self.graph.num_operators)
             if best[0] < self.best_cost_s:
                 self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot, self.graph.num_operators)
-            current = steps_of(state.slots[SLOT], self.graph.num_operators)
+                fitting = None if fitting is None else self.best_steps
+            if fitting is not None and moved < count:
+                current, self.weight[0] = fitting, max(self.weight[0], _WEIGHT_WHERE_IT_FITS)
+            done += moved
             if should_stop is not None and should_stop():
                 break
         return current
@@ -371,13 +380,17 @@ def anneal(
     cold: float,
     scale: float,
     weight: Floats,
+    patience: int,
     best_slot: Ints,
     best: Floats,
-) -> None:
-    """Runs `iterations` moves; leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`."""
+) -> int:
+    """Runs `iterations` moves; leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`.
+
+    Ends before where so many moves in a row as `patience` says led to no state that fits; returns how many there were.
+    """
     journal = np.zeros((_MAX_CHANGES, 2), np.int64)
     per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))
-    num_fit, period, heat = 0, 500, 1.0
+    num_fit, period, heat, since_fit = 0, 500, 1.0, 0
     old_cost, old_over = costs[-1], sums[OVER]
     for step in range(iterations):
         temperature = heat * hot * (cold / hot) ** (step / iterations)
@@ -396,6 +409,9 @@ def anneal(
                 undo(values, operators, links, slots, sums, costs, journal)
                 costs[-1], sums[OVER] = old_cost, old_over
         num_fit += old_over == 0
+        since_fit = 0 if old_over == 0 else since_fit + 1
+        if since_fit >= patience:
+            return step + 1
         if (step + 1) % period == 0:
             heat = max(0.7 * heat, 1.0)
             if num_fit < 0.15 * period:
@@ -405,3 +421,4 @@ def anneal(
             elif num_fit > 0.4 * period:
                 weight[0] = max(weight[0] / 1.1, 1e-4)
             num_fit = 0
+    return iterations

@@ -123,7 +123,7 @@ class Restarts:
         local = LocalSearch(self._graph, budget_bytes=self._budget_bytes, seed=int(seed[0]))
         if should_stop is not None and should_stop():
             return _Found(np.inf, np.inf, start)
-        last = local.run(start, Round(self._moves, hot, _COLD), should_stop=should_stop)
+        last = local.run(start, Round(self._moves, hot, _COLD, is_close=number % 2 == 1), should_stop=should_stop)
         return _Found(local.best_cost_s, local.least_over, last if local.best_steps is None else local.best_steps)
 
     def _end_at(self, steps: Sequence[int]) -> _Found:

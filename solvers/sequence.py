@@ -15,7 +15,7 @@ import numpy as np
 from ..graph import Graph, Phase
 from .accounting import Floats, Ints
 
-MAX_TIMES = 12
+MAX_TIMES = 30
 SPACING = 3
 
 # columns of `values`; NOW is the size, 0 while no recomputation reads the snapshot; REPEATED counts readers computed again

@@ -48,18 +48,24 @@ def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
-def test_a_change_reaches_all_that_was_compiled_with_the_old_function(tmp_path: Path) -> None:
-    """Through functions of other files too, which have not changed."""
+@pytest.mark.parametrize("changed", ["function", "constant"])
+def test_a_change_reaches_all_that_was_compiled_with_the_old(changed: str, tmp_path: Path) -> None:
+    """Through functions and constants of other files too, where the compiled function's own has not changed."""
     pytest.importorskip("numba")
     header = "from remat.solvers.compiled import compiled, inner\n"
-    innermost = f"{header}@inner\ndef first(x):\n    return x + "
-    (tmp_path / "innermost.py").write_text(f"{innermost}1\n")
-    (tmp_path / "between.py").write_text(f"{header}from innermost import first\n@inner\ndef second(x):\n    return first(x)\n")
-    (tmp_path / "outermost.py").write_text(f"{header}from between import second\n@compiled\ndef third(x):\n    return second(x)\n")
-    answers = []
+    package = tmp_path / "nested"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "between.py").write_text(f"{header}from .innermost import first\n@inner\ndef second(x):\n    return first(x)\n")
+    (package / "outermost.py").write_text(f"{header}from .between import second\n@compiled\ndef third(x):\n    return second(x)\n")
+    answers: list[str] = []
     for number in (1, 2, 2):
-        (tmp_path / "innermost.py").write_text(f"{innermost}{number}\n")
+        (package / "constants.py").write_text(f"STEP = {number if changed == 'constant' else 0}\n")
+        step = f"STEP + {number if changed == 'function' else 0}"
+        innermost = f"{header}from .constants import STEP\n@inner\ndef first(x):\n    return x + {step}\n"
+        if changed == "function" or not answers:
+            (package / "innermost.py").write_text(innermost)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
-        command = [sys.executable, "-c", "from outermost import third; print(third(0))"]
+        command = [sys.executable, "-c", "from nested.outermost import third; print(third(0))"]
         answers.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
     assert answers == ["1", "2", "2"]

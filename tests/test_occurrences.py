@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from remat.graph import Graph, Operator, Phase, Value
 from remat.schedule import Schedule, simulate
+from remat.solvers import local_search
 from remat.solvers.accounting import Ints
 from remat.solvers.free_order import OrderSearch
-from remat.solvers.local_search import LocalSearch, anneal
+from remat.solvers.local_search import LocalSearch, Round, anneal
 from remat.solvers.minimum import minimum
 from remat.solvers.occurrences import lay_out
 from remat.solvers.order_moves import anneal_free
@@ -35,7 +36,7 @@ def moves_of(local: LocalSearch | OrderSearch, hot: float, count: int = 1) -> Mo
         if isinstance(local, OrderSearch):
             anneal_free(*state, local.rules, local.relations, draws, count, 0.5, hot, hot, 1.0, local.weight, best_slot, best)
         else:
-            anneal(*state, draws, count, hot, hot, 1.0, local.weight, best_slot, best)
+            anneal(*state, draws, count, hot, hot, 1.0, local.weight, count, best_slot, best)
 
     return move
 
@@ -83,3 +84,25 @@ def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(se
     graph = random_step(30, seed=seed)
     found = minimum(graph)
     assert simulate(graph, Schedule.from_steps(graph, found.steps)).peak_bytes == found.peak_bytes
+
+
+def test_operators_computed_many_times_are_laid_out_whole() -> None:
+    """Naive: there is room for a dozen; near the least budget small ones come thirty times."""
+    graph = random_step(12, seed=0)
+    operator = next(index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ())
+    steps = [*range(graph.num_operators), *[operator] * 29]
+    state = lay_out(LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0).state, np.array(steps))
+    assert steps_of(state.slots[SLOT], graph.num_operators).tolist() == steps
+
+
+def test_a_close_search_comes_back_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So hot that every move is taken: naively it leaves what fits and does not find it again."""
+    monkeypatch.setattr(local_search, "_PATIENCE", 1)
+    graph = random_step(30, seed=4)
+    least = minimum(graph)
+    peaks = {}
+    for is_close in (True, False):
+        local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0)
+        last = local.run(np.array(least.steps), Round(300, 1e6, 1e6, is_close=is_close))
+        peaks[is_close] = simulate(graph, Schedule.from_steps(graph, last.tolist())).peak_bytes
+    assert peaks[True] <= least.peak_bytes < peaks[False]
