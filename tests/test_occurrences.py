@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,14 +96,21 @@ def test_operators_computed_many_times_are_laid_out_whole() -> None:
     assert steps_of(state.slots[SLOT], graph.num_operators).tolist() == steps
 
 
-def test_a_close_search_comes_back_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So hot that every move is taken: naively it leaves what fits and does not find it again."""
-    monkeypatch.setattr(local_search, "_PATIENCE", 1)
+@pytest.mark.parametrize("is_close", [True, False])
+def test_a_close_search_comes_back_to_what_fits(is_close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So hot that every move is taken: otherwise it leaves what fits."""
+    over = []
+
+    def recorded(*arguments: Any) -> int:
+        over.append(int(State(*arguments[:6]).sums[OVER]))
+        moved: int = anneal(*arguments)
+        return moved
+
     graph = random_step(30, seed=4)
     least = minimum(graph)
-    peaks = {}
-    for is_close in (True, False):
-        local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0)
-        last = local.run(np.array(least.steps), Round(300, 1e6, 1e6, is_close=is_close))
-        peaks[is_close] = simulate(graph, Schedule.from_steps(graph, last.tolist())).peak_bytes
-    assert peaks[True] <= least.peak_bytes < peaks[False]
+    monkeypatch.setattr(local_search, "anneal", recorded)
+    monkeypatch.setattr(local_search, "_PATIENCE", 10)
+    local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0)
+    local.run(np.array(least.steps), Round(1_000, 1e6, 1e6, is_close=is_close), chunk=100)
+    assert len(over) >= 10
+    assert any(over) != is_close
