@@ -10,6 +10,9 @@ budget). The weight adapts so that about a third of the states fit. Moves, each 
 - run: recomputations that follow each other, to another slot or away
 - exchange: a removal, then an addition aimed at what is over the budget
 
+Near the least budget few states fit, and a run that leaves them does not find back: a *close* run returns to the best it
+knows after `_PATIENCE` moves without a state that fits. Elsewhere that keeps a run from roaming, so only some runs are close.
+
 Simulated annealing (Kirkpatrick et al., 1983); sequences with recomputation as search space: Moccasin (2023), FastSA
 (2023). It proves nothing. Driven by iterations and a random stream of its own, so that a seed gives one answer on every
 machine, compiled or not. Complexity: O(degree * times + changed slots) a move.
@@ -64,7 +67,7 @@ class Round:
         iterations: number of moves tried.
         hot: first temperature, as a share of the keep-all cost.
         cold: last temperature.
-        is_close: where the start fits, returns to what fits after a while without such a state; pays near the least budget, where few fit.
+        is_close: where the start fits, returns to what fits after a while without such a state.
     """
 
     iterations: int
