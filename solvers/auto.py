@@ -52,7 +52,7 @@ _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _HOT_IF_LARGE = (1e-5, 3e-5, 3e-4, 1e-5)  # an operator is a smaller part of the cost, and what is found soon is good
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 1  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
+_FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 2  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
 _REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then left; the second where it is searched meanwhile
 _MOST_OPERATORS_TO_RESTART = 3_000
 _STARTS_TO_RESTART = 3
@@ -221,7 +221,7 @@ class Auto(Solver):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
-            round_ = Round(num_moves, hot[index % len(hot)], 1e-6, is_close=index % 2 == 0)
+            round_ = Round(num_moves, hot[index % len(hot)], 1e-6, is_close=index % 2 == 1)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
