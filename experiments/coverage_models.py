@@ -478,7 +478,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
-    # padded: of a mask of ones plain transformers makes none, for another kernel that on some processors rounds otherwise
+    # padded: a mask of ones plain transformers drops, for another kernel that on some processors rounds otherwise
     "LFM2": _state_space("Lfm2ForCausalLM", {**_LLAMA, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, padded_words),
     # several inputs
     "CLIP": _several("CLIPModel", _clip_config(), _text_and_image),

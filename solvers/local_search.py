@@ -73,7 +73,7 @@ class Round:
     iterations: int
     hot: float
     cold: float
-    is_close: bool = True
+    is_close: bool = False
 
 
 class LocalSearch:

@@ -88,7 +88,7 @@ def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(se
 
 
 def test_operators_computed_many_times_are_laid_out_whole() -> None:
-    """Naive: there is room for a dozen; near the least budget small ones come thirty times."""
+    """Naive: there is room for a dozen; the least schedules of deep networks have more."""
     graph = random_step(12, seed=0)
     operator = next(index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ())
     steps = [*range(graph.num_operators), *[operator] * 29]
