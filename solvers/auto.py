@@ -11,9 +11,9 @@
    where nothing fits yet, and then what else the heuristics give, made to fit (`mending`).
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Window models with more stages, which raise the bound (`bounding`); better starts.
-8. At the same time, many short annealing runs from all of these (`restarts`), what they find recombined exactly (`recombination`), one
-   long run on large graphs, until nothing improves, then exact search around the best (`neighbourhood`); from other seeds while the
-   bound is still worked on.
+8. At the same time, many short annealing runs from all of these (`restarts`), the best first where the budget is far below what
+   keeping everything needs, what they find recombined exactly (`recombination`), one long run on large graphs, until nothing
+   improves, then exact search around the best (`neighbourhood`); from other seeds while the bound is still worked on.
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search are cut by nodes
 and iterations before time, so that with one thread a seed gives one answer on every machine that is fast enough for the limit.
@@ -32,6 +32,7 @@ from typing import final
 import numpy as np
 
 from ..graph import Graph
+from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
 from .base import Solver
 from .bounding import Bounding, is_small
@@ -57,6 +58,7 @@ _REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then l
 _MOST_OPERATORS_TO_RESTART = 3_000
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
+_FAR = 4.0  # times the budget; annealing what needs so much takes longest and often ends with nothing that fits
 _WIDE_GAP = 0.02  # where the heuristics' schedules are made to fit, though others do
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
 _EXACT_LIMIT_S, _NEIGHBOURHOODS = 5.0, 8  # of one neighbourhood; of each kind
@@ -241,9 +243,8 @@ class Auto(Solver):
 
         for _ in range(self.rounds):
             before_s = math.inf if search.cost_s is None else search.cost_s
-            best = [search.steps] if search.steps is not None else []
             restarts.run(
-                [range(search.graph.num_operators), *search.starts(_STARTS_TO_RESTART), *best],
+                self._starts_to_restart(search),
                 threads=threads,
                 should_stop=is_over,
                 found=search.offer,
@@ -252,6 +253,15 @@ class Auto(Solver):
             stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if stagnant >= _STAGNANT_GENERATIONS or is_over():
                 return
+
+    @staticmethod
+    def _starts_to_restart(search: Search) -> list[Sequence[int]]:
+        """Keeping everything, what nearly fits, and the best; that first where the budget is far below keeping everything."""
+        keep_all = Schedule.keep_all(search.graph)
+        best = [search.steps] if search.steps is not None else []
+        is_far = simulate(search.graph, keep_all).peak_bytes > _FAR * search.budget_bytes
+        others = [keep_all.steps, *search.starts(_STARTS_TO_RESTART)]
+        return [*best, *others] if is_far else [*others, *best]
 
     def _solve_neighbourhoods(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Searches exactly around the best schedule, one part at a time."""

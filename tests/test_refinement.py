@@ -83,7 +83,7 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
     assert bound_s <= MILP(time_limit_s=20).solve(graph, budget_bytes=budget).cost_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [16, 56, 60])
+@pytest.mark.parametrize("seed", [16, 60, 88])
 def test_relaxing_goes_on_where_the_schedule_fits_and_is_dear(seed: int) -> None:
     """What the point keeps half of is then not enough to see where the model fails."""
     graph = random_training_graph(seed, 6, 14)
