@@ -180,6 +180,9 @@ class Auto(Solver):
         """Looks for better schedules until nothing improves."""
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
             self._restart(search, restarts, threads, should_stop)
+            if is_small(search.graph):  # runs take no time there, and where they all ended may be no good valley
+                others = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed + 1)
+                self._restart(search, others, threads, should_stop, is_anew=True)
             self._solve_neighbourhoods(search, should_stop)
         else:
             self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds, should_stop)
@@ -187,7 +190,7 @@ class Auto(Solver):
     def _improve_with_other_seeds(self, search: Search, is_over: Callable[[], bool]) -> None:
         """Looks for better schedules from other seeds, one after the other, until nothing is to be waited for."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        for seed in itertools.count(self.seed + 1):
+        for seed in itertools.count(self.seed + 2, 2):
             if search.is_over or is_over() or not local.is_ready:
                 return
             restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=seed)
@@ -230,8 +233,16 @@ class Auto(Solver):
             if is_over or stagnant >= _STAGNANT_ROUNDS + len(starts):
                 return
 
-    def _restart(self, search: Search, restarts: Restarts, threads: int, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Runs generations of annealing runs until two in a row bring nothing."""
+    def _restart(
+        self,
+        search: Search,
+        restarts: Restarts,
+        threads: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        is_anew: bool = False,
+    ) -> None:
+        """Runs generations of annealing runs until two in a row bring nothing; the first without the best where it is made anew."""
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
             return
@@ -241,10 +252,10 @@ class Auto(Solver):
         def is_over() -> bool:
             return search.is_over or search.elapsed_s > until_s or should_stop()
 
-        for _ in range(self.rounds):
+        for generation in range(self.rounds):
             before_s = math.inf if search.cost_s is None else search.cost_s
             restarts.run(
-                self._starts_to_restart(search),
+                self._starts_to_restart(search, with_best=not is_anew or generation > 0),
                 threads=threads,
                 should_stop=is_over,
                 found=search.offer,
@@ -255,10 +266,10 @@ class Auto(Solver):
                 return
 
     @staticmethod
-    def _starts_to_restart(search: Search) -> list[Sequence[int]]:
+    def _starts_to_restart(search: Search, *, with_best: bool) -> list[Sequence[int]]:
         """Keeping everything, what nearly fits, and the best; that first where the budget is far below keeping everything."""
         keep_all = Schedule.keep_all(search.graph)
-        best = [search.steps] if search.steps is not None else []
+        best = [search.steps] if search.steps is not None and with_best else []
         is_far = simulate(search.graph, keep_all).peak_bytes > _FAR * search.budget_bytes
         others = [keep_all.steps, *search.starts(_STARTS_TO_RESTART)]
         return [*best, *others] if is_far else [*others, *best]
