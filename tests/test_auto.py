@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
+from remat.solvers.restarts import Restarts
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
@@ -259,6 +261,33 @@ def test_one_seed_gives_one_answer() -> None:
     first, second = (Auto(gap=0.0, seed=3, rounds=1).solve(graph, budget_bytes=budget) for _ in range(2))
     assert first.schedule == second.schedule
     assert first.lower_bound_s == second.lower_bound_s
+
+
+@pytest.mark.parametrize(("graph", "share", "is_far"), [(random_step(40, seed=1), 0.77, False), (chain(30), 0.14, True)])
+def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
+    graph: Graph, share: float, is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on a small graph the second set of runs begins without it."""
+    budget = int(share * keep_all_bytes(graph))
+    starts: list[list[list[int]]] = []
+    run = Restarts.run
+
+    def recording(self: Restarts, begins: Sequence[Sequence[int]], **options: Any) -> None:
+        starts.append([list(steps) for steps in begins])
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+        run(self, begins, **options)
+
+    monkeypatch.setattr(Restarts, "run", recording)
+    monkeypatch.setattr(Bounding, "run", lambda self, share: None)
+    with pytest.raises(KeyboardInterrupt):
+        Auto(gap=0.0, rounds=1, time_limit_s=60.0, threads=1).solve(graph, budget_bytes=budget)
+    first, second = starts
+    keep_all = list(range(graph.num_operators))
+    fits = [simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes <= budget for steps in first]
+    assert fits.index(True) == (0 if is_far else len(first) - 1)
+    assert first[1 if is_far else 0] == keep_all
+    assert second == [steps for steps, does_fit in zip(first, fits, strict=True) if not does_fit]
 
 
 def test_a_large_graph_is_answered_within_the_time_limit() -> None:
