@@ -2,8 +2,8 @@
 
 Every baseline of the field runs on the same graph at the same budgets. What it reaches is compared at *its own simulated
 peak*: we are solved again with that peak as the budget, so that nobody is charged for memory he did not use.
-The time limit is of graphs with up to 2,000 operators, at the budgets of the first table in proportion to their number above; baselines,
-and we at their peaks, have a third of a minute at most.
+The time limit is of graphs with up to 2,000 operators, at the budgets of the first table in proportion to their number above;
+baselines, and we at their peaks, have 20 s at most.
 """
 
 from __future__ import annotations

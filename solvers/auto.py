@@ -12,8 +12,9 @@
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.
 7. Window models with more stages, which raise the bound (`bounding`); better starts.
 8. At the same time, many short annealing runs from all of these (`restarts`), the best first where the budget is far below what
-   keeping everything needs, what they find recombined exactly (`recombination`), one long run on large graphs, until nothing
-   improves, then exact search around the best (`neighbourhood`); from other seeds while the bound is still worked on.
+   keeping everything needs, what they find recombined exactly (`recombination`), on small graphs a second set that begins without the
+   best, one long run on large ones, until nothing improves, then exact search around the best
+   (`neighbourhood`); from other seeds while the bound is still worked on.
 
 It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search are cut by nodes
 and iterations before time, so that with one thread a seed gives one answer on every machine that is fast enough for the limit.
