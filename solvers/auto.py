@@ -42,7 +42,7 @@ from .interrupt import heeding_interrupts
 from .local_search import LocalSearch, Round
 from .minimum import working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
-from .offers import offer_families, offer_greedy, offer_mended
+from .offers import offer_families, offer_greedy, offer_mended, offer_persistent
 from .progress import Progress
 from .restarts import Restarts
 from .search import Search
@@ -53,6 +53,7 @@ _LEAST_MOVES, _MOVES_AN_OPERATOR = 20_000, 500
 _STAGNANT_ROUNDS = 3
 _HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
 _HOT_IF_LARGE = (1e-5, 3e-5, 3e-4, 1e-5)  # an operator is a smaller part of the cost, and what is found soon is good
+_HOT_CLOSELY = (1e-3, 3e-4)  # of the rounds from a persistent schedule
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 2  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
 _REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then left; the second where it is searched meanwhile
@@ -149,17 +150,22 @@ class Auto(Solver):
         offer_families(search, shared)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
+        has_segments = not is_small(search.graph) and self._is_far(search)
         if is_hard := search.steps is None:  # what fits at all comes before models that may take all of the time
+            if has_segments:
+                self._plan_segments(search)
             offer_mended(search, shared)
             offer_greedy(search, shared)
         restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        if not self._relax_beside_search(bounding, restarts):
+        if not self._relax_beside_search(bounding, restarts, has_segments=has_segments and not is_hard):
             return False
         if len(refinement.boundaries) == 2 and not bounding.refine():
             return False
         if not is_hard:
             offer_greedy(search, shared)
         if not (is_hard or search.is_within(_WIDE_GAP)):
+            if has_segments:
+                self._plan_segments(search)
             offer_mended(search, shared)
         if is_small(search.graph) or self.threads == 1 or search.steps is None:
             self._anneal(search, search.starts(2), _FIRST_ROUNDS)
@@ -197,18 +203,38 @@ class Auto(Solver):
             restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=seed)
             replace(self, seed=seed)._improve(search, restarts, self.threads - 1, should_stop=is_over)
 
-    def _relax_beside_search(self, bounding: Bounding, restarts: Restarts) -> bool:
+    def _relax_beside_search(self, bounding: Bounding, restarts: Restarts, *, has_segments: bool) -> bool:
         """Relaxes in one thread, and searches in another meanwhile; False where the budget is proved infeasible."""
         search = bounding.search
         if is_small(search.graph) or self.threads == 1 or search.is_over or search.steps is None:
-            return bounding.relax()
+            is_possible = bounding.relax()
+            if has_segments and not search.is_within(_WIDE_GAP):
+                self._plan_segments(search)
+            return is_possible
         with ThreadPoolExecutor(1) as executor:
             relaxing = executor.submit(bounding.relax)
+            if has_segments:
+                self._plan_segments(search, should_stop=lambda: relaxing.done() and search.is_within(_WIDE_GAP))
             may_restart = search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART
             self._anneal(search, [], _ROUNDS_BESIDE if may_restart else self.rounds, should_stop=relaxing.done)
             if may_restart and not relaxing.done():
                 self._restart(search, restarts, 1, should_stop=relaxing.done)
             return relaxing.result()
+
+    def _plan_segments(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Looks for the best persistent schedule, and anneals it closely, also where another is cheaper: it is another valley."""
+
+        def is_over() -> bool:
+            return search.is_over or should_stop()
+
+        steps = None if is_over() else offer_persistent(search, is_over)
+        local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
+        for hot in _HOT_CLOSELY if steps is not None and self._is_compiled_in_time(search, local) else ():
+            start = steps if local.best_steps is None else local.best_steps
+            round_ = Round(self._num_moves(search.graph), hot, 1e-6, is_close=True)
+            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or is_over())
+            if self._take(local, search) or is_over():
+                return
 
     def _anneal(
         self, search: Search, starts: Sequence[Sequence[int]], rounds: int, should_stop: Callable[[], bool] = lambda: False
@@ -219,7 +245,6 @@ class Auto(Solver):
             return
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
-        num_moves = min(_MOST_MOVES, _LEAST_MOVES + _MOVES_AN_OPERATOR * search.graph.num_operators)
         is_large = search.graph.num_operators > _MOST_OPERATORS_TO_RESTART
         hot, stagnant = _HOT_IF_LARGE if is_large else _HOT, 0
         starts = [search.steps, *starts] if is_large and search.steps is not None else starts
@@ -227,7 +252,7 @@ class Auto(Solver):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
-            round_ = Round(num_moves, hot[index % len(hot)], 1e-6, is_close=index % 2 == 1)
+            round_ = Round(self._num_moves(search.graph), hot[index % len(hot)], 1e-6, is_close=index % 2 == 1)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
@@ -266,14 +291,11 @@ class Auto(Solver):
             if stagnant >= _STAGNANT_GENERATIONS or is_over():
                 return
 
-    @staticmethod
-    def _starts_to_restart(search: Search, *, with_best: bool) -> list[Sequence[int]]:
+    def _starts_to_restart(self, search: Search, *, with_best: bool) -> list[Sequence[int]]:
         """Keeping everything, what nearly fits, and the best; that first where the budget is far below keeping everything."""
-        keep_all = Schedule.keep_all(search.graph)
         best = [search.steps] if search.steps is not None and with_best else []
-        is_far = simulate(search.graph, keep_all).peak_bytes > _FAR * search.budget_bytes
-        others = [keep_all.steps, *search.starts(_STARTS_TO_RESTART)]
-        return [*best, *others] if is_far else [*others, *best]
+        others = [range(search.graph.num_operators), *search.starts(_STARTS_TO_RESTART)]
+        return [*best, *others] if self._is_far(search) else [*others, *best]
 
     def _solve_neighbourhoods(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Searches exactly around the best schedule, one part at a time."""
@@ -288,6 +310,14 @@ class Auto(Solver):
                 time_limit_s=min(_EXACT_LIMIT_S, search.left_s),
             )
             search.offer(steps)
+
+    @staticmethod
+    def _is_far(search: Search) -> bool:
+        return simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes > _FAR * search.budget_bytes
+
+    @staticmethod
+    def _num_moves(graph: Graph) -> int:
+        return min(_MOST_MOVES, _LEAST_MOVES + _MOVES_AN_OPERATOR * graph.num_operators)
 
     @staticmethod
     def _is_compiled_in_time(search: Search, local: LocalSearch) -> bool:

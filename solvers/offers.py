@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .eviction import Rule, is_compiled, steps_with_eviction
 from .interrupt import is_past
@@ -11,11 +11,13 @@ from .mending import mended
 from .minimum import MOST_OPERATORS_TO_EVICT
 from .refinement import Refinement
 from .reserves import Reserves
+from .rotor import rotor_steps
 from .search import Search
 from .shared import Shared
 
 _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
 _MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
+_OPTIONS_SHARE = 0.15  # of the time left, at most, for the options of segments
 _MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
 _MOST_MENDED = 3  # of the schedules with reserves from one relaxation
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
@@ -68,6 +70,17 @@ def offer_mended(search: Search, shared: Shared) -> None:
                 work += len(steps) ** 2
                 found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
                 search.offer(found or steps)
+
+
+def offer_persistent(search: Search, should_stop: Callable[[], bool]) -> list[int] | None:
+    """Offers the cheapest persistent schedule of segments, and returns its steps where there is one."""
+    if not is_compiled() or search.graph.num_operators > MOST_OPERATORS_TO_EVICT:
+        return None
+    deadline = time.perf_counter() + search.left_s * _OPTIONS_SHARE
+    steps = rotor_steps(search.graph, search.budget_bytes, should_stop=lambda: should_stop() or is_past(deadline))
+    if steps is not None:
+        search.offer(steps)
+    return steps
 
 
 def offer_greedy(search: Search, shared: Shared) -> None:
