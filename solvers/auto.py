@@ -7,6 +7,7 @@
    often fit and are near the bound; with more threads than one it is searched (8) meanwhile.
 4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
    is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
+   Where the budget is far below what keeping everything needs, the best persistent schedule of segments (`rotor`) is annealed before.
 5. Greedy recomputation with eviction (`eviction`), and the schedule of the least budget (`minimum`), as other starts; before 4
    where nothing fits yet, and then what else the heuristics give, made to fit (`mending`).
 6. Annealing on the sequence (`local_search`) in a few rounds: a good schedule, whose cost cuts off the models to come.

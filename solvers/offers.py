@@ -18,6 +18,7 @@ from .shared import Shared
 _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
 _MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
 _OPTIONS_SHARE = 0.15  # of the time left, at most, for the options of segments
+_SECONDS_AN_OPERATOR = 2e-4  # what it takes without them
 _MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
 _MOST_MENDED = 3  # of the schedules with reserves from one relaxation
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
@@ -74,10 +75,10 @@ def offer_mended(search: Search, shared: Shared) -> None:
 
 def offer_persistent(search: Search, should_stop: Callable[[], bool]) -> list[int] | None:
     """Offers the cheapest persistent schedule of segments, and returns its steps where there is one."""
-    if not is_compiled() or search.graph.num_operators > MOST_OPERATORS_TO_EVICT:
+    options_s, count = search.left_s * _OPTIONS_SHARE, search.graph.num_operators
+    if not is_compiled() or count > MOST_OPERATORS_TO_EVICT or options_s < _SECONDS_AN_OPERATOR * count:
         return None
-    deadline = time.perf_counter() + search.left_s * _OPTIONS_SHARE
-    steps = rotor_steps(search.graph, search.budget_bytes, should_stop=lambda: should_stop() or is_past(deadline))
+    steps = rotor_steps(search.graph, search.budget_bytes, options_s=options_s, should_stop=should_stop)
     if steps is not None:
         search.offer(steps)
     return steps

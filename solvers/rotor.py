@@ -20,6 +20,8 @@ Notation of the paper, with h what is held below segment s, what enters s includ
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +31,7 @@ import numpy as np
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .accounting import Floats, Ints
+from .interrupt import is_past
 from .segment_options import Options, find_options
 from .segmentation import Part, Segmentation
 
@@ -37,7 +40,9 @@ _AMOUNTS = 512  # of memory held, at most
 _BY_OPTION, _BY_KEEPING, _NOT_AT_ALL = 0, -1, -2  # how a state is run; else the segment that the forward goes to first
 
 
-def rotor_steps(graph: Graph, budget_bytes: int, *, should_stop: Callable[[], bool] = lambda: False) -> list[int] | None:
+def rotor_steps(
+    graph: Graph, budget_bytes: int, *, options_s: float = math.inf, should_stop: Callable[[], bool] = lambda: False
+) -> list[int] | None:
     """Returns the steps of the cheapest persistent schedule of the graph's segments for a budget, or None where there is none.
 
     It may need a little more than the budget: simulate it.
@@ -45,13 +50,16 @@ def rotor_steps(graph: Graph, budget_bytes: int, *, should_stop: Callable[[], bo
     Args:
         graph: any graph; of several regions gives None.
         budget_bytes: resident bytes included.
-        should_stop: a true answer ends the search for options.
+        options_s: seconds after which no more options are looked for; those of single segments come first.
+        should_stop: a true answer ends the search, without a schedule.
     """
     if len({op.region for op in graph.operators}) > 1:
         return None
     segmentation = Segmentation(graph, _MOST_SEGMENTS)
-    options = find_options(segmentation, budget_bytes, should_stop=should_stop)
+    deadline = time.perf_counter() + options_s
+    options = find_options(segmentation, budget_bytes, should_stop=lambda: is_past(deadline) or should_stop())
     table = _Table(segmentation, options, budget_bytes)
+    table.fill(should_stop)
     return _Writer(segmentation, options, table).steps() if table.is_possible else None
 
 
@@ -83,8 +91,13 @@ class _Table:
         self.how = np.full(self._cost.shape, _NOT_AT_ALL)
         self.option = np.full(self._cost.shape, -1)
         self._take_options(options)
-        for t in range(count):
+
+    def fill(self, should_stop: Callable[[], bool]) -> None:
+        """Finds all costs, unless it is stopped."""
+        for t in range(len(self._advance)):
             for s in range(t - 1, -1, -1):
+                if should_stop():
+                    return
                 self._advance_first(s, t)
                 self._keep_first(s, t)
 

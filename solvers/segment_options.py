@@ -27,6 +27,7 @@ _NUM_BUDGETS = 8
 _MOVES = 2_000
 _HOT, _COLD = 1e-2, 1e-6
 _MAX_FACTOR = 4.0
+_PARTS_SHARE = 2.0  # operators of all parts of different kinds, of those of the graph, at most; some seconds
 _RULES = Rule.LARGE, Rule.CHEAP
 
 
@@ -56,34 +57,46 @@ def find_options(segmentation: Segmentation, budget_bytes: int, *, should_stop: 
         budget_bytes: no option needs more.
         should_stop: a true answer ends the search, single segments come first; what is not found by then is missing.
     """
-    options: Options = {}
+    finder, options = _Finder(segmentation, budget_bytes, should_stop), Options()
     for num_together in range(1, MOST_SEGMENTS_TOGETHER + 1):
-        spans = [(first, first + num_together - 1) for first in range(len(segmentation.borders) - num_together + 1)]
-        if not should_stop():
-            options |= _options_of(segmentation, spans, budget_bytes, should_stop)
+        if not finder.is_over:
+            options |= finder.options(num_together)
     return options
 
 
-def _options_of(
-    segmentation: Segmentation, spans: Sequence[tuple[int, int]], budget_bytes: int, should_stop: Callable[[], bool]
-) -> Options:
-    parts = {span: segmentation.part_of_backward(*span) for span in spans}
-    kinds = {span: _kind(part.graph) for span, part in parts.items()}
-    outside = {span: segmentation.outside_bytes[span[1]] - segmentation.size_of(part.entering) for span, part in parts.items()}
-    room: dict[Hashable, int] = {}
-    for span, kind in kinds.items():
-        room[kind] = max(room.get(kind, 0), budget_bytes - outside[span])
-    ways: dict[Hashable, list[Option]] = {}
-    options: Options = {}
-    for span, part in parts.items():
-        if (kind := kinds[span]) not in ways:
-            ways[kind] = [] if should_stop() else _ways(part.graph, room[kind])
-        once_s = sum(segmentation.graph.operators[op].cost_s for op in part.operators[1:] if op >= segmentation.num_forward)
-        options[span] = [
-            Option(way.peak_bytes + outside[span], way.cost_s - once_s, tuple(part.operators[step] for step in way.steps if step))
-            for way in ways[kind]
-        ]
-    return options
+class _Finder:
+    """Finds the options of one graph's segments under one budget, until that was work enough."""
+
+    def __init__(self, segmentation: Segmentation, budget_bytes: int, should_stop: Callable[[], bool]) -> None:
+        self._segmentation, self._budget_bytes, self._should_stop = segmentation, budget_bytes, should_stop
+        self._num_operators = 0  # of the parts so far
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_operators > _PARTS_SHARE * self._segmentation.graph.num_operators or self._should_stop()
+
+    def options(self, num_together: int) -> Options:
+        """Returns the options of so many segments in a row; none of a kind that is not come to."""
+        segments = self._segmentation
+        spans = [(first, first + num_together - 1) for first in range(len(segments.borders) - num_together + 1)]
+        parts = {span: segments.part_of_backward(*span) for span in spans}
+        kinds = {span: _kind(part.graph) for span, part in parts.items()}
+        outside = {span: segments.outside_bytes[span[1]] - segments.size_of(part.entering) for span, part in parts.items()}
+        room: dict[Hashable, int] = {}
+        for span, kind in kinds.items():
+            room[kind] = max(room.get(kind, 0), self._budget_bytes - outside[span])
+        ways: dict[Hashable, list[Option]] = {}
+        found = Options()
+        for span, part in parts.items():
+            if (kind := kinds[span]) not in ways:
+                ways[kind] = [] if self.is_over else _ways(part.graph, room[kind], self._should_stop)
+                self._num_operators += part.graph.num_operators
+            once_s = sum(segments.graph.operators[op].cost_s for op in part.operators[1:] if op >= segments.num_forward)
+            found[span] = [
+                Option(way.peak_bytes + outside[span], way.cost_s - once_s, tuple(part.operators[step] for step in way.steps if step))
+                for way in ways[kind]
+            ]
+        return found
 
 
 def _kind(graph: Graph) -> Hashable:
@@ -92,12 +105,12 @@ def _kind(graph: Graph) -> Hashable:
     return operators, tuple((value.size_bytes, value.kind) for value in graph.values), graph.outputs
 
 
-def _ways(graph: Graph, room_bytes: int) -> list[Option]:
+def _ways(graph: Graph, room_bytes: int, should_stop: Callable[[], bool]) -> list[Option]:
     """Returns schedules of a part within so many bytes, the leanest first, each cheaper than the one before."""
     found = [_option(graph, range(graph.num_operators))]
     least, most = working_set_bytes(graph), min(found[0].peak_bytes, room_bytes)
     for budget in np.linspace(most, least, _NUM_BUDGETS + 1).astype(int).tolist():
-        if budget < found[0].peak_bytes:
+        if budget < found[0].peak_bytes and not should_stop():
             found += _ways_within(graph, budget)
     front: list[Option] = []
     for option in sorted(found, key=lambda option: (option.peak_bytes, option.cost_s)):
