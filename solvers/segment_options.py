@@ -27,7 +27,7 @@ _NUM_BUDGETS = 8
 _MOVES = 2_000
 _HOT, _COLD = 1e-2, 1e-6
 _MAX_FACTOR = 4.0
-_PARTS_SHARE = 2.0  # operators of all parts of different kinds, of those of the graph, at most; some seconds
+_PARTS_SHARE, _FEW_OPERATORS = 2.0, 1_500  # of all parts of different kinds, of those of the graph, at most; some seconds
 _RULES = Rule.LARGE, Rule.CHEAP
 
 
@@ -73,7 +73,8 @@ class _Finder:
 
     @property
     def is_over(self) -> bool:
-        return self._num_operators > _PARTS_SHARE * self._segmentation.graph.num_operators or self._should_stop()
+        most = max(_PARTS_SHARE * self._segmentation.graph.num_operators, _FEW_OPERATORS)
+        return self._num_operators > most or self._should_stop()
 
     def options(self, num_together: int) -> Options:
         """Returns the options of so many segments in a row; none of a kind that is not come to."""
