@@ -62,6 +62,7 @@ _MOST_OPERATORS_TO_RESTART = 3_000
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
 _FAR = 4.0  # times the budget; annealing what needs so much takes longest and often ends with nothing that fits
+_FAR_FOR_SEGMENTS = 5.0  # the same; nearer, what is planned by segments is not among the best
 _WIDE_GAP = 0.02  # where the heuristics' schedules are made to fit, though others do
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
 _EXACT_LIMIT_S, _NEIGHBOURHOODS = 5.0, 8  # of one neighbourhood; of each kind
@@ -151,7 +152,7 @@ class Auto(Solver):
         offer_families(search, shared)
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
-        has_segments = not is_small(search.graph) and self._is_far(search)
+        has_segments = not is_small(search.graph) and self._is_far(search, _FAR_FOR_SEGMENTS)
         if is_hard := search.steps is None:  # what fits at all comes before models that may take all of the time
             if has_segments:
                 self._plan_segments(search)
@@ -313,8 +314,9 @@ class Auto(Solver):
             search.offer(steps)
 
     @staticmethod
-    def _is_far(search: Search) -> bool:
-        return simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes > _FAR * search.budget_bytes
+    def _is_far(search: Search, times: float = _FAR) -> bool:
+        """True where keeping everything needs more than so many times the budget."""
+        return simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes > times * search.budget_bytes
 
     @staticmethod
     def _num_moves(graph: Graph) -> int:

@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.local_search import LocalSearch, Round
 from remat.solvers.minimum import minimum, working_set_bytes
 from remat.solvers.occurrences import lay_out
+from remat.solvers.offers import offer_persistent
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.restarts import Restarts
@@ -288,6 +290,34 @@ def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
     assert fits.index(True) == (0 if is_far else len(first) - 1)
     assert first[1 if is_far else 0] == keep_all
     assert second == [steps for steps, does_fit in zip(first, fits, strict=True) if not does_fit]
+
+
+@pytest.mark.parametrize(("share", "is_far"), [(0.04, True), (0.25, False)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_far_below_keeping_everything_segments_are_planned_and_annealed(
+    share: float, is_far: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = chain(300)
+    budget = int(share * keep_all_bytes(graph))
+    planned: list[list[int] | None] = []
+    annealed: list[list[int]] = []
+    run = LocalSearch.run
+
+    def recording(self: LocalSearch, steps: Any, round_: Round, **options: Any) -> Any:
+        annealed.append(list(steps))
+        return run(self, steps, replace(round_, iterations=500), **options)
+
+    def planning(search: Any, should_stop: Any) -> list[int] | None:
+        planned.append(offer_persistent(search, should_stop))
+        return planned[-1]
+
+    monkeypatch.setattr("remat.solvers.auto.offer_persistent", planning)
+    monkeypatch.setattr(LocalSearch, "run", recording)
+    solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(graph, budget_bytes=budget)
+    assert solution.is_solved
+    assert len(planned) == is_far
+    if is_far:
+        assert planned[0] in annealed
 
 
 def test_a_large_graph_is_answered_within_the_time_limit() -> None:
