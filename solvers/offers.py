@@ -19,6 +19,7 @@ _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves
 _MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
 _OPTIONS_SHARE = 0.15  # of the time left, at most, for the options of segments
 _SECONDS_AN_OPERATOR = 2e-4  # what it takes without them
+_LEAST_S = 7.0  # with less, as for a point of a curve, annealing what there is finds more
 _MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
 _MOST_MENDED = 3  # of the schedules with reserves from one relaxation
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
@@ -76,7 +77,7 @@ def offer_mended(search: Search, shared: Shared) -> None:
 def offer_persistent(search: Search, should_stop: Callable[[], bool]) -> list[int] | None:
     """Offers the cheapest persistent schedule of segments, and returns its steps where there is one."""
     options_s, count = search.left_s * _OPTIONS_SHARE, search.graph.num_operators
-    if not is_compiled() or count > MOST_OPERATORS_TO_EVICT or options_s < _SECONDS_AN_OPERATOR * count:
+    if not is_compiled() or count > MOST_OPERATORS_TO_EVICT or search.left_s < _LEAST_S or options_s < _SECONDS_AN_OPERATOR * count:
         return None
     steps = rotor_steps(search.graph, search.budget_bytes, options_s=options_s, should_stop=should_stop)
     if steps is not None:
