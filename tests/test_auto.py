@@ -33,6 +33,7 @@ from remat.solvers.offers import offer_persistent
 from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.restarts import Restarts
+from remat.solvers.search import Search
 from remat.solvers.sequence import HELD, OVER, SLOT, pack
 from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
@@ -311,6 +312,7 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
         planned.append(offer_persistent(search, should_stop))
         return planned[-1]
 
+    monkeypatch.setattr("remat.solvers.offers._LEAST_S", 0.0)  # however slow the machine is
     monkeypatch.setattr("remat.solvers.auto.offer_persistent", planning)
     monkeypatch.setattr(LocalSearch, "run", recording)
     solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(graph, budget_bytes=budget)
@@ -318,6 +320,14 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
     assert len(planned) == is_far
     if is_far:
         assert planned[0] in annealed
+
+
+@pytest.mark.parametrize(("time_limit_s", "is_planned"), [(5.0, False), (100.0, True)])
+def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(time_limit_s: float, is_planned: bool) -> None:
+    graph = chain(300)
+    search = Search(graph, budget_bytes=int(0.04 * keep_all_bytes(graph)), gap=0.0, time_limit_s=time_limit_s)
+    assert (offer_persistent(search, lambda: False) is not None) == is_planned
+    assert bool(search.num_starts or search.steps is not None) == is_planned
 
 
 def test_a_large_graph_is_answered_within_the_time_limit() -> None:
