@@ -54,6 +54,7 @@ _SLACK = 1e-9  # of a cut's coefficients, which are rounded once when they are s
 _ROUNDS, _GAIN = 5, 0.02  # relaxed rounds in a row that together close less than this share of the gap are the last
 _BEHIND_AT_FIRST = 1.0  # of the gap, that the relaxation may be below a known bound without cuts, which raise it
 _BEHIND = 0.3  # the same, with cuts; integers raise it by as much
+_ROUNDINGS = 3  # of cuts by rounding, each time a program is solved
 _REST = 5  # rounds that a finer model without a cut is left alone
 _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
@@ -72,7 +73,7 @@ class _Finer:
             graph, sorted({(0, first), (first, end), *windows, *stages}), priced=[(0, first), *stages], budget_bytes=budget_bytes
         )
         model.program.starts_from_last = True
-        self.lazy, self.program = LazyRows(model), model.program
+        self.lazy, self.program = LazyRows(model, most_roundings=_ROUNDINGS), model.program
         self.shared = _shared(model, first, end)
         self.cuts = 0
         self.rests = 0
@@ -136,7 +137,7 @@ class Benders:
         """The coarse model without cuts; its last column is e."""
         forward, backward = (0, self.first), (self.first, self.end)
         model = WindowModel(self.graph, [forward, backward], priced=[forward, backward], budget_bytes=self.budget_bytes)
-        lazy = LazyRows(model, self._rows)
+        lazy = LazyRows(model, self._rows, most_roundings=_ROUNDINGS)
         self._shared = _shared(model, self.first, self.end)
         most = max(model.objective(self._known_s), _VIOLATION)
         model.program.add_columns(np.array([most]), is_integer=False)  # e, as a share of the most it can be

@@ -1,7 +1,8 @@
 """Solving a window model with few of its memory rows: solve, look where memory is over, add rows there, again.
 
 First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds the full model, as it
-has fewer rows; 20 rows a round, apart from each other, suffice for graphs of 10,000 operators.
+has fewer rows; 20 rows a round, apart from each other, suffice for graphs of 10,000 operators. Where a relaxation violates none,
+it may be cut by what rounding says of the rows it has (`mir`), a few rounds as long as these raise it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import numpy as np
 from .accounting import Floats
 from .interrupt import is_past
 from .linear import Outcome
+from .mir import rounded
 from .moments import MomentRows
 from .window import Window, WindowModel
 
 _TOLERANCE = 1e-6
 _ROWS_A_ROUND = 20
+_WORTH = 1e-4  # of the bound; what a round of cuts by rounding must raise it by for another one
 
 
 class LazyRows:
@@ -31,9 +34,14 @@ class LazyRows:
         model: WindowModel,
         rows: Iterable[tuple[Window, int]] = (),
         moments: Mapping[tuple[int, int], set[int]] = MappingProxyType({}),
+        *,
+        most_roundings: int = 0,
     ) -> None:
-        """Starts with `rows`: windows of the model, each with one of its operators; and `moments`: (v, j) with their sets."""
-        self.model = model
+        """Starts with `rows`: windows of the model, each with one of its operators; and `moments`: (v, j) with their sets.
+
+        `most_roundings` is how many rounds of cuts by rounding a relaxation gets.
+        """
+        self.model, self._most_roundings = model, most_roundings
         self.rows = set(rows)
         self.moments = [MomentRows(model, a) for a, b in model.windows if b == a + 1 and a > 0]
         for window, v in sorted(self.rows):
@@ -70,6 +78,7 @@ class LazyRows:
     def _rounds(
         self, is_relaxed: bool, deadline: float, relative_gap: float, node_limit: int, bound: float, cutoff: float | None
     ) -> Outcome:
+        roundings, before = self._most_roundings if is_relaxed else 0, -math.inf
         while True:
             left_s = deadline - time.perf_counter()
             if left_s <= 0:
@@ -79,7 +88,13 @@ class LazyRows:
             )
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
-            if outcome.point is None or is_cut_off or not self._add_violated(outcome.point, deadline) or not outcome.is_finished:
+            if outcome.point is None or is_cut_off:
+                return Outcome(bound, outcome.point, outcome.is_finished)
+            is_more = self._add_violated(outcome.point, deadline) > 0
+            if not is_more and roundings > 0 and outcome.is_finished and outcome.bound - before > _WORTH * abs(outcome.bound):
+                roundings, before = roundings - 1, outcome.bound
+                is_more = self._add_rounded(outcome.point)
+            if not (is_more and outcome.is_finished):
                 return Outcome(bound, outcome.point, outcome.is_finished)
 
     def _add_violated(self, point: Floats, deadline: float) -> int:
@@ -100,6 +115,14 @@ class LazyRows:
             if len(chosen) == _ROWS_A_ROUND:
                 break
         return len(chosen) + self._add_moments(point, deadline)
+
+    def _add_rounded(self, point: Floats) -> bool:
+        """Adds a cut by rounding for each row that has one which the point violates; False where there is none."""
+        knapsacks = [*self.model.knapsacks, *(knapsack for moments in self.moments for knapsack in moments.knapsacks)]
+        cuts = [cut for knapsack in knapsacks if (cut := rounded(knapsack, point)) is not None]
+        for cut in cuts:
+            self.model.program.add_row(cut.columns, cut.coefficients, upper=cut.upper)
+        return bool(cuts)
 
     def _add_moments(self, point: Floats, deadline: float) -> int:
         """Adds the most violated moment row of each window of one operator, and returns how many; at the deadline one at least."""

@@ -37,6 +37,7 @@ import numpy as np
 from .accounting import Bools, Floats
 from .interrupt import is_past
 from .linear import Program
+from .mir import Knapsack
 from .window import WindowModel
 
 _TOLERANCE = 1e-6
@@ -68,6 +69,7 @@ class MomentRows:
         is_kept = (self.end >= 0) | self.is_read
         self.held_after = np.flatnonzero((arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept)
         self.twice: dict[int, int] = {}
+        self.knapsacks: list[Knapsack] = []  # their memory rows
         self.sets: dict[int, tuple[int, set[int]]] = {}  # operator -> how often it was added, the operators of its set
 
     def violated(self, point: Floats, *, deadline: float = math.inf) -> list[tuple[float, int]]:
@@ -112,6 +114,8 @@ class MomentRows:
         rows = [*self._rows(j, chosen), usage]
         entries = [self._merged(row.entries, column_of) for row in rows]
         program.add_rows_of(entries, [row.lower for row in rows])
+        columns, shares = (np.array(side) for side in zip(*entries[-1], strict=True))
+        self.knapsacks.append(Knapsack(columns, np.rint(shares * -budget).astype(np.int64), int(budget)))
 
     @staticmethod
     def _merged(entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]) -> list[tuple[int, float]]:

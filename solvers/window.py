@@ -45,6 +45,7 @@ import numpy as np
 from ..graph import Graph
 from .accounting import Accounting, Floats, Ints
 from .linear import Outcome, Program
+from .mir import Knapsack
 
 Window = tuple[int, int]
 
@@ -80,6 +81,7 @@ class WindowModel:
         self.again: dict[Window, Ints] = {}
         self.through: dict[Window, Ints] = {}
         self.reserve = np.zeros(graph.num_operators)
+        self.knapsacks: list[Knapsack] = []  # the memory rows, without reserves
         self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}  # the row's index, and its upper side without a reserve
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
@@ -283,6 +285,8 @@ class WindowModel:
         if self.peak_column >= 0:
             coefficient[self.peak_column], limit = -self.budget, 0.0
         columns, upper = np.flatnonzero(coefficient), (limit - constant) / self.budget
+        if self.peak_column < 0:
+            self.knapsacks.append(Knapsack(columns, coefficient[columns].astype(np.int64), int(self.budget) - int(constant)))
         row = self.program.add_row(columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget)
         self._memory_rows[window, v] = row, upper
 

@@ -1,0 +1,111 @@
+"""Mixed-integer rounding: memory is held by whole values, so a row of bytes says more than its linear relaxation.
+
+A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`, `moments`). Values of a network come
+in few sizes, and the budget is no multiple of the large ones: a point of the linear relaxation fills the rest with a part of one
+more. With some columns replaced by their complements, any unit d > 0 and f the rest of b divided by d, every 0/1 point has
+
+    sum_i ( floor(a_i / d) + max(0, a_i mod d - f) / (d - f) ) x_i  <=  floor(b / d)
+
+(Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and Wolsey, 1990). As there, columns above
+a half are complemented, then one fractional one less or more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
+
+Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same. Everything is computed in integers
+but the last quotient.
+Complexity: of one row, O(units * (fractional columns)^2), and O(columns) for the cut itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .accounting import Bools, Floats, Ints
+
+_FRACTIONAL = 1e-5
+_DIVISORS = np.array([1, 2, 4, 8])
+_LEAST_VIOLATION = 1e-3  # Euclidean distance, over the columns that are not at their nearer end
+_LEAST_EXCESS = 1e-5  # of the largest coefficient, over the upper side
+_TINY = 1e-7  # of the largest coefficient; what is smaller is left out, on the safe side
+_MOST_FLIPS = 10  # complements tried one by one, those nearest to a half
+_MOST_SIZES = 16  # that units are made of, those of the columns nearest to a half
+_SLACK = 1e-9  # of a cut's coefficients, which are rounded twice
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """The row `bytes @ x[columns] <= upper` over columns that are 0 or 1 for every schedule.
+
+    Attributes:
+        columns: no column twice.
+        bytes: exact, of any sign.
+        upper: exact.
+    """
+
+    columns: Ints
+    bytes: Ints
+    upper: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The row `coefficients @ x[columns] <= upper`, whose largest coefficient is 1."""
+
+    columns: Ints
+    coefficients: Floats
+    upper: float
+
+
+def rounded(knapsack: Knapsack, point: Floats) -> Cut | None:
+    """Returns the cut that `point` violates most, of those tried; None where it violates none.
+
+    Args:
+        knapsack: holds for every schedule.
+        point: values of all columns.
+    """
+    value = np.clip(point[knapsack.columns], 0.0, 1.0)
+    is_complement = value > 0.5
+    fractional = np.flatnonzero(np.abs(value - is_complement) > _FRACTIONAL)
+    fractional = fractional[knapsack.bytes[fractional] != 0]
+    fractional = fractional[np.argsort(np.abs(value[fractional] - 0.5), kind="stable")]
+    sizes = np.abs(knapsack.bytes[fractional])
+    if not len(fractional) or knapsack.upper - float(np.dot(knapsack.bytes, value)) > sizes.max():
+        return None
+    sizes = np.unique(sizes[:_MOST_SIZES])
+    units = np.unique((sizes[:, None] // _DIVISORS)[sizes[:, None] % _DIVISORS == 0])
+    flips = np.arange(-1, min(len(fractional), _MOST_FLIPS))  # -1 for none
+    complement = is_complement[fractional] ^ (np.arange(len(fractional)) == flips[:, None])
+    signed = np.where(complement, -knapsack.bytes[fractional], knapsack.bytes[fractional])
+    others = is_complement.copy()
+    others[fractional] = False
+    upper = knapsack.upper - int(knapsack.bytes[others].sum()) + np.where(complement, signed, 0).sum(axis=1)
+    weight = _weights(signed[:, None, :], upper[:, None, None], units[:, None])
+    inside = np.where(complement, 1 - value[fractional], value[fractional])
+    excess = np.einsum("fuc,fc->fu", weight, inside) - upper[:, None] // units
+    excess /= np.maximum(np.sqrt((weight**2).sum(axis=2)), 1e-9)
+    flip, unit = np.unravel_index(int(np.argmax(excess)), excess.shape)
+    if excess[flip, unit] <= _LEAST_VIOLATION:
+        return None
+    is_complement[fractional] = complement[flip]
+    cut = _cut(knapsack, int(units[unit]), is_complement)
+    return cut if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS else None
+
+
+def _weights(bytes_: Ints, upper: Ints, unit: Ints) -> Floats:
+    """floor(a / d) + max(0, a mod d - f) / (d - f)."""
+    rest = upper % unit
+    whole, part = np.divmod(bytes_, unit)
+    return np.asarray(whole + np.maximum(part - rest, 0) / (unit - rest))
+
+
+def _cut(knapsack: Knapsack, unit: int, complement: Bools) -> Cut:
+    upper = knapsack.upper - int(knapsack.bytes[complement].sum())
+    weight = _weights(np.where(complement, -knapsack.bytes, knapsack.bytes), np.array(upper), np.array(unit))
+    coefficient = np.where(complement, -weight, weight)
+    limit = float(upper // unit) - float(weight[complement].sum())
+    scale = float(np.abs(weight).max()) or 1.0
+    is_tiny = np.abs(coefficient) < _TINY * scale
+    limit += float(np.maximum(-coefficient[is_tiny], 0).sum())
+    slack = _SLACK * (abs(limit) + float(np.abs(weight).sum()))
+    used = np.flatnonzero(~is_tiny)
+    return Cut(knapsack.columns[used], coefficient[used] / scale, (limit + slack) / scale)

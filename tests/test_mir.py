@@ -1,0 +1,83 @@
+"""Mixed-integer rounding: no 0/1 point that fits is cut off, and fractional ones are."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph import Graph
+from remat.schedule import Schedule, simulate
+from remat.solution import Status
+from remat.solvers.lazy_rows import LazyRows
+from remat.solvers.milp import MILP
+from remat.solvers.minimum import minimum
+from remat.solvers.mir import Knapsack, rounded
+from remat.solvers.on_demand import forward_length
+from remat.solvers.window import WindowModel
+from remat.tracers.synthetic import random_layered
+from tests.test_refinement import random_training_graph
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.one_of(st.integers(-40, 40), st.sampled_from([-(2**40), 2**39, 2**40 + 1])), min_size=1, max_size=8),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 10_000),
+)
+def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -> None:
+    low, high = sum(min(size, 0) for size in sizes), sum(max(size, 0) for size in sizes)
+    upper = int(low + share * (high - low))
+    rng = np.random.default_rng(seed)
+    point = np.where(rng.random(len(sizes)) < 0.4, rng.random(len(sizes)), rng.integers(0, 2, len(sizes)))
+    cut = rounded(Knapsack(np.arange(len(sizes)), np.array(sizes), upper), point)
+    if cut is None:
+        return
+    assert float(cut.coefficients @ point[cut.columns]) > cut.upper
+    for bits in itertools.product((0, 1), repeat=len(sizes)):
+        if sum(size * bit for size, bit in zip(sizes, bits, strict=True)) <= upper:
+            assert float(cut.coefficients @ np.array(bits)[cut.columns]) <= cut.upper
+
+
+def test_a_part_of_a_large_value_is_cut_off() -> None:
+    cut = rounded(Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9), np.array([1.0, 1.0, 0.25, 0.0]))
+    assert cut is not None
+    assert cut.upper - cut.coefficients[: len(cut.columns)].sum() < 0  # three of four are too many
+    assert (cut.coefficients[:2].sum() <= cut.upper).all()
+
+
+def test_a_point_with_nothing_fractional_is_left_alone() -> None:
+    assert rounded(Knapsack(np.arange(2), np.array([3, 5]), 4), np.array([1.0, 1.0])) is None
+
+
+def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int) -> float:
+    first, end = forward_length(graph), graph.num_operators
+    boundaries = np.linspace(first, end, stages + 1).astype(int).tolist()
+    windows = [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
+    priced = [(0, first), *pairwise(boundaries)]
+    model = WindowModel(graph, sorted({(0, first), *windows}), priced=priced, budget_bytes=budget)
+    model.program.starts_from_last = True
+    return model.bound_s(LazyRows(model, most_roundings=most_roundings).solve(deadline=time.perf_counter() + 60, is_relaxed=True))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.25, 0.5, 0.75]), stages=st.integers(1, 3))
+def test_no_bound_with_cuts_is_above_the_optimum(seed: int, share: float, stages: int) -> None:
+    graph = random_training_graph(seed, 4, 7)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    assert best.cost_s is not None
+    assert relaxed_bound_s(graph, budget, stages, 10) <= best.cost_s * (1 + 1e-9)
+
+
+def test_cuts_raise_the_bound_of_a_relaxation() -> None:
+    graph = random_layered(40, seed=0, is_training=True)
+    budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 45 // 100
+    plain, cut = (relaxed_bound_s(graph, budget, 2, most) - graph.cost_s for most in (0, 10))
+    assert cut > 1.01 * plain
