@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.bench_rows import CONSOLE, Row, Rows, facts, geometric_mean, mean_row, new_table, overrun_text, percent, solve
+from experiments.bench_rows import (
+    CONSOLE,
+    Row,
+    Rows,
+    facts,
+    geometric_mean,
+    mean_row,
+    mean_seconds,
+    new_table,
+    overrun_text,
+    percent,
+    solve,
+)
 from experiments.peers import PEERS, solve_as_peer
 from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.graph import Graph
@@ -162,10 +174,10 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
             tried = [row for row in rows if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer]
             if mine:
                 lowest = min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
-                table.add_row(name, peer, *_comparison(mine), f"{100 * lowest:.1f} %", f"{geometric_mean(r['seconds'] for r in tried):.1f}")
+                table.add_row(name, peer, *_comparison(mine), f"{100 * lowest:.1f} %", f"{mean_seconds(tried):.1f}")
             elif tried and tried[0]["cost"] is None:
                 reason = "too large" if "MILP" in tried[0]["reason"] else "no blocks" if "block" in tried[0]["reason"] else "none fits"
-                table.add_row(name, peer, "0", *["-"] * 4, reason, f"{geometric_mean(r['seconds'] for r in tried):.1f}")
+                table.add_row(name, peer, "0", *["-"] * 4, reason, f"{mean_seconds(tried):.1f}")
     table.add_section()
     for peer in PEERS:
         if mine := [pair for pair in pairs if pair[0]["peer"] == peer]:

@@ -122,6 +122,11 @@ def geometric_mean(numbers: Iterable[float]) -> float:
     return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
 
 
+def mean_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Returns the geometric mean of the rows' seconds, each counted as a millisecond at least: they are rounded to that."""
+    return geometric_mean(max(row["seconds"], 1e-3) for row in rows)
+
+
 def percent(number: float | None, *, is_signed: bool = True) -> str:
     """Returns a number of percent for a table."""
     return "-" if number is None else f"{round(number, 3) + 0.0:+.3f}" if is_signed else f"{number:.3f}"
@@ -151,7 +156,7 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
         "overhead": percent(100 * (geometric_mean(1 + row["overhead_percent"] / 100 for row in solved) - 1)),
         "bound": percent(100 * (geometric_mean(1 + row["bound_percent"] / 100 for row in solved) - 1)),
         "gap": percent(sum(row["gap_percent"] for row in solved) / len(solved), is_signed=False),
-        "seconds": f"{geometric_mean(max(row['seconds'], 1e-3) for row in solved):.2f}",
+        "seconds": f"{mean_seconds(solved):.2f}",
         "": "",
     }
     table.add_section()

@@ -17,6 +17,9 @@ does the bound of the coarse model with any cuts.
 2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no finer model says that a point is too
    dear, finer ones still are tried there: two at once of the stages that cut most, then stages of the operators beside them.
 
+Memory rows of all of them are cut by rounding (`mir`): the finer models, which have no integers, see through it that values are held
+as a whole. Of some fifty finer models ten have a say; those whose cuts are not tight for a while are asked less often.
+
 Finer models are those with one stage of one operator, evenly spread over the backward, and one with a few even stages
 (`hierarchy`). A known schedule's cost bounds the column e, what a schedule costs beyond the first recomputation of each operator.
 
@@ -51,10 +54,11 @@ _MOST_COLUMNS = 9_000  # of a finer model
 _LEAST_STAGES = 4  # even ones
 _VIOLATION = 1e-3  # of the objective, 1e-6 of the cost of keeping everything, or of a ray's largest coefficient
 _SLACK = 1e-9  # of a cut's coefficients, which are rounded once when they are scaled
-_ROUNDS, _GAIN = 5, 0.02  # relaxed rounds in a row that together close less than this share of the gap are the last
+_ROUNDS, _GAIN = 5, 0.03  # relaxed rounds in a row that together close less than this share of the gap are the last
 _BEHIND_AT_FIRST = 1.0  # of the gap, that the relaxation may be below a known bound without cuts, which raise it
 _BEHIND = 0.3  # the same, with cuts; integers raise it by as much
 _ROUNDINGS = 3  # of cuts by rounding, each time a program is solved
+_IDLE = 4  # points at which its cuts had no say, after which a finer model is asked at one in so many
 _REST = 5  # rounds that a finer model without a cut is left alone
 _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
@@ -77,6 +81,7 @@ class _Finer:
         self.shared = _shared(model, first, end)
         self.cuts = 0
         self.rests = 0
+        self.idle = 0  # points of the relaxation in a row at which none of its cuts is tight
 
     def cut(self, point: Floats, deadline: float) -> Support | None:
         """Returns the cut at `point`; None where there is no time for it."""
@@ -125,6 +130,7 @@ class Benders:
     def _build(self) -> None:
         self._rows: set[tuple[Window, int]] = set()
         self._cuts: list[tuple[Floats, float]] = []  # coefficients of all columns of the coarse model, upper side
+        self._makers: list[_Finer] = []  # of the cuts
         self._tight: set[int] = set()  # cuts that the integer model has because its points violated them
         self._coarse = self._coarse_model()
         self._coarse.model.program.starts_from_last = True
@@ -203,12 +209,19 @@ class Benders:
             own = self._at(point)
             mean = own if not len(mean) else (mean + own) / 2
             bounds.append(outcome.bound)
+            self._note_idle(point)
             is_cut, _ = self._cut(point, [(mean + own) / 2, own], deadline)
             gained = bounds[-1] - bounds[-1 - _ROUNDS]
             self.is_over |= bounds[-1] + gained < known - _BEHIND * (cutoff - known)
             if self.is_over or not is_cut or gained < _GAIN * (cutoff - bounds[-1]):
                 break
         return point
+
+    def _note_idle(self, point: Floats) -> None:
+        """Counts for how many points in a row a finer model has had no say."""
+        tight = {id(self._makers[k]) for k in self._cuts_at(point, -_TIGHT)}
+        for finer in self._finer.values():
+            finer.idle = 0 if id(finer) in tight else finer.idle + 1
 
     def _branch(self, deadline: float, cutoff: float) -> Floats | None:
         """Solves the coarse model with integers, and cuts at its point; returns that.
@@ -262,8 +275,9 @@ class Benders:
         """
         best: float | None = None
         for finer in self._finer.values():
-            if finer.rests and len(places) > 1:
-                finer.rests -= 1
+            is_relaxed = len(places) > 1
+            if is_relaxed and (finer.rests or (finer.idle > _IDLE and finer.idle % _IDLE)):
+                finer.rests = max(finer.rests - 1, 0)
                 continue
             if is_past(deadline):
                 break
@@ -282,6 +296,7 @@ class Benders:
             value = support.at(own)
             if value > (0.0 if support.is_ray else paid) + _VIOLATION * scale:
                 self._add_cut(support)
+                self._makers.append(finer)
                 finer.cuts, finer.rests = finer.cuts + 1, 0
                 return math.inf if support.is_ray else value
         finer.rests = _REST

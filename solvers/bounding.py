@@ -30,8 +30,8 @@ from .search import Search
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
-_NARROW_GAP = 0.01  # where Benders decomposition is tried, after a share of the time for bounds
-_SHARE_BEFORE_BENDERS = 0.15
+_NARROW_GAP = 0.02  # where Benders decomposition is tried, after a share of the time for bounds
+_SHARE_BEFORE_BENDERS = 0.05
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers

@@ -19,7 +19,7 @@ Integer programs. HiGHS's dual bound is the least over open nodes of the objecti
 t = 0.1 * `mip_feasibility_tolerance` (`HighsLpRelaxation`, HiGHS 1.5 to 1.15). By the formula above, an LP's objective
 exceeds its safe bound by at most t sum_j (u_j - l_j), as each d_j is at most t on the wrong side, and rounding. Nodes
 dropped as infeasible or too dear were so by more than the tolerances: rows hold up to 1e-6, rows of 0/1 columns with
-integer coefficients are violated by 1 or not at all, memory rows are solved with 1e-6 of the budget to spare, and cuts (`benders`)
+integer coefficients are violated by 1 or not at all, memory rows are solved with 1e-6 of the budget to spare, and cuts (`benders`, `mir`)
 hold for every schedule with slack for their own rounding. So the bound less `branching_margin` holds for every schedule.
 It is an argument about HiGHS's algorithm, not a certificate of its tree.
 """

@@ -31,6 +31,7 @@ from .on_demand import forward_length, steps_on_demand
 from .window import Window, WindowModel
 
 MAX_STAGES = 12
+_ROUNDINGS = 5  # of cuts by rounding, of a relaxation that integers follow
 _MAX_COLUMNS = 60_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
@@ -117,12 +118,12 @@ class Refinement:
             return sorted({*stages, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
-    def _model(self, *, is_relaxed: bool) -> LazyRows:
+    def _model(self, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
         """The model over the present stages, with the rows known of its windows."""
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
         windows = [forward, *self._windows(is_relaxed=is_relaxed)]
         model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
-        return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments)
+        return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments, most_roundings=most_roundings)
 
     def relaxation(self) -> LazyRows:
         """The model over the present stages whose linear relaxation is solved soon."""
@@ -150,7 +151,7 @@ class Refinement:
                 stopped the solver.
         """
         boundaries = self.boundaries
-        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed)
+        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed, most_roundings=0 if is_relaxed else _ROUNDINGS)
         model = lazy.model
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         gap = self._gap(len(stages), cutoff, model.objective(self.best_s))

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import bench
 from experiments.bench_published import best_published
-from experiments.bench_rows import Rows, geometric_mean
+from experiments.bench_rows import Rows, geometric_mean, mean_seconds
 from experiments.peers import PEERS
 from remat.tracers.synthetic import transformer
 
@@ -99,6 +99,11 @@ def test_unknown_sets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_free_order_and_heuristics_are_never_compared() -> None:
     assert best_published(INSTANCE, "tight").system == "moccasin"
     assert best_published(INSTANCE, "none").system == ""
+
+
+def test_rows_that_took_no_time_that_counts_have_a_mean() -> None:
+    """A baseline of a tiny graph was rounded to 0.000 s, and the table failed."""
+    assert mean_seconds([{"seconds": 0.0}, {"seconds": 1.0}]) == pytest.approx(1e-3**0.5)
 
 
 def test_geometric_mean() -> None:
