@@ -18,7 +18,7 @@ does the bound of the coarse model with any cuts.
    dear, finer ones still are tried there: two at once of the stages that cut most, then stages of the operators beside them.
 
 Memory rows of all of them are cut by rounding (`mir`): the finer models, which have no integers, see through it that values are held
-as a whole. Of some fifty finer models ten have a say; those whose cuts are not tight for a while are asked less often.
+as a whole. Few finer models have a say at one budget; those whose cuts are not tight for a while are asked less often.
 
 Finer models are those with one stage of one operator, evenly spread over the backward, and one with a few even stages
 (`hierarchy`). A known schedule's cost bounds the column e, what a schedule costs beyond the first recomputation of each operator.
@@ -274,8 +274,8 @@ class Benders:
             Whether one does; whether one says that nothing at `point` is cheaper than `cutoff`.
         """
         best: float | None = None
+        is_relaxed = len(places) > 1
         for finer in self._finer.values():
-            is_relaxed = len(places) > 1
             if is_relaxed and (finer.rests or (finer.idle > _IDLE and finer.idle % _IDLE)):
                 finer.rests = max(finer.rests - 1, 0)
                 continue
