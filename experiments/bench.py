@@ -5,7 +5,8 @@
     python -m experiments.bench real --names gpt2_12 unet        a part of it
     python -m experiments.bench tables pictures                  from the results that are there
 
-Sets: `published` (instances of papers beside what was printed for them), `random` (layered graphs, three seeds of the
+Sets: `published` (instances of papers beside what was printed for them), `proof` (the networks among them, until the cost is proved to be
+within 0.2 % of the optimum, U-Net within 0.5 %), `random` (layered graphs, three seeds of the
 generator and of the solver), `real` (traced training steps, beside every baseline of the field at the same simulated peak),
 `frontier` (20 budgets for the price of a few solves), `scale` (time and memory against size, to 100,000 operators).
 
@@ -25,18 +26,20 @@ from typing import Any
 
 import platformdirs
 
-from experiments import bench_frontier, bench_pictures, bench_published, bench_random, bench_real, bench_scale
+from experiments import bench_frontier, bench_pictures, bench_proof, bench_published, bench_random, bench_real, bench_scale
 from experiments.bench_rows import Row, Rows, warm_up
 
 HERE = Path(__file__).resolve()
 INSTANCES_VARIABLE = "REMAT_INSTANCES"
 SETS: dict[str, Any] = {
     "published": bench_published,
+    "proof": bench_proof,
     "random": bench_random,
     "real": bench_real,
     "frontier": bench_frontier,
     "scale": bench_scale,
 }
+_OF_PUBLISHED = ("published", "proof")
 _LOG = logging.getLogger("bench")
 
 
@@ -50,8 +53,8 @@ def run_set(name: str, options: argparse.Namespace) -> bool:
     module = SETS[name]
     limit_s = options.time_limit if options.time_limit is not None else module.TIME_LIMIT_S
     gap = options.gap if options.gap is not None else module.GAP
-    folder = instances_folder(options.instances) if name == "published" else options.graphs
-    if name == "published" and not any(folder.glob("*.json")):
+    folder = instances_folder(options.instances) if name in _OF_PUBLISHED else options.graphs
+    if name in _OF_PUBLISHED and not any(folder.glob("*.json")):
         _LOG.error("%s has no published instances; give their folder with --instances or %s", folder, INSTANCES_VARIABLE)
         return False
     rows = Rows(options.output, name, {"time_limit_s": limit_s, "gap": gap}, is_fresh=options.fresh)

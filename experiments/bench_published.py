@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,13 +55,21 @@ def best_published(instance: Mapping[str, Any], label: str) -> Published:
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
     """Solves every instance of `folder` (those in `names` where there are any) at every budget."""
+    solve_all(rows, folder, lambda name: not names or name in names, time_limit_s=time_limit_s, gap_of=lambda _: gap)
+
+
+def solve_all(rows: Rows, folder: Path, is_chosen: Callable[[str], bool], *, time_limit_s: float, gap_of: Callable[[str], float]) -> None:
+    """Solves the chosen instances of `folder` at every budget, largest first, each instance to its own gap."""
     referee = _referee(folder.parent / "referee.py")
     for path in sorted(folder.glob("*.json")):
-        if not names or path.stem in names:
-            instance = json.loads(path.read_text())
+        if is_chosen(path.stem):
+            instance, gap = json.loads(path.read_text()), gap_of(path.stem)
             for label in sorted(instance["budgets"], key=lambda label: -instance["budgets"][label]):
                 key = {"instance": path.stem, "budget": label}
-                rows.row(key, lambda path=path, instance=instance, label=label: _point(path, instance, label, referee, time_limit_s, gap))  # type: ignore[misc]
+                rows.row(
+                    key,
+                    lambda path=path, instance=instance, label=label, gap=gap: _point(path, instance, label, referee, time_limit_s, gap),  # type: ignore[misc]
+                )
 
 
 def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleType | None, time_limit_s: float, gap: float) -> Row:
@@ -70,6 +78,7 @@ def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleT
     published = best_published(instance, label)
     row |= {
         "operators": graph.num_operators,
+        "gap": gap,
         "published_by": published.system,
         "published_cost": published.cost,
         "is_published_rounded": published.is_rounded,
@@ -114,7 +123,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     for row in rows:
         is_solved = row["cost"] is not None
         peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
-        cost = _cost_text(row["cost"]) if is_solved else row["status"]
+        cost = cost_text(row["cost"]) if is_solved else row["status"]
         numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
         name = row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
         table.add_row(name, row["budget"], *numbers, f"{row['seconds']:.1f}", peak, cost, *_published_cells(row))
@@ -135,13 +144,13 @@ def _published_cells(row: Row) -> Iterator[str]:
     if row["published_cost"] is None or row["cost"] is None:
         is_same = row["published_cost"] is None and row["status"] == "infeasible"
         yield from (
-            "infeasible" if row["published_cost"] is None else _cost_text(row["published_cost"]),
+            "infeasible" if row["published_cost"] is None else cost_text(row["published_cost"]),
             seconds,
             "equal" if is_same else "?",
         )
         return
     mark = "~" if row["is_published_rounded"] else ""
-    yield mark + _cost_text(row["published_cost"])
+    yield mark + cost_text(row["published_cost"])
     yield seconds
     change = 100 * (row["cost"] / row["published_cost"] - 1)
     is_equal = row["cost"] == row["published_cost"] or (row["is_published_rounded"] and abs(change) < 0.05)
@@ -153,5 +162,6 @@ def _allowed(row: Row) -> float:
     return float(row["published_cost"]) * (1.0005 if row["is_published_rounded"] else 1.0)
 
 
-def _cost_text(cost: float) -> str:
+def cost_text(cost: float) -> str:
+    """A cost in the instance's unit."""
     return f"{cost:,.0f}" if cost < 1e8 else f"{cost:.5g}"

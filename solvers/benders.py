@@ -196,6 +196,7 @@ class Benders:
 
     def _relax(self, deadline: float, cutoff: float, known: float) -> Floats | None:
         """Cuts the relaxation until its bound hardly rises; returns its last point."""
+        gap = max(self._coarse.model.objective(self._known_s) - known, 0.0)
         mean, bounds, point = np.zeros(0), [-math.inf] * _ROUNDS, None
         while not is_past(deadline):
             outcome = self._coarse.solve(deadline=deadline, is_relaxed=True)
@@ -203,7 +204,7 @@ class Benders:
             if outcome.point is None or not outcome.is_finished:
                 break
             point = outcome.point
-            if not len(mean) and outcome.bound < known - _BEHIND_AT_FIRST * (cutoff - known):
+            if not len(mean) and outcome.bound < known - _BEHIND_AT_FIRST * gap:
                 self.is_over = True
                 break
             own = self._at(point)
@@ -212,7 +213,7 @@ class Benders:
             self._note_idle(point)
             is_cut, _ = self._cut(point, [(mean + own) / 2, own], deadline)
             gained = bounds[-1] - bounds[-1 - _ROUNDS]
-            self.is_over |= bounds[-1] + gained < known - _BEHIND * (cutoff - known)
+            self.is_over |= bounds[-1] + gained < known - _BEHIND * gap
             if self.is_over or not is_cut or gained < _GAIN * (cutoff - bounds[-1]):
                 break
         return point

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from experiments import bench
+from experiments.bench_proof import is_proved
 from experiments.bench_published import best_published
 from experiments.bench_rows import Rows, geometric_mean, mean_seconds
 from experiments.peers import PEERS
@@ -55,6 +56,20 @@ def test_published_instances_are_judged_and_compared(results: Path) -> None:
     assert (none["status"], none["cost"]) == ("infeasible", None)
     table = csv.DictReader((results / "results" / "bench_published.csv").read_text().splitlines())
     assert [row["budget"] for row in table] == ["tight", "none"]
+
+
+def test_networks_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("checkmate_tiny", "layered"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(INSTANCE))
+    assert bench.main(["proof", "--instances", str(tmp_path), "--output", str(tmp_path), "--time-limit", "0.5"]) == 0
+    found = json.loads((tmp_path / "bench_proof.json").read_text())["rows"]
+    assert [(row["instance"], row["budget"], row["gap"]) for row in found] == [
+        ("checkmate_tiny", "tight", 0.002),
+        ("checkmate_tiny", "none", 0.002),
+    ]
+    assert [is_proved(row) for row in found] == [True, True]
+    assert not is_proved(found[0] | {"gap_percent": 0.3})
+    assert "not proved: 0 of 2" in capsys.readouterr().out
 
 
 def test_baselines_are_met_at_their_own_peak(results: Path) -> None:

@@ -95,6 +95,16 @@ def test_it_is_given_up_where_its_relaxation_stays_far_below_a_known_bound() -> 
     assert benders.best_s < cost_s * (1 - 1e-4)
 
 
+def test_how_near_the_cutoff_is_does_not_make_it_give_up() -> None:
+    """With ten minutes for ResNet-50 at 5 GB it was given up at once, since the bound was nearly at a cutoff half a percent below the cost."""
+    cost_s = known_cost_s(GRAPH, TIGHT)
+    known_s = bounds(GRAPH, TIGHT, cost_s, 1)[0]
+    benders = Benders(GRAPH, budget_bytes=TIGHT, cost_s=cost_s)
+    benders.solve(deadline=time.perf_counter() + 60, cutoff_s=known_s * (1 + 1e-6), known_s=known_s * (1 - 1e-6))
+    assert not benders.is_over
+    assert benders.best_s >= known_s * (1 - 1e-3)
+
+
 def test_without_time_or_with_a_long_forward_there_is_no_bound() -> None:
     hurried = Benders(GRAPH, budget_bytes=TIGHT, cost_s=2 * GRAPH.cost_s)
     assert hurried.solve(deadline=0.0, cutoff_s=2 * GRAPH.cost_s) is None
