@@ -96,7 +96,7 @@ def test_it_is_given_up_where_its_relaxation_stays_far_below_a_known_bound() -> 
 
 
 def test_how_near_the_cutoff_is_does_not_make_it_give_up() -> None:
-    """With ten minutes for ResNet-50 at 5 GB it was given up at once, since the bound was nearly at a cutoff half a percent below the cost."""
+    """With ten minutes for ResNet-50 at 5 GB it was given up at once: the bound was near a cutoff half a percent below the cost."""
     cost_s = known_cost_s(GRAPH, TIGHT)
     known_s = bounds(GRAPH, TIGHT, cost_s, 1)[0]
     benders = Benders(GRAPH, budget_bytes=TIGHT, cost_s=cost_s)
