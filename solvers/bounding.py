@@ -30,9 +30,10 @@ from .search import Search
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
-_NARROW_GAP = 0.02  # where Benders decomposition is tried, after a share of the time for bounds
-_SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.05, 5.0
-_SHARE_OF_THE_LAST, _MOST_OF_THE_LAST_S = 0.25, 15.0  # when the model that is then solved gives way
+_NARROW_GAP = 0.02  # where Benders decomposition is tried, once the next refined model would not be solved before:
+_SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds
+_LONGER = 2.0  # times the last model, what the next one is expected to take
+_MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
@@ -156,14 +157,16 @@ class Bounding:
     def _decompose(self, began: float, left_s: float) -> None:
         """Refines until the gap is narrow, for a while, then raises the bound by Benders decomposition until it rises no more."""
         search, refinement = self.search, self.refinement
-        enough_s = min(_SHARE_BEFORE_BENDERS * left_s, _MOST_BEFORE_BENDERS_S)
-        last_s = min(_SHARE_OF_THE_LAST * left_s, _MOST_OF_THE_LAST_S) if self.by_clock else left_s / 2
+        enough_s, took_s = min(_SHARE_BEFORE_BENDERS * left_s, _MOST_BEFORE_BENDERS_S), 0.0
+        last_s = min(left_s / 2, _MOST_OF_A_MODEL_S) if self.by_clock else left_s / 2
         for count in itertools.count():
             is_narrow = search.is_within(_NARROW_GAP)
-            is_late = is_past(began + enough_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
+            is_late = is_past(began + enough_s - _LONGER * took_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
             if search.is_over or refinement.is_over or is_past(began + left_s) or (is_narrow and is_late):
                 break
+            before = time.perf_counter()
             self.refine(deadline=began + (last_s if is_narrow else left_s))
+            took_s = time.perf_counter() - before
         refinement.resume()
         if search.is_within(_NARROW_GAP):
             raise_bound(search, lambda _: self._cutoff_s, deadline=began + left_s)
