@@ -30,9 +30,8 @@ from .search import Search
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
-_NARROW_GAP = 0.02  # where Benders decomposition is tried, once the next refined model would not be solved before:
+_NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model that takes as long as the last would not be solved before:
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds
-_LONGER = 2.0  # times the last model, what the next one is expected to take
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _SCOUTING_SHARE = 0.4  # of the time for bounds
@@ -161,7 +160,7 @@ class Bounding:
         last_s = min(left_s / 2, _MOST_OF_A_MODEL_S) if self.by_clock else left_s / 2
         for count in itertools.count():
             is_narrow = search.is_within(_NARROW_GAP)
-            is_late = is_past(began + enough_s - _LONGER * took_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
+            is_late = is_past(began + enough_s - took_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
             if search.is_over or refinement.is_over or is_past(began + left_s) or (is_narrow and is_late):
                 break
             before = time.perf_counter()
