@@ -13,8 +13,10 @@ from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
 from remat.solvers import benders as module
+from remat.solvers import bounding
 from remat.solvers.auto import Auto
 from remat.solvers.benders import Benders, raise_bound
+from remat.solvers.bounding import Bounding
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum
 from remat.solvers.refinement import Refinement
@@ -111,3 +113,24 @@ def test_without_time_or_with_a_long_forward_there_is_no_bound() -> None:
     assert hurried.best_s == -math.inf
     assert hurried.is_over
     assert Benders(random_layered(300, seed=0, is_training=True), budget_bytes=10**9, cost_s=1.0).is_over
+
+
+def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=1_000)
+    search.offer(Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule.steps)  # type: ignore[union-attr]
+    assert search.cost_s is not None
+    search.raise_bound(search.cost_s * 0.99)
+    models, deadlines = list[float](), list[float]()
+
+    def solve_a_model(_: Bounding, *, deadline: float) -> bool:
+        models.append(deadline)
+        time.sleep(0.2)
+        return True
+
+    monkeypatch.setattr(Bounding, "refine", solve_a_model)
+    monkeypatch.setattr(bounding, "raise_bound", lambda *_, deadline: deadlines.append(deadline))
+    monkeypatch.setattr(bounding, "_MOST_BEFORE_BENDERS_S", 0.5)
+    monkeypatch.setattr(Bounding, "_refine_to", lambda *_: None)
+    Bounding(search, Refinement(GRAPH, budget_bytes=TIGHT), 0.0, by_clock=True).run(0.9)
+    assert 1 <= len(models) <= 3
+    assert deadlines[0] - time.perf_counter() > 800
