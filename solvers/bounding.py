@@ -31,7 +31,7 @@ from .search import Search
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
 _WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
 _NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model that takes as long as the last would not be solved before:
-_SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds
+_SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _SCOUTING_SHARE = 0.4  # of the time for bounds
