@@ -19,13 +19,8 @@ _NETWORKS = "checkmate_"
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
     """Solves every network of `folder` (those in `names` where there are any) at every budget until it is within `gap`."""
-
-    def gap_of(name: str) -> float:
-        return max(gap, _WIDER.get(name, 0.0))
-
-    bench_published.solve_all(
-        rows, folder, lambda name: name.startswith(_NETWORKS) and (not names or name in names), time_limit_s=time_limit_s, gap_of=gap_of
-    )
+    found = [path.stem for path in folder.glob(f"{_NETWORKS}*.json") if not names or path.stem in names]
+    bench_published.solve_all(rows, folder, {name: max(gap, _WIDER.get(name, 0.0)) for name in found}, time_limit_s)
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:

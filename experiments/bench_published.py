@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,21 +56,18 @@ def best_published(instance: Mapping[str, Any], label: str) -> Published:
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
     """Solves every instance of `folder` (those in `names` where there are any) at every budget."""
-    solve_all(rows, folder, lambda name: not names or name in names, time_limit_s=time_limit_s, gap_of=lambda _: gap)
+    solve_all(rows, folder, {path.stem: gap for path in folder.glob("*.json") if not names or path.stem in names}, time_limit_s)
 
 
-def solve_all(rows: Rows, folder: Path, is_chosen: Callable[[str], bool], *, time_limit_s: float, gap_of: Callable[[str], float]) -> None:
-    """Solves the chosen instances of `folder` at every budget, largest first, each instance to its own gap."""
+def solve_all(rows: Rows, folder: Path, gaps: Mapping[str, float], time_limit_s: float) -> None:
+    """Solves the instances of `folder` that are named in `gaps`, each to its gap, at every budget, largest first."""
     referee = _referee(folder.parent / "referee.py")
-    for path in sorted(folder.glob("*.json")):
-        if is_chosen(path.stem):
-            instance, gap = json.loads(path.read_text()), gap_of(path.stem)
-            for label in sorted(instance["budgets"], key=lambda label: -instance["budgets"][label]):
-                key = {"instance": path.stem, "budget": label}
-                rows.row(
-                    key,
-                    lambda path=path, instance=instance, label=label, gap=gap: _point(path, instance, label, referee, time_limit_s, gap),  # type: ignore[misc]
-                )
+    for name in sorted(gaps):
+        path = folder / f"{name}.json"
+        instance = json.loads(path.read_text())
+        for label in sorted(instance["budgets"], key=lambda label: -instance["budgets"][label]):
+            point = partial(_point, path, instance, label, referee, time_limit_s, gaps[name])
+            rows.row({"instance": name, "budget": label}, point)
 
 
 def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleType | None, time_limit_s: float, gap: float) -> Row:
