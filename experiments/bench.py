@@ -8,6 +8,7 @@
 Sets: `published` (instances of papers beside what was printed for them), `proof` (the networks among them, until the cost is proved to be
 within 0.2 % of the optimum, U-Net within 0.5 %), `random` (layered graphs, three seeds of the
 generator and of the solver), `real` (traced training steps, beside every baseline of the field at the same simulated peak),
+`real_proof` (points among them that a minute does not prove within 1 %, in ten minutes),
 `frontier` (20 budgets for the price of a few solves), `scale` (time and memory against size, to 100,000 operators).
 
 A row is written when it is finished, and an interrupted run goes on where it was; `--fresh` makes all rows again.
@@ -26,7 +27,16 @@ from typing import Any
 
 import platformdirs
 
-from experiments import bench_frontier, bench_pictures, bench_proof, bench_published, bench_random, bench_real, bench_scale
+from experiments import (
+    bench_frontier,
+    bench_pictures,
+    bench_proof,
+    bench_published,
+    bench_random,
+    bench_real,
+    bench_real_proof,
+    bench_scale,
+)
 from experiments.bench_rows import Row, Rows, warm_up
 
 HERE = Path(__file__).resolve()
@@ -36,6 +46,7 @@ SETS: dict[str, Any] = {
     "proof": bench_proof,
     "random": bench_random,
     "real": bench_real,
+    "real_proof": bench_real_proof,
     "frontier": bench_frontier,
     "scale": bench_scale,
 }

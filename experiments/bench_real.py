@@ -73,9 +73,7 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
     plans.mkdir(parents=True, exist_ok=True)
     for name in names or BENCHMARKED:
         case = _Case(name, cached_graph(name, folder), plans, time_limit_s, gap)
-        row = rows.row({"graph": name, "kind": "least"}, lambda case=case: _least(case.graph))  # type: ignore[misc]
-        budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
-        budgets = {label: size for label, size in budgets.items() if size >= row["peak_bytes"]} | {LEAST: row["peak_bytes"]}
+        budgets = budgets_of(rows, name, case.graph)
         for label, size in budgets.items():
             key = {"graph": name, "kind": "auto", "budget": label}
             rows.row(key, lambda case=case, label=label, size=size: _own(case, label, size))  # type: ignore[misc]
@@ -86,6 +84,13 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
                 if found["cost"] is not None:
                     key = {"graph": name, "kind": "auto at a peer's peak", "budget_bytes": found["peak_bytes"]}
                     rows.row(key, lambda case=case, size=found["peak_bytes"]: _meet(case, size))  # type: ignore[misc]
+
+
+def budgets_of(rows: Rows, name: str, graph: Graph) -> dict[str, int]:
+    """Returns the budgets that can be met in bytes, shares of the peak of keeping everything, the least one last."""
+    row = rows.row({"graph": name, "kind": "least"}, lambda: _least(graph))
+    budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
+    return {label: size for label, size in budgets.items() if size >= row["peak_bytes"]} | {LEAST: row["peak_bytes"]}
 
 
 def _least(graph: Graph) -> Row:

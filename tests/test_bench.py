@@ -72,6 +72,16 @@ def test_networks_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.C
     assert "not proved: 0 of 2" in capsys.readouterr().out
 
 
+def test_traced_points_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformer(2).save(tmp_path / "gpt2_48.json")  # in place of the traced graph
+    options = ["--graphs", str(tmp_path), "--output", str(tmp_path), "--time-limit", "2", "--names", "gpt2_48"]
+    assert bench.main(["real_proof", *options]) == 0
+    least, row = json.loads((tmp_path / "bench_real_proof.json").read_text())["rows"]
+    assert (row["graph"], row["budget"], row["budget_bytes"], row["gap"]) == ("gpt2_48", "least", least["peak_bytes"], 0.01)
+    assert is_proved(row) == (row["gap_percent"] <= 1.0)
+    assert f"not proved: {int(not is_proved(row))} of 1" in capsys.readouterr().out
+
+
 def test_baselines_are_met_at_their_own_peak(results: Path) -> None:
     found = rows(results, "real")
     reached = {row["peak_bytes"] for row in found if row["kind"] == "peer" and row["cost"] is not None}
