@@ -78,7 +78,6 @@ def test_traced_points_are_solved_until_it_is_proved(tmp_path: Path, capsys: pyt
     assert bench.main(["real_proof", *options]) == 0
     least, row = json.loads((tmp_path / "bench_real_proof.json").read_text())["rows"]
     assert (row["graph"], row["budget"], row["budget_bytes"], row["gap"]) == ("gpt2_48", "least", least["peak_bytes"], 0.01)
-    assert is_proved(row) == (row["gap_percent"] <= 1.0)
     assert f"not proved: {int(not is_proved(row))} of 1" in capsys.readouterr().out
 
 
