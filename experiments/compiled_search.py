@@ -20,7 +20,7 @@ from experiments.environment import environment
 
 HERE = Path(__file__).resolve()
 SEED = 0
-_NODES = (50, 200)  # forward nodes; a step has twice as many operators and one more
+_NODES = (50, 200, 1_000)  # forward nodes; a step has twice as many operators and one more
 _MOVES = {"compiled": 200_000, "plain": 500}
 
 

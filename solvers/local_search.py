@@ -28,9 +28,8 @@ import numpy as np
 from ..graph import Graph
 from .accounting import Floats, Ints
 from .compiled import IS_COMPILED, compiled, inner, is_ready
-from .occurrences import computed_after, computed_before, insert, last_read, lay_out, may_be_at, remove
+from .occurrences import computed_after, computed_before, held, insert, last_read, lay_out, may_be_at, remove
 from .sequence import (
-    HELD,
     IN_PLACE,
     OVER,
     PINNED,
@@ -231,7 +230,7 @@ def add_somewhere(values: Ints, operators: Ints, links: Ints, slots: Ints, sums:
     if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         for _ in range(40):
             q = pick(draws, journal, capacity)
-            if slots[HELD, q] > sums[ROOM]:
+            if held(slots, q) > sums[ROOM]:
                 over = q
                 break
     for _ in range(40):

@@ -5,7 +5,11 @@ that change: those of what the operator writes and reads. Any insertion after th
 any removal but the first one's: the graph's rules are kept by construction, and what is judged is memory alone. Bytes
 agree with `simulate` to the byte, in-place operators and snapshots included.
 
-Complexity: O(degree * times + changed slots) a change. Compiled where numba is installed (see `compiled`).
+A change of bytes over many slots is written down once a block; a block's slots are looked at where its bounds do not tell how much
+more, or less, it is over the budget.
+
+Complexity: O(degree * times + changed slots) a change, of the slots in blocks that lie on one side of the budget one in `BLOCK`. Compiled
+where numba is installed (see `compiled`).
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ import numpy as np
 from .accounting import Floats, Ints
 from .compiled import compiled, inner
 from .sequence import (
+    ADDED,
+    BLOCK,
     FAR,
     HELD,
     IN_PLACE,
+    LEAST,
     MAX_TIMES,
+    MOST,
     NOW,
     OVER,
     PINNED,
@@ -89,14 +97,63 @@ def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int
 
 
 @inner
+def held(slots: Ints, q: int) -> int:
+    """The bytes held at slot `q`."""
+    total: int = slots[HELD, q] + slots[ADDED, q // BLOCK]
+    return total
+
+
+@inner
 def shift(slots: Ints, sums: Ints, begin: int, end: int, change: int) -> None:
-    """Adds `change` bytes to the slots from `begin` to before `end`."""
-    over, room, held = 0, sums[ROOM], slots[HELD, begin:end]
-    for k in range(len(held)):  # from 0 on, so that the compiler sees no negative index and vectorises
-        old = held[k]
+    """Adds `change` bytes to the slots from `begin` to before `end`, to whole blocks at once."""
+    if begin >= end or change == 0:
+        return
+    first, last = (begin + BLOCK - 1) // BLOCK, end // BLOCK
+    if first > last:
+        shift_part(slots, sums, last, begin, end, change)
+        return
+    if begin < first * BLOCK:
+        shift_part(slots, sums, first - 1, begin, first * BLOCK, change)
+    if first < last:
+        shift_blocks(slots, sums, first, last, change)
+    if last * BLOCK < end:
+        shift_part(slots, sums, last, last * BLOCK, end, change)
+
+
+@inner
+def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change: int) -> None:
+    """Adds `change` bytes to slots of one block."""
+    over, room, part = 0, sums[ROOM] - slots[ADDED, block], slots[HELD, begin:end]
+    most, least = slots[MOST, block], slots[LEAST, block]
+    for k in range(len(part)):  # from 0 on, so that the compiler sees no negative index and vectorises
+        old = part[k]
         new = old + change
         over += max(new - room, 0) - max(old - room, 0)
-        held[k] = new
+        most, least = max(most, new), min(least, new)
+        part[k] = new
+    slots[MOST, block], slots[LEAST, block] = most, least
+    sums[OVER] += over
+
+
+@inner
+def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) -> None:
+    """Adds `change` bytes to whole blocks, whose slots are looked at only where some are over the budget and some are not."""
+    added, most, least = slots[ADDED, first:last], slots[MOST, first:last], slots[LEAST, first:last]
+    over, total, more, less = 0, sums[ROOM], max(change, 0), min(change, 0)
+    for b in range(len(added)):
+        room = total - added[b]
+        added[b] += change
+        if most[b] + more <= room:
+            continue
+        if least[b] + less >= room:
+            over += BLOCK * change
+            continue
+        part = slots[HELD, (first + b) * BLOCK : (first + b + 1) * BLOCK]
+        high, low = part[0], part[0]
+        for k in range(len(part)):
+            over += max(part[k] + change - room, 0) - max(part[k] - room, 0)
+            high, low = max(high, part[k]), min(low, part[k])
+        most[b], least[b] = high, low
     sums[OVER] += over
 
 
@@ -127,6 +184,8 @@ def refresh_around(values: Ints, operators: Ints, links: Ints, slots: Ints, sums
         refresh(values, operators, links, slots, sums, last_read(values, operators, links, links[k], before, q))
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
+        if values[value, NOW] == 0:
+            continue
         begin = computed_before(operators, values[value, PRODUCER], q)
         refresh(values, operators, links, slots, sums, last_read(values, operators, links, value, begin, q))
     refresh(values, operators, links, slots, sums, q)
@@ -173,6 +232,8 @@ def insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
             shift(slots, sums, q, q + 1, values[value, NOW])
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
+        if values[value, NOW] == 0:
+            continue
         p = values[value, PRODUCER]
         last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
         shift(slots, sums, last + 1, q + 1, values[value, NOW])
@@ -214,6 +275,8 @@ def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
             shift(slots, sums, q, q + 1, -values[value, NOW])
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
+        if values[value, NOW] == 0:
+            continue
         p = values[value, PRODUCER]
         last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
         shift(slots, sums, last + 1, q + 1, -values[value, NOW])
@@ -251,5 +314,8 @@ def fill(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, co
         alive += change[q]
         slots[HELD, q] += alive
         sums[OVER] += max(slots[HELD, q] - room, 0)
+    for block in range(-(-capacity // BLOCK)):
+        part = slots[HELD, block * BLOCK : (block + 1) * BLOCK]
+        slots[MOST, block], slots[LEAST, block] = part.max(), part.min()
     for q in range(capacity):
         refresh(values, operators, links, slots, sums, q)

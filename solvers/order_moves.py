@@ -18,8 +18,8 @@ import numpy as np
 from .accounting import Floats, Ints
 from .compiled import compiled, inner
 from .local_search import change, do_insert, do_remove, draw, pick
-from .occurrences import computed_before, insert, remove
-from .sequence import HELD, MAX_TIMES, OVER, PRODUCER, READ_FROM, READ_TO, ROOM, SLOT, SPACING, TIMES, WHERE
+from .occurrences import computed_before, held, insert, remove
+from .sequence import MAX_TIMES, OVER, PRODUCER, READ_FROM, READ_TO, ROOM, SLOT, SPACING, TIMES, WHERE
 
 MAX_CHANGES = 256
 # columns of `rules`: the operators computed before, those after (places in `relations`), and whether it stays
@@ -196,7 +196,7 @@ def aimed_slot(operators: Ints, links: Ints, values: Ints, slots: Ints, sums: In
     capacity, over = slots.shape[1], -1
     for _ in range(40):
         q = pick(draws, journal, capacity)
-        if slots[HELD, q] > sums[ROOM]:
+        if held(slots, q) > sums[ROOM]:
             over = q
             break
     if over < 0:

@@ -25,8 +25,10 @@ SIZE, PRODUCER, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(7)
 WORKSPACE, PINNED, READ_FROM, READ_TO, WRITE_FROM, WRITE_TO, REUSE_FROM, REUSE_TO, SPAN = range(9)
 TIMES = SPAN + 4
 WHERE = TIMES + 1
-# rows of `slots`: the operator or -1, the bytes held, the bytes saved by working in place
-SLOT, HELD, SAVED = range(3)
+# rows of `slots`: the operator or -1, the bytes held less what is added to the whole block, the bytes saved by working in place; of
+# each block of `BLOCK` slots, in the first columns: bytes added to all of it, and an upper and a lower bound on its HELD
+SLOT, HELD, SAVED, ADDED, MOST, LEAST = range(6)
+BLOCK = 64
 # `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where operators work in place
 OVER, ROOM, IN_PLACE = range(3)
 FAR = 1 << 40  # a slot behind all others
@@ -39,7 +41,7 @@ class State(NamedTuple):
         values: (values, 7).
         operators: (operators + 1, WHERE + MAX_TIMES).
         links: what operators read, write and may reuse, and who reads each value; `*_FROM`, `*_TO` point into it.
-        slots: (3, slots).
+        slots: (6, slots).
         sums: (3,).
         costs: of each operator, and of the sequence, in seconds; (operators + 2,).
     """
@@ -76,12 +78,12 @@ def pack(graph: Graph, *, room: int) -> State:
     values[:, USER_FROM], values[:, USER_TO] = user_start[:-1] + offset, user_start[1:] + offset
     links = np.concatenate([part for _, *parts in lists for part in parts] + [user])
     sums = np.array([0, room, len(arrays.reuse) > 0], np.int64)
-    return State(values, operators, links, np.zeros((3, 0), np.int64), sums, np.append(arrays.cost_s, (0.0, 0.0)))
+    return State(values, operators, links, np.zeros((6, 0), np.int64), sums, np.append(arrays.cost_s, (0.0, 0.0)))
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
     """Returns a copy whose sequence is empty, with room for `num_steps` and as many insertions twice."""
-    slots = np.zeros((3, SPACING * num_steps + SPACING), np.int64)
+    slots = np.zeros((6, SPACING * num_steps + SPACING), np.int64)
     slots[SLOT] = -1
     operators = state.operators.copy()
     operators[:, TIMES] = 0
@@ -91,6 +93,11 @@ def with_empty_slots(state: State, num_steps: int) -> State:
 def steps_of(slot: Ints, end: int) -> Ints:
     """Returns the sequence without its empty slots and the step `end` that reads the outputs."""
     return np.asarray(slot[(slot >= 0) & (slot != end)], np.int64)
+
+
+def bytes_held(slots: Ints) -> Ints:
+    """Returns the bytes held at each slot."""
+    return np.asarray(slots[HELD] + slots[ADDED, np.arange(slots.shape[1]) // BLOCK])
 
 
 def users(graph: Graph) -> tuple[Ints, Ints]:

@@ -34,7 +34,7 @@ from remat.solvers.on_demand import forward_length, steps_on_demand
 from remat.solvers.progress import Progress
 from remat.solvers.restarts import Restarts
 from remat.solvers.search import Search
-from remat.solvers.sequence import HELD, OVER, SLOT, pack
+from remat.solvers.sequence import OVER, SLOT, bytes_held, pack
 from remat.solvers.shared import Shared
 from remat.solvers.window import Window, WindowModel
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions, unet
@@ -150,9 +150,9 @@ def test_the_sequence_agrees_with_the_simulator_to_the_byte(seed: int, num_opera
     assert validate(graph, schedule) == []
     state, simulation = lay_out(pack(graph, room=0), np.array(steps, np.int64)), simulate(graph, schedule)
     is_step = (state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)
-    assert (state.slots[HELD][is_step] + graph.resident_bytes).tolist() == simulation.bytes_at.tolist()
+    assert (bytes_held(state.slots)[is_step] + graph.resident_bytes).tolist() == simulation.bytes_at.tolist()
     assert state.costs[-1] == pytest.approx(simulation.cost_s)
-    assert state.sums[OVER] == np.maximum(state.slots[HELD], 0).sum()
+    assert state.sums[OVER] == np.maximum(bytes_held(state.slots), 0).sum()
 
 
 def test_annealing_never_leaves_the_regions() -> None:

@@ -23,7 +23,7 @@ from remat.solvers.free_order import FreeOrder, FreeSearch, OrderRound, OrderSea
 from remat.solvers.occurrences import lay_out
 from remat.solvers.order_bound import order_bound_s
 from remat.solvers.order_rules import order_rules
-from remat.solvers.sequence import HELD, SLOT
+from remat.solvers.sequence import SLOT, bytes_held
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions
 from remat.validate import validate
 
@@ -123,7 +123,7 @@ def test_the_sequence_agrees_with_simulator_and_rules_after_any_walk(seed: int, 
     assert validate(graph, schedule, is_free_order=True) == []
     assert_keeps_rules(graph, steps.tolist())
     state = lay_out(local.state, steps)
-    held = state.slots[HELD][(state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)]
+    held = bytes_held(state.slots)[(state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)]
     assert (held + graph.resident_bytes == simulate(graph, schedule).bytes_at).all()
 
 

@@ -19,7 +19,7 @@ from remat.solvers.local_search import LocalSearch, Round, anneal
 from remat.solvers.minimum import minimum
 from remat.solvers.occurrences import lay_out
 from remat.solvers.order_moves import anneal_free
-from remat.solvers.sequence import HELD, OVER, ROOM, SLOT, State, steps_of
+from remat.solvers.sequence import BLOCK, HELD, LEAST, MOST, OVER, ROOM, SLOT, State, bytes_held, steps_of
 from remat.tracers.synthetic import random_step
 
 Move = Callable[[State, np.random.Generator], None]
@@ -48,15 +48,22 @@ def check(first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int,
     for _ in range(num_moves):
         move(state, random)
         fresh = lay_out(first, steps_of(state.slots[SLOT], end))
-        held, expected = (s.slots[HELD][s.slots[SLOT] >= 0] for s in (state, fresh))
+        held, expected = (bytes_held(s.slots)[s.slots[SLOT] >= 0] for s in (state, fresh))
         assert held.tolist() == expected.tolist()
-        assert state.sums[OVER] == np.maximum(state.slots[HELD] - state.sums[ROOM], 0).sum()
+        assert state.sums[OVER] == np.maximum(bytes_held(state.slots) - state.sums[ROOM], 0).sum()
+        assert_bounds_hold(state.slots)
         assert state.costs[-1] == pytest.approx(fresh.costs[-1])
     return steps_of(state.slots[SLOT], end)
 
 
+def assert_bounds_hold(slots: Ints) -> None:
+    starts = np.arange(0, slots.shape[1], BLOCK)
+    assert (slots[MOST, : len(starts)] >= np.maximum.reduceat(slots[HELD], starts)).all()
+    assert (slots[LEAST, : len(starts)] <= np.minimum.reduceat(slots[HELD], starts)).all()
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 30), is_free=st.booleans())
+@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 60), is_free=st.booleans())
 def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is_free: bool) -> None:
     """Operators that work in place of a snapshot among them, which takes memory only while something that reads it is repeated."""
     graph = random_step(num_operators, seed=seed)
