@@ -29,7 +29,10 @@ _LOG = logging.getLogger("bench")
 
 
 class Rows:
-    """The rows of one set: `FOLDER/bench_NAME.json`, with a CSV of their plain columns beside it."""
+    """The rows of one set: `FOLDER/bench_NAME.json`, with a CSV of their plain columns beside it.
+
+    Rows may be of different runs: each has its commit, date and processor, the file has the environment of the last run.
+    """
 
     def __init__(self, folder: Path, name: str, options: Mapping[str, Any], *, is_fresh: bool) -> None:
         """Takes over the rows that were made with the same options, unless `is_fresh`."""
@@ -51,7 +54,7 @@ class Rows:
             if all(row.get(name) == value for name, value in key.items()):
                 return row
         _LOG.info("%s", ", ".join(f"{name} {value}" for name, value in key.items()))
-        self.rows.append({**key, **make(), "commit": self._environment["commit"], "date": self._environment["date"]})
+        self.rows.append({**key, **make(), **{name: self._environment[name] for name in ("commit", "date", "processor")}})
         self._write()
         return self.rows[-1]
 
