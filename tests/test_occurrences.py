@@ -63,14 +63,25 @@ def assert_bounds_hold(slots: Ints) -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 60), is_free=st.booleans())
-def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is_free: bool) -> None:
-    """Operators that work in place of a snapshot among them, which takes memory only while something that reads it is repeated."""
+@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 60), is_free=st.booleans(), share=st.sampled_from((0.8, 0.4, 0.0)))
+def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is_free: bool, share: float) -> None:
+    """Operators that work in place of a snapshot among them, which takes memory only while something that reads it is repeated.
+
+    Budgets that all slots of a block are within, some, and none.
+    """
     graph = random_step(num_operators, seed=seed)
     kind = OrderSearch if is_free else LocalSearch
-    local = kind(graph, budget_bytes=int(0.8 * keep_all_bytes(graph)), seed=seed)
+    local = kind(graph, budget_bytes=int(share * keep_all_bytes(graph)), seed=seed)
     steps = np.arange(graph.num_operators)
     check(local.state, local._marked(steps) if isinstance(local, OrderSearch) else steps, moves_of(local, 10.0), 300)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.3, 0.2, 0.1])
+def test_bytes_stay_exact_over_many_blocks(share: float) -> None:
+    """Changes over a thousand slots take whole blocks above the budget, and back."""
+    graph = random_step(300, seed=1)
+    local = LocalSearch(graph, budget_bytes=int(share * keep_all_bytes(graph)), seed=1)
+    check(local.state, np.arange(graph.num_operators), moves_of(local, 10.0), 1_000)
 
 
 def test_a_move_of_more_changes_than_can_be_written_down_is_cut_short() -> None:
