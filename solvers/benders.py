@@ -40,7 +40,7 @@ import numpy as np
 from ..graph import Graph
 from .accounting import Floats, Ints
 from .dual_bound import Support
-from .hierarchy import MOST_FORWARD, Hierarchy
+from .hierarchy import MOST_FORWARD, even_stages
 from .interrupt import is_past
 from .lazy_rows import LazyRows
 from .linear import Program
@@ -168,9 +168,9 @@ class Benders:
 
     def _add_even(self) -> None:
         """Adds the model with the most even stages that is not too large."""
-        hierarchy, length = Hierarchy(self.graph, self.budget_bytes), 1
+        length = 1
         while length * _LEAST_STAGES <= self.end - self.first:
-            stages, windows = hierarchy.windows(length)
+            stages, windows = even_stages(self.first, self.end, length)
             if self._columns_of(windows) <= _MOST_COLUMNS:
                 self._finer[()] = _Finer(self.graph, stages, windows, budget_bytes=self.budget_bytes)
                 return

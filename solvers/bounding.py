@@ -3,7 +3,7 @@
 1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose schedules are offered, with memory in
    reserve where they failed (`reserves`) or mended by eviction. Where the first of these leave a gap, stages around the operators
    that leave least room (`scouting`) are the next.
-2. On small graphs, where the gap is wide, stages chosen by what they bound, and even ones (`hierarchy`).
+2. On small graphs, where the gap is wide, stages chosen by what they bound, then a tree of leaves with stages of their own (`branching`).
 3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at once (`benders`).
 
 Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that with one thread a seed gives one answer.
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .benders import raise_bound
-from .hierarchy import MOST_FORWARD, Hierarchy
+from .branching import raise_bound_by_branching
+from .hierarchy import MOST_FORWARD
 from .interrupt import is_past
 from .lagrangian import HOPELESS, Lagrangian
 from .minimum import peak_bound
@@ -29,14 +30,12 @@ from .scouting import scout, scout_crowded
 from .search import Search
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
-_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.06  # where even stages are tried
+_WIDE_GAP = 0.02  # where stages are chosen by what they bound, and a tree is grown
 _NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model that takes as long as the last would not be solved before:
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _SCOUTING_SHARE = 0.4  # of the time for bounds
-_WORTH = 0.1  # of the gap they must close, and may bound less than refinement, to be solved with integers
-_CLIMBING_SHARE = 0.9  # of the time for bounds, until when
 _USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
 _LEAST_OPERATORS_TO_PRICE = 500
@@ -122,31 +121,19 @@ class Bounding:
     def run(self, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
-        Where the gap is wide, with stages chosen first (`scouting`), and by even stages: where these close a part of it that counts,
-        they are solved with integers, which takes long, at once where it stays very wide, else where half of the refinement bounds no more.
+        Where the gap is wide on a small graph, with stages chosen first (`scouting`), and where it stays wide, by a tree (`branching`).
         """
         search, refinement = self.search, self.refinement
-        began, left_s, first_s = time.perf_counter(), share * search.left_s, search.bound_s
-        hierarchy = Hierarchy(search.graph, search.budget_bytes)
+        began, left_s = time.perf_counter(), share * search.left_s
         if not search.is_within(_WIDE_GAP):
             scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
             if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
-                first_s = max(first_s, scouted_s)
-                search.raise_bound(first_s)
-            self._climb(hierarchy, began + left_s)
-        if hierarchy.is_integer and hierarchy.best_s >= first_s + _WORTH * self._gap_s(first_s):
-            if search.is_within(_VERY_WIDE_GAP):
-                self._refine_to(began + left_s / 2)
-            if hierarchy.best_s >= search.bound_s - _WORTH * self._gap_s(search.bound_s):
-                self._climb(hierarchy, began + _CLIMBING_SHARE * left_s)
-            refinement.resume()
+                search.raise_bound(scouted_s)
         if refinement.first <= MOST_FORWARD:
+            if not search.is_within(_WIDE_GAP):
+                raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s)
             self._decompose(began, left_s)
         self._refine_to(began + left_s)
-
-    def _gap_s(self, bound_s: float) -> float:
-        """How far the best schedule is from a bound; 0 where there is none."""
-        return 0.0 if self.search.cost_s is None else self.search.cost_s - bound_s
 
     def _refine_to(self, deadline: float) -> None:
         """Refines until the gap is closed, nothing is left to refine, or the deadline."""
@@ -169,14 +156,6 @@ class Bounding:
         refinement.resume()
         if search.is_within(_NARROW_GAP):
             raise_bound(search, lambda _: self._cutoff_s, deadline=began + left_s)
-
-    def _climb(self, hierarchy: Hierarchy, deadline: float) -> None:
-        """Raises the bound by the linear programs of ever finer even stages, or where these are solved, by integers."""
-        search, is_integer = self.search, hierarchy.is_integer
-        while not (search.is_over or hierarchy.is_over or is_past(deadline)) and hierarchy.is_integer == is_integer:
-            bound_s = hierarchy.solve(deadline=deadline, cutoff_s=self._cutoff_s)
-            if bound_s < math.inf:
-                search.raise_bound(bound_s)
 
     def _is_infeasible(self) -> bool:
         graph = self.search.graph

@@ -64,19 +64,27 @@ class LazyRows:
         is_relaxed: bool = False,
         node_limit: int = 20_000,
         cutoff: float | None = None,
+        most_rounds: float = math.inf,
     ) -> Outcome:
         """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
 
-        The point violates no memory row unless `is_finished` is False. With a `cutoff` (an objective that a schedule is
-        known to reach) the bound is at most that, and there may be no point.
+        The point violates no memory row unless `is_finished` is False, or the relaxation had `most_rounds`. With a `cutoff` (an
+        objective that a schedule is known to reach) the bound is at most that, and there may be no point.
         """
-        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff)
+        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds)
         if is_relaxed or best.is_infeasible or not best.is_finished:
             return best
         return self._rounds(False, deadline, relative_gap, node_limit, best.bound, cutoff)
 
     def _rounds(
-        self, is_relaxed: bool, deadline: float, relative_gap: float, node_limit: int, bound: float, cutoff: float | None
+        self,
+        is_relaxed: bool,
+        deadline: float,
+        relative_gap: float,
+        node_limit: int,
+        bound: float,
+        cutoff: float | None,
+        most_rounds: float = math.inf,
     ) -> Outcome:
         roundings, before = self._most_roundings if is_relaxed else 0, -math.inf
         while True:
@@ -88,7 +96,8 @@ class LazyRows:
             )
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
-            if outcome.point is None or is_cut_off:
+            most_rounds -= 1
+            if outcome.point is None or is_cut_off or most_rounds <= 0:
                 return Outcome(bound, outcome.point, outcome.is_finished)
             is_more = self._add_violated(outcome.point, deadline) > 0
             if not is_more and roundings > 0 and outcome.is_finished and outcome.bound - before > _WORTH * abs(outcome.bound):

@@ -248,16 +248,38 @@ class Refinement:
         if paid_s is None and single < 0:
             return
         if paid_s is not None and not excess:
-            surplus = {}
-            for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
-                inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
-                if inside and b > a + 1 and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s:
-                    surplus[max(inside, key=lambda v: inside[v])] = sum(inside.values()) - paid
+            surplus = self._surplus(extra_s, boundaries, paid_s)
             single = max(surplus, key=lambda v: surplus[v], default=-1)
         if single < 0:
             self.is_split = False
         else:
             self.singles.add(single)
+
+    def _surplus(self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]) -> dict[int, float]:
+        """Returns, for each stage in which it is more than `paid_s`, the operator before which most is paid, and how much more that is."""
+        surplus = {}
+        for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
+            inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
+            if inside and b > a + 1 and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s:
+                surplus[max(inside, key=lambda v: inside[v])] = sum(inside.values()) - paid
+        return surplus
+
+    def asked_for(self, steps: list[int], boundaries: Sequence[int], paid_s: Sequence[float]) -> list[tuple[int, ...]]:
+        """Returns the boundaries that further stages would need, those first where `steps` fail most.
+
+        Args:
+            steps: a schedule, within the budget or not.
+            boundaries: of the present stages, which may be others than this refinement's.
+            paid_s: what the model pays in each of these.
+
+        Returns:
+            Operators as stages of their own, (v, v + 1), then cuts, (v,), as `solve` would choose one of.
+        """
+        before, at, extra_s = self._failures(steps)
+        excess = {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}} or self._surplus(extra_s, boundaries, paid_s)
+        singles = [(v, v + 1) for v in sorted(excess, key=lambda v: (-excess[v], v)) if not {v, v + 1} <= set(boundaries)]
+        cuts = [(v,) for v in sorted(at, key=lambda v: (-at[v], v)) if v not in boundaries]
+        return [*singles, *cuts]
 
     def _failures(self, steps: list[int]) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
         """Returns bytes over the budget before, and at, each original operator of the backward, and the cost of what leads to it."""

@@ -1,0 +1,348 @@
+"""Branch and refine: a tree over what is kept and computed again, in which each leaf has stages of its own.
+
+A window model (`window`) sees what recomputing needs where it has stages of one operator, and one model with such stages everywhere is
+too large. Its linear relaxation also splits what a schedule does as a whole: half of a value is kept and half of it computed again.
+But few decisions count, say whether the largest gradient is kept over the pass through the network's middle, and once they are taken,
+few stages show why either way is dear; which stages differs from one way to the other. So a *leaf* of the tree is
+
+    choices   S[b, i] or R[w, j] fixed at 0 or 1: value i is in memory at boundary b, operator j is computed again inside w
+    stages    the boundaries of its window model
+
+and the leaf of the least bound is worked on, until none is below the cutoff:
+
+- *split* it by the choice whose two relaxations bound most (strong branching), of some that the relaxed point leaves in between: those
+  that gained most before, and the largest not tried yet;
+- or where that gains little, *refine* it by the stage that bounds most, of those that the schedule of its point asks for (`refinement`)
+  and that gained before, or were never tried.
+
+Every schedule of the fixed order has S and R of 0 or 1 at any boundary and window, so it is in one leaf, whose relaxation, with any
+stages, bounds it: the least of all leaves' bounds, closed ones at their cutoff, is one of all schedules. Each is derived from
+duals (`dual_bound`).
+
+Complexity: some 20 relaxations to split a leaf, a few to refine it; the number of leaves is exponential in the worst case.
+Source: strong branching and gains as estimates, Achterberg, Koch, Martin, "Branching rules revisited", 2005; that each leaf is refined
+for itself is this package's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from .accounting import Floats, Ints
+from .interrupt import is_past
+from .lazy_rows import LazyRows
+from .linear import Outcome
+from .on_demand import steps_on_demand
+from .refinement import Refinement
+from .search import Search
+from .window import Window, WindowModel
+
+_MOST_LEAVES = 2_000
+_MOST_STAGES = 14  # where a leaf can be split
+_ALL_UNIONS = 5  # stages, up to which all their unions are windows; beyond, those of two neighbours
+_MODELS = 40  # kept, the last used
+_TRIED_CHOICES = 10  # for each split; half of them by what they gained before
+_KNOWN_STAGES, _NEW_STAGES = 2, 6  # tried for each refinement: that gained before, and that were never tried
+_ENOUGH = 0.15  # of the way from a leaf's bound to the cutoff; where a split gains that, no stage is looked for
+_WORTH = 0.5  # of what the best split gains, for a stage to be taken instead; all of that it leaves one leaf, not two
+_LEAST_GAIN = 5e-5  # of the cost of keeping everything, of a stage for it to be taken; of one that is tried again, 4 times as much
+_HIGHER_SIDE = 0.1  # how much a split's higher side counts
+_LOOK_AHEAD = 5e-5  # of that cost, above the next leaf's bound, for a leaf to wait
+_ROUNDS, _ROUNDS_TO_TRY = 60, 5  # of memory rows
+_ROUNDINGS = 2
+_LEAST_WEIGHT = 1e-5  # of the budget, times how far from 0 and 1 a choice is
+_HALF, _LITTLE = 0.5, 0.05  # schedules keep what the point keeps more of
+_RECENT = 0.5  # how much the last gain counts in the estimate
+_HOPEFUL = 4 * _LEAST_GAIN, 0.02  # what a stage must have gained to be tried again: so much, and so much of the split's gain
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Choice:
+    """A decision every schedule takes one way or the other.
+
+    Attributes:
+        first: the boundary where a value is in memory or not, or the first of a window's.
+        last: the window's other boundary in which an operator is computed again or not; -1 for a value.
+        index: of the value, or the operator.
+    """
+
+    first: int
+    last: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Some of the schedules, and the model that bounds them.
+
+    Attributes:
+        bound: a lower bound on the objective of all of them.
+        fixed: what all of them do (1) and don't (0).
+        boundaries: where the model's stages begin and end.
+    """
+
+    bound: float
+    fixed: Mapping[Choice, float]
+    boundaries: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A choice, and what leaving it undone (0) and doing it (1) bound."""
+
+    choice: Choice
+    bounds: tuple[float, float]
+
+    def gain(self, bound: float) -> float:
+        """What it raises a leaf's bound by; the higher side is a small part of it."""
+        lower, higher = sorted(max(side - bound, 0.0) for side in self.bounds)
+        return lower + _HIGHER_SIDE * higher
+
+
+class _Gains(Generic[Key]):
+    """What choices or stages gained so far, an average in which the last gain counts half."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, float] = {}
+
+    def note(self, key: Key, gain: float) -> None:
+        """Takes one more gain over."""
+        self._known[key] = gain + (1 - _RECENT) * (self._known.get(key, gain) - gain)
+
+    def best(self, keys: Collection[Key], least: float = 0.0) -> list[Key]:
+        """Returns those of `keys` that gained more than `least`, best first."""
+        found = [key for key in keys if self._known.get(key, -math.inf) > least]
+        return sorted(found, key=lambda key: -self._known[key])
+
+    def untried(self, keys: Collection[Key]) -> list[Key]:
+        """Returns those of `keys` that are not known, in their order."""
+        return [key for key in keys if key not in self._known]
+
+    def forget(self) -> None:
+        """Forgets all of them."""
+        self._known.clear()
+
+
+class _Model:
+    """The relaxation over some stages, for the leaves that have these.
+
+    Attributes:
+        windows: of the model, without the forward.
+    """
+
+    def __init__(self, refinement: Refinement, boundaries: Collection[int], needed: Collection[Window]) -> None:
+        """Builds the model with the windows that `needed` has besides those that all models have, and the rows found so far."""
+        self._refinement, self.boundaries = refinement, sorted(boundaries)
+        stages, ends = list(pairwise(self.boundaries)), self.boundaries
+        width = len(stages) if len(stages) <= _ALL_UNIONS else 2
+        unions = {(a, b) for i, a in enumerate(ends) for b in ends[i + 1 : i + 1 + width]}
+        self.windows = {*unions, *needed, (ends[0], ends[-1])}
+        self._forward, self._stages = (0, ends[0]), stages
+        budget_bytes = refinement.budget_bytes
+        self.model = WindowModel(
+            refinement.graph, sorted({self._forward, *self.windows}), priced=[self._forward, *stages], budget_bytes=budget_bytes
+        )
+        self.model.program.starts_from_last = True
+        rows = [row for row in refinement.rows if row[0] in self.windows]
+        self._lazy = LazyRows(self.model, rows, refinement.moments, most_roundings=_ROUNDINGS)
+
+    @cached_property
+    def _choices(self) -> tuple[list[Choice], Ints, Floats]:
+        """All choices with their columns and weights, the bytes in question in budgets."""
+        choices, columns, weights = list[Choice](), list[Ints](), list[Floats]()
+        kept = [((boundary, -1), of_value, self.model.accounting.size) for boundary, of_value in self.model.keep.items()]
+        again = [(window, self.model.again[window], self.model.accounting.own) for window in sorted(self.windows)]
+        for (first, last), column, weight in kept + again:
+            there = np.flatnonzero(column >= 0)
+            choices += [Choice(first, last, index) for index in there.tolist()]
+            columns.append(column[there])
+            weights.append(weight[there] / self.model.budget)
+        return choices, np.concatenate(columns), np.concatenate(weights)
+
+    def undecided(self, point: Floats) -> list[Choice]:
+        """Returns the choices that `point` leaves in between, the largest first."""
+        choices, columns, weights = self._choices
+        weight = weights * np.minimum(point[columns], 1 - point[columns])
+        order = np.argsort(-weight, kind="stable")
+        return [choices[k] for k in order[: int((weight > _LEAST_WEIGHT).sum())].tolist()]
+
+    def solve(self, fixed: Mapping[Choice, float], *, rounds: int, deadline: float) -> Outcome:
+        """Returns the relaxation's bound and point, once memory rows were added in at most so many rounds."""
+        found = {self._column(choice): value for choice, value in fixed.items()}
+        found.pop(-1, None)  # of values that nothing reads later
+        self.model.program.fix(np.array(list(found), np.int64), np.array(list(found.values())))
+        outcome = self._lazy.solve(deadline=deadline, is_relaxed=True, most_rounds=rounds)
+        self._refinement.rows |= self._lazy.rows
+        self._refinement.moments |= self._lazy.sets
+        return outcome
+
+    def _column(self, choice: Choice) -> int:
+        if choice.last < 0:
+            return int(self.model.kept_columns(choice.first)[choice.index])
+        return int(self.model.again[choice.first, choice.last][choice.index])
+
+    def steps(self, point: Floats, least: float) -> list[int]:
+        """The schedule that keeps what `point` keeps more than `least` of."""
+        kept = {boundary: values.tolist() for boundary, values in self.model.kept(point, least).items()}
+        later = {boundary: kept[boundary] for boundary in self.boundaries[1:-1]}
+        return steps_on_demand(self._refinement.graph, kept[self.boundaries[0]], later=later)
+
+    def asked_for(self, point: Floats) -> list[tuple[int, ...]]:
+        """Returns the boundaries of further stages, those first that the schedule of `point` asks for most."""
+        again = [self.model.values_at(self.model.again[stage], point) for stage in self._stages]
+        paid_s = [float(np.dot(self._refinement.graph.arrays.cost_s, stage)) for stage in again]
+        return [cut for least in (_HALF, _LITTLE) for cut in self._refinement.asked_for(self.steps(point, least), self.boundaries, paid_s)]
+
+
+class Branching:
+    """The tree so far.
+
+    Attributes:
+        leaves: those that are left, as a heap of (bound on the objective, number, leaf).
+        num_leaves: how many there were so far.
+    """
+
+    def __init__(self, refinement: Refinement) -> None:
+        """Starts with one leaf, which has the stages of `refinement`; rows are shared with it. Nothing is solved yet."""
+        self._refinement, self._scale = refinement, 0.0
+        self._models: OrderedDict[tuple[frozenset[int], frozenset[Window]], _Model] = OrderedDict()
+        self.leaves: list[tuple[float, int, Leaf]] = []
+        self.num_leaves, self._closed, self._is_stuck = 0, math.inf, False
+        self._gains, self._gains_of_stages = _Gains[Choice](), _Gains[tuple[int, ...]]()
+        if not refinement.is_split:
+            self._closed = -math.inf
+        else:
+            self._push(Leaf(-math.inf, {}, frozenset(refinement.boundaries)))
+
+    @property
+    def is_over(self) -> bool:
+        """True where no leaf is left, the tree is too large, or nothing divides the leaf of the least bound."""
+        return not self.leaves or self.num_leaves > _MOST_LEAVES or self._is_stuck
+
+    def bound_s(self) -> float:
+        """A lower bound on the cost of every schedule of the fixed order; -inf where nothing was solved."""
+        bound = min(self.leaves[0][0] if self.leaves else math.inf, self._closed)
+        return bound if not self._models or bound == -math.inf else next(iter(self._models.values())).model.bound_s_of(bound)
+
+    def work(self, *, deadline: float, cutoff_s: float) -> list[int] | None:
+        """Splits or refines the leaf of the least bound; returns the schedule of its point, within the budget or not, if it has one.
+
+        Args:
+            deadline: of `time.perf_counter`, in seconds.
+            cutoff_s: leaves without a cheaper schedule are closed.
+        """
+        _, _, leaf = heapq.heappop(self.leaves)
+        model = self._model(leaf.fixed, leaf.boundaries)
+        self._scale, cutoff = model.model.objective(2 * self._refinement.graph.cost_s), model.model.objective(cutoff_s)
+        outcome = model.solve(leaf.fixed, rounds=_ROUNDS, deadline=deadline)
+        leaf = replace(leaf, bound=max(leaf.bound, outcome.bound))
+        next_bound = self.leaves[0][0] if self.leaves else math.inf
+        is_ahead = leaf.bound > next_bound + _LOOK_AHEAD * self._scale
+        if outcome.point is None or is_ahead or leaf.bound >= cutoff:
+            self._push(leaf, cutoff)
+            return None
+        self._divide(leaf, model, outcome.point, deadline, cutoff)
+        return model.steps(outcome.point, _HALF)
+
+    def _push(self, leaf: Leaf, cutoff: float = math.inf) -> None:
+        """Keeps a leaf, or closes it where no schedule in it is below the cutoff."""
+        if leaf.bound >= cutoff:
+            self._closed = min(self._closed, cutoff)
+            return
+        self.num_leaves += 1
+        heapq.heappush(self.leaves, (leaf.bound, self.num_leaves, leaf))
+
+    def _model(self, fixed: Collection[Choice], boundaries: frozenset[int]) -> _Model:
+        """Returns a model over these stages that has the windows of the choices: one of the last used, or a new one."""
+        needed = frozenset((choice.first, choice.last) for choice in fixed if choice.last >= 0)
+        for key in reversed(self._models):
+            if key[0] == boundaries and needed <= key[1]:
+                self._models.move_to_end(key)
+                return self._models[key]
+        model = _Model(self._refinement, boundaries, needed)
+        self._models[boundaries, frozenset(model.windows)] = model
+        if len(self._models) > _MODELS:
+            self._models.popitem(last=False)
+        return model
+
+    def _divide(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> None:
+        """Puts the leaves of the best split, or the leaf with one more stage, in its place."""
+        split = self._best_split(leaf, model, point, deadline, cutoff)
+        gain = -math.inf if split is None else split.gain(leaf.bound)
+        refined = None
+        if split is None or (gain < _ENOUGH * (cutoff - leaf.bound) and len(leaf.boundaries) <= _MOST_STAGES):
+            refined = self._best_refined(leaf, model, point, deadline, gain)
+        least = max(_WORTH * gain, _LEAST_GAIN * self._scale)
+        if refined is not None and (split is None or refined.bound - leaf.bound >= least):
+            self._push(refined, cutoff)
+        elif split is not None:
+            for side, bound in enumerate(split.bounds):
+                self._push(replace(leaf, bound=max(leaf.bound, bound), fixed={**leaf.fixed, split.choice: float(side)}), cutoff)
+        else:
+            self._is_stuck = not is_past(deadline)  # nothing divides it, and its bound is the tree's
+            self._push(leaf)
+
+    def _best_split(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> _Split | None:
+        """Returns the split whose lower side is highest, of those that are tried; None where there is none, or no time."""
+        choices = model.undecided(point)
+        known = self._gains.best(choices)[: _TRIED_CHOICES // 2]
+        tried = [*known, *self._gains.untried(choices)[: _TRIED_CHOICES - len(known)]]
+        best: _Split | None = None
+        for choice in tried or choices[:_TRIED_CHOICES]:
+            sides = [model.solve({**leaf.fixed, choice: side}, rounds=1, deadline=deadline).bound for side in (0.0, 1.0)]
+            if is_past(deadline):
+                return None
+            split = _Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
+            self._gains.note(choice, split.gain(leaf.bound))
+            if best is None or sorted(split.bounds) > sorted(best.bounds):
+                best = split
+            if min(best.bounds) >= cutoff:
+                break
+        return best
+
+    def _best_refined(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, gain: float) -> Leaf | None:
+        """Returns the leaf with the stage that bounds most, of those that are tried; None where there is none, or no time."""
+        if gain == -math.inf:
+            self._gains_of_stages.forget()  # what gained nothing elsewhere is all that is left
+        asked, best = list(dict.fromkeys(model.asked_for(point))), None
+        known = self._gains_of_stages.best(asked, _HOPEFUL[0] * self._scale + _HOPEFUL[1] * max(gain, 0.0))[:_KNOWN_STAGES]
+        for cut in [*known, *self._gains_of_stages.untried(asked)[:_NEW_STAGES]]:
+            boundaries = leaf.boundaries | set(cut)
+            bound = self._model(leaf.fixed, boundaries).solve(leaf.fixed, rounds=_ROUNDS_TO_TRY, deadline=deadline).bound
+            if is_past(deadline):
+                return None
+            self._gains_of_stages.note(cut, min(max(bound - leaf.bound, 0.0), self._scale))
+            if best is None or bound > best.bound:
+                best = replace(leaf, bound=max(leaf.bound, bound), boundaries=boundaries)
+        return best
+
+
+def raise_bound_by_branching(search: Search, refinement: Refinement, cutoff_s: Callable[[], float | None], *, deadline: float) -> None:
+    """Raises the bound of a search until its gap is closed, the tree is over, or the deadline; offers the schedules of its points.
+
+    Args:
+        search: has a schedule that fits.
+        refinement: whose stages the tree starts with; left as it is, but for rows.
+        cutoff_s: the cost at which a bound closes the gap.
+        deadline: of `time.perf_counter`, in seconds.
+    """
+    tree = Branching(refinement)
+    while not (search.is_over or tree.is_over or is_past(deadline)):
+        cutoff = cutoff_s()
+        if cutoff is None:
+            return
+        steps = tree.work(deadline=deadline, cutoff_s=cutoff)
+        search.raise_bound(tree.bound_s())
+        if steps is not None:
+            search.offer(steps)
