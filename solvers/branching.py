@@ -250,6 +250,7 @@ class Branching:
         next_bound = self.leaves[0][0] if self.leaves else math.inf
         is_ahead = leaf.bound > next_bound + _LOOK_AHEAD * self._scale
         if outcome.point is None or is_ahead or leaf.bound >= cutoff:
+            self._is_stuck = outcome.point is None and leaf.bound < cutoff and not is_past(deadline)  # it may have no point, unproved
             self._push(leaf, cutoff)
             return None
         self._divide(leaf, model, outcome.point, deadline, cutoff)
