@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from .benders import raise_bound
-from .branching import raise_bound_by_branching
+from .branching import MOST_LEAVES, raise_bound_by_branching
 from .hierarchy import MOST_FORWARD
 from .interrupt import is_past
 from .lagrangian import HOPELESS, Lagrangian
@@ -35,6 +35,7 @@ _NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
+_LEAVES_WITHOUT_CLOCK = 40  # of the tree, with one thread, which then goes by them and not by the clock
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
@@ -131,7 +132,8 @@ class Bounding:
                 search.raise_bound(scouted_s)
         if refinement.first <= MOST_FORWARD:
             if not search.is_within(_WIDE_GAP):
-                raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s)
+                most_leaves = MOST_LEAVES if self.by_clock else _LEAVES_WITHOUT_CLOCK
+                raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s, most_leaves=most_leaves)
             self._decompose(began, left_s)
         self._refine_to(began + left_s)
 

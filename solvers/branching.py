@@ -46,7 +46,7 @@ from .refinement import Refinement
 from .search import Search
 from .window import Window, WindowModel
 
-_MOST_LEAVES = 2_000
+MOST_LEAVES = 2_000
 _MOST_STAGES = 14  # where a leaf can be split
 _ALL_UNIONS = 5  # stages, up to which all their unions are windows; beyond, those of two neighbours
 _MODELS = 40  # kept, the last used
@@ -213,9 +213,9 @@ class Branching:
         num_leaves: how many there were so far.
     """
 
-    def __init__(self, refinement: Refinement) -> None:
+    def __init__(self, refinement: Refinement, *, most_leaves: int = MOST_LEAVES) -> None:
         """Starts with one leaf, which has the stages of `refinement`; rows are shared with it. Nothing is solved yet."""
-        self._refinement, self._scale = refinement, 0.0
+        self._refinement, self._scale, self._most_leaves = refinement, 0.0, most_leaves
         self._models: OrderedDict[tuple[frozenset[int], frozenset[Window]], _Model] = OrderedDict()
         self.leaves: list[tuple[float, int, Leaf]] = []
         self.num_leaves, self._closed, self._is_stuck = 0, math.inf, False
@@ -228,7 +228,7 @@ class Branching:
     @property
     def is_over(self) -> bool:
         """True where no leaf is left, the tree is too large, or nothing divides the leaf of the least bound."""
-        return not self.leaves or self.num_leaves > _MOST_LEAVES or self._is_stuck
+        return not self.leaves or self.num_leaves > self._most_leaves or self._is_stuck
 
     def bound_s(self) -> float:
         """A lower bound on the cost of every schedule of the fixed order; -inf where nothing was solved."""
@@ -329,7 +329,9 @@ class Branching:
         return best
 
 
-def raise_bound_by_branching(search: Search, refinement: Refinement, cutoff_s: Callable[[], float | None], *, deadline: float) -> None:
+def raise_bound_by_branching(
+    search: Search, refinement: Refinement, cutoff_s: Callable[[], float | None], *, deadline: float, most_leaves: int = MOST_LEAVES
+) -> None:
     """Raises the bound of a search until its gap is closed, the tree is over, or the deadline; offers the schedules of its points.
 
     Args:
@@ -337,8 +339,9 @@ def raise_bound_by_branching(search: Search, refinement: Refinement, cutoff_s: C
         refinement: whose stages the tree starts with; left as it is, but for rows.
         cutoff_s: the cost at which a bound closes the gap.
         deadline: of `time.perf_counter`, in seconds.
+        most_leaves: of the tree, before it is over.
     """
-    tree = Branching(refinement)
+    tree = Branching(refinement, most_leaves=most_leaves)
     while not (search.is_over or tree.is_over or is_past(deadline)):
         cutoff = cutoff_s()
         if cutoff is None:

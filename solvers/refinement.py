@@ -137,7 +137,7 @@ class Refinement:
         """Bytes that `steps` need over the budget at, or before, each operator of the backward where they do; and their cost in seconds."""
         before, at, _ = self._failures(steps)
         cost_s = float(self.graph.arrays.cost_s[steps].sum())
-        return {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}, cost_s
+        return _worst(before, at), cost_s
 
     def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False) -> Step:
         """Solves the present model and prepares the next one.
@@ -239,7 +239,7 @@ class Refinement:
         """
         before, at, extra_s = self._failures(steps)
         is_known = set(boundaries)
-        excess = {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}
+        excess = _worst(before, at)
         single = max((v for v in sorted(excess) if not {v, v + 1} <= is_known), key=lambda v: excess[v], default=-1)
         cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
         if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
@@ -276,7 +276,7 @@ class Refinement:
             Operators as stages of their own, (v, v + 1), then cuts, (v,), as `solve` would choose one of.
         """
         before, at, extra_s = self._failures(steps)
-        excess = {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}} or self._surplus(extra_s, boundaries, paid_s)
+        excess = _worst(before, at) or self._surplus(extra_s, boundaries, paid_s)
         singles = [(v, v + 1) for v in sorted(excess, key=lambda v: (-excess[v], v)) if not {v, v + 1} <= set(boundaries)]
         cuts = [(v,) for v in sorted(at, key=lambda v: (-at[v], v)) if v not in boundaries]
         return [*singles, *cuts]
@@ -302,3 +302,8 @@ class Refinement:
                 extra_s.update({op: cost_s} if cost_s > 0 else {})
             over, cost_s = 0.0, 0.0
         return before, at, extra_s
+
+
+def _worst(before: Mapping[int, float], at: Mapping[int, float]) -> dict[int, float]:
+    """Bytes over the budget before or at each operator, the larger of them."""
+    return {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}

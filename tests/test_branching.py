@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
-from remat.solvers import branching as module
 from remat.solvers.branching import Branching, Choice, raise_bound_by_branching
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum
@@ -134,9 +132,8 @@ def test_where_refinement_has_ended_there_is_no_tree() -> None:
     assert tree.bound_s() == -math.inf
 
 
-def test_the_tree_ends_where_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_LEAVES", 5)
-    tree = tree_of(GRAPH, TIGHT)
+def test_the_tree_ends_where_it_is_too_large() -> None:
+    tree = Branching(Refinement(GRAPH, budget_bytes=TIGHT), most_leaves=5)
     grow(tree, 2 * GRAPH.cost_s, 100)
     assert tree.is_over
     assert tree.num_leaves <= 7
