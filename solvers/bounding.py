@@ -3,7 +3,8 @@
 1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose schedules are offered, with memory in
    reserve where they failed (`reserves`) or mended by eviction. Where the first of these leave a gap, stages around the operators
    that leave least room (`scouting`) are the next.
-2. On small graphs, where the gap is wide, stages chosen by what they bound, then a tree of leaves with stages of their own (`branching`).
+2. On small graphs, where the gap is wide, stages chosen by what they bound, and where it stays wide, or was very wide, a tree of leaves
+   with stages of their own (`branching`).
 3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at once (`benders`).
 
 Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that with one thread a seed gives one answer.
@@ -30,7 +31,7 @@ from .scouting import scout, scout_crowded
 from .search import Search
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
-_WIDE_GAP = 0.02  # where stages are chosen by what they bound, and a tree is grown
+_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.05  # where stages are chosen by what they bound, and a tree is grown
 _NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model that takes as long as the last would not be solved before:
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
@@ -122,15 +123,19 @@ class Bounding:
     def run(self, share: float) -> None:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
-        Where the gap is wide on a small graph, with stages chosen first (`scouting`), and where it stays wide, by a tree (`branching`).
+        Where the gap is wide on a small graph, with stages chosen first (`scouting`), and where it stays wide, by a tree (`branching`),
+        which chooses its own where the gap is wider still.
         """
         search, refinement = self.search, self.refinement
         began, left_s = time.perf_counter(), share * search.left_s
-        if not search.is_within(_WIDE_GAP):
+        may_branch = refinement.first <= MOST_FORWARD
+        if may_branch and not search.is_within(_VERY_WIDE_GAP):
+            refinement.singles, refinement.cuts = set(), set()  # the tree looks for its own
+        elif not search.is_within(_WIDE_GAP):
             scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
             if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
                 search.raise_bound(scouted_s)
-        if refinement.first <= MOST_FORWARD:
+        if may_branch:
             if not search.is_within(_WIDE_GAP):
                 most_leaves = MOST_LEAVES if self.by_clock else _LEAVES_WITHOUT_CLOCK
                 raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s, most_leaves=most_leaves)

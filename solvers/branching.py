@@ -3,23 +3,25 @@
 A window model (`window`) sees what recomputing needs where it has stages of one operator, and one model with such stages everywhere is
 too large. Its linear relaxation also splits what a schedule does as a whole: half of a value is kept and half of it computed again.
 But few decisions count, say whether the largest gradient is kept over the pass through the network's middle, and once they are taken,
-few stages show why either way is dear; which stages differs from one way to the other. So a *leaf* of the tree is
+few stages show why either way is dear; which ones differs from one way to the other. So a *leaf* of the tree is
 
     choices   S[b, i] or R[w, j] fixed at 0 or 1: value i is in memory at boundary b, operator j is computed again inside w
-    stages    the boundaries of its window model
+    windows   of its model, unions of its stages
 
 and the leaf of the least bound is worked on, until none is below the cutoff:
 
 - *split* it by the choice whose two relaxations bound most (strong branching), of some that the relaxed point leaves in between: those
-  that gained most before, and the largest not tried yet;
-- or where that gains little, *refine* it by the stage that bounds most, of those that the schedule of its point asks for (`refinement`)
-  and that gained before, or were never tried.
+  that gained most before, and the largest not tried yet, one of each value and operator;
+- or where that gains little, *refine* it by the stage that bounds most. Tried are those where something is read that is fixed or
+  undecided, those that the schedule of the point asks for (`refinement`), and those that gained before. The windows there were
+  remain, or the refined model would bound less at first. The first two stages are chosen from the whole backward, by what they bound
+  once the largest choice is taken as well: what forbids to compute the largest gradient again bounds little as long as half of it is.
 
 Every schedule of the fixed order has S and R of 0 or 1 at any boundary and window, so it is in one leaf, whose relaxation, with any
-stages, bounds it: the least of all leaves' bounds, closed ones at their cutoff, is one of all schedules. Each is derived from
+windows, bounds it: the least of all leaves' bounds, closed ones at their cutoff, is one of all schedules. Each is derived from
 duals (`dual_bound`).
 
-Complexity: some 20 relaxations to split a leaf, a few to refine it; the number of leaves is exponential in the worst case.
+Complexity: some 20 relaxations to split a leaf, as many to refine it; the number of leaves is exponential in the worst case.
 Source: strong branching and gains as estimates, Achterberg, Koch, Martin, "Branching rules revisited", 2005; that each leaf is refined
 for itself is this package's own.
 """
@@ -29,7 +31,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -52,6 +54,11 @@ _ALL_UNIONS = 5  # stages, up to which all their unions are windows; beyond, tho
 _MODELS = 40  # kept, the last used
 _TRIED_CHOICES = 10  # for each split; half of them by what they gained before
 _KNOWN_STAGES, _NEW_STAGES = 2, 6  # tried for each refinement: that gained before, and that were never tried
+_FIRST_UNDECIDED, _MOST_UNDECIDED = 3, 40  # stages that read something undecided, before those that schedules ask for and in all
+_SURVEYED = 60  # operators all over the backward that are tried as stages
+_PROMISING, _NEIGHBOURED = 10, 4  # of them that are tried once more beside the best, and those with the operators next to them
+_SURVEYED_BOUNDARIES = 5  # of a model where stages are no longer chosen so: it has two
+_TIE = 1e-3  # of the gain, where the later stage is taken: with integers it bounds more
 _ENOUGH = 0.15  # of the way from a leaf's bound to the cutoff; where a split gains that, no stage is looked for
 _WORTH = 0.5  # of what the best split gains, for a stage to be taken instead; all of that it leaves one leaf, not two
 _LEAST_GAIN = 5e-5  # of the cost of keeping everything, of a stage for it to be taken; of one that is tried again, 4 times as much
@@ -89,12 +96,27 @@ class Leaf:
     Attributes:
         bound: a lower bound on the objective of all of them.
         fixed: what all of them do (1) and don't (0).
-        boundaries: where the model's stages begin and end.
+        windows: of the model, without the forward.
     """
 
     bound: float
     fixed: Mapping[Choice, float]
-    boundaries: frozenset[int]
+    windows: frozenset[Window]
+
+
+def _boundaries(windows: Collection[Window]) -> list[int]:
+    """Where stages begin and end."""
+    return sorted({boundary for window in windows for boundary in window})
+
+
+def _unions(boundaries: Sequence[int], width: int) -> set[Window]:
+    """The unions of up to so many neighbouring stages."""
+    return {(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 : i + 1 + width]}
+
+
+def _refined(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
+    """Windows with further boundaries: those there were, without which the model may bound less, and those of the new stages."""
+    return windows | _unions(sorted({*_boundaries(windows), *cut}), 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +130,20 @@ class _Split:
         """What it raises a leaf's bound by; the higher side is a small part of it."""
         lower, higher = sorted(max(side - bound, 0.0) for side in self.bounds)
         return lower + _HIGHER_SIDE * higher
+
+    def leaves(self, leaf: Leaf) -> tuple[Leaf, ...]:
+        """Returns the two that it splits a leaf into."""
+        sides = enumerate(self.bounds)
+        return tuple(replace(leaf, bound=max(leaf.bound, bound), fixed={**leaf.fixed, self.choice: float(side)}) for side, bound in sides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refined:
+    """A leaf with one more stage, what that gains, and the stage's last boundary."""
+
+    gain: float
+    last: int
+    leaf: Leaf
 
 
 class _Gains(Generic[Key]):
@@ -141,14 +177,12 @@ class _Model:
         windows: of the model, without the forward.
     """
 
-    def __init__(self, refinement: Refinement, boundaries: Collection[int], needed: Collection[Window]) -> None:
-        """Builds the model with the windows that `needed` has besides those that all models have, and the rows found so far."""
-        self._refinement, self.boundaries = refinement, sorted(boundaries)
-        stages, ends = list(pairwise(self.boundaries)), self.boundaries
-        width = len(stages) if len(stages) <= _ALL_UNIONS else 2
-        unions = {(a, b) for i, a in enumerate(ends) for b in ends[i + 1 : i + 1 + width]}
-        self.windows = {*unions, *needed, (ends[0], ends[-1])}
-        self._forward, self._stages = (0, ends[0]), stages
+    def __init__(self, refinement: Refinement, windows: Collection[Window]) -> None:
+        """Builds the model with these windows, and the rows found so far."""
+        self._refinement, self.windows = refinement, windows
+        self.boundaries = _boundaries(windows)
+        stages = list(pairwise(self.boundaries))
+        self._forward, self._stages = (0, self.boundaries[0]), stages
         budget_bytes = refinement.budget_bytes
         self.model = WindowModel(
             refinement.graph, sorted({self._forward, *self.windows}), priced=[self._forward, *stages], budget_bytes=budget_bytes
@@ -198,11 +232,26 @@ class _Model:
         later = {boundary: kept[boundary] for boundary in self.boundaries[1:-1]}
         return steps_on_demand(self._refinement.graph, kept[self.boundaries[0]], later=later)
 
-    def asked_for(self, point: Floats) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those first that the schedule of `point` asks for most."""
+    def asked_for(self, point: Floats, fixed: Collection[Choice]) -> list[tuple[int, ...]]:
+        """Returns the boundaries of further stages, those first that say most.
+
+        The stages where something is read that is fixed, or half kept or computed again, and what the schedule of `point` asks for.
+        """
         again = [self.model.values_at(self.model.again[stage], point) for stage in self._stages]
         paid_s = [float(np.dot(self._refinement.graph.arrays.cost_s, stage)) for stage in again]
-        return [cut for least in (_HALF, _LITTLE) for cut in self._refinement.asked_for(self.steps(point, least), self.boundaries, paid_s)]
+        failed = [self._refinement.asked_for(self.steps(point, least), self.boundaries, paid_s) for least in (_HALF, _LITTLE)]
+        undecided = self._reading([*reversed(list(fixed)), *self.undecided(point)[:_MOST_UNDECIDED]])
+        return list(dict.fromkeys([*undecided[:_FIRST_UNDECIDED], *failed[0], *failed[1], *undecided[_FIRST_UNDECIDED:]]))
+
+    def _reading(self, choices: Iterable[Choice]) -> list[tuple[int, int]]:
+        """The operators as stages of their own, none yet, that are first to read what each of the choices keeps or computes again."""
+        read, reader = self.model.graph.arrays.read, self.model.accounting.reader
+        found = list[int]()
+        for choice in choices:
+            for value in [choice.index] if choice.last < 0 else self.model.graph.operators[choice.index].writes:
+                readers = reader[(read == value) & (reader >= choice.first)]
+                found += [int(readers.min())] if len(readers) else []
+        return [(v, v + 1) for v in found if not {v, v + 1} <= set(self.boundaries)]
 
 
 class Branching:
@@ -216,14 +265,16 @@ class Branching:
     def __init__(self, refinement: Refinement, *, most_leaves: int = MOST_LEAVES) -> None:
         """Starts with one leaf, which has the stages of `refinement`; rows are shared with it. Nothing is solved yet."""
         self._refinement, self._scale, self._most_leaves = refinement, 0.0, most_leaves
-        self._models: OrderedDict[tuple[frozenset[int], frozenset[Window]], _Model] = OrderedDict()
+        self._models: OrderedDict[frozenset[Window], _Model] = OrderedDict()
         self.leaves: list[tuple[float, int, Leaf]] = []
         self.num_leaves, self._closed, self._is_stuck = 0, math.inf, False
-        self._gains, self._gains_of_stages = _Gains[Choice](), _Gains[tuple[int, ...]]()
+        self._gains, self._gains_of_stages, self._gains_of_survey = _Gains[Choice](), _Gains[tuple[int, ...]](), _Gains[tuple[int, ...]]()
         if not refinement.is_split:
             self._closed = -math.inf
         else:
-            self._push(Leaf(-math.inf, {}, frozenset(refinement.boundaries)))
+            boundaries = refinement.boundaries
+            width = len(boundaries) if len(boundaries) <= _ALL_UNIONS + 1 else 2
+            self._push(Leaf(-math.inf, {}, frozenset({*_unions(boundaries, width), (boundaries[0], boundaries[-1])})))
 
     @property
     def is_over(self) -> bool:
@@ -243,7 +294,7 @@ class Branching:
             cutoff_s: leaves without a cheaper schedule are closed.
         """
         _, _, leaf = heapq.heappop(self.leaves)
-        model = self._model(leaf.fixed, leaf.boundaries)
+        model = self._model(leaf.windows)
         self._scale, cutoff = model.model.objective(2 * self._refinement.graph.cost_s), model.model.objective(cutoff_s)
         outcome = model.solve(leaf.fixed, rounds=_ROUNDS, deadline=deadline)
         leaf = replace(leaf, bound=max(leaf.bound, outcome.bound))
@@ -264,47 +315,44 @@ class Branching:
         self.num_leaves += 1
         heapq.heappush(self.leaves, (leaf.bound, self.num_leaves, leaf))
 
-    def _model(self, fixed: Collection[Choice], boundaries: frozenset[int]) -> _Model:
-        """Returns a model over these stages that has the windows of the choices: one of the last used, or a new one."""
-        needed = frozenset((choice.first, choice.last) for choice in fixed if choice.last >= 0)
-        for key in reversed(self._models):
-            if key[0] == boundaries and needed <= key[1]:
-                self._models.move_to_end(key)
-                return self._models[key]
-        model = _Model(self._refinement, boundaries, needed)
-        self._models[boundaries, frozenset(model.windows)] = model
-        if len(self._models) > _MODELS:
-            self._models.popitem(last=False)
-        return model
+    def _model(self, windows: frozenset[Window]) -> _Model:
+        """Returns the model that has these windows: one of the last used, or a new one."""
+        if windows not in self._models:
+            self._models[windows] = _Model(self._refinement, windows)
+            if len(self._models) > _MODELS:
+                self._models.popitem(last=False)
+        self._models.move_to_end(windows)
+        return self._models[windows]
 
     def _divide(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> None:
         """Puts the leaves of the best split, or the leaf with one more stage, in its place."""
         split = self._best_split(leaf, model, point, deadline, cutoff)
-        gain = -math.inf if split is None else split.gain(leaf.bound)
-        refined = None
-        if split is None or (gain < _ENOUGH * (cutoff - leaf.bound) and len(leaf.boundaries) <= _MOST_STAGES):
-            refined = self._best_refined(leaf, model, point, deadline, gain)
-        least = max(_WORTH * gain, _LEAST_GAIN * self._scale)
-        if refined is not None and (split is None or refined.bound - leaf.bound >= least):
-            self._push(refined, cutoff)
+        gain, refined = -math.inf if split is None else split.gain(leaf.bound), None
+        if split is None or (gain < _ENOUGH * (cutoff - leaf.bound) and len(model.boundaries) <= _MOST_STAGES):
+            refined = self._best_refined(leaf, model, point, deadline, cutoff, gain)
+        if refined is not None and (split is None or refined.gain >= max(_WORTH * gain, _LEAST_GAIN * self._scale)):
+            leaves: tuple[Leaf, ...] = (refined.leaf,)
         elif split is not None:
-            for side, bound in enumerate(split.bounds):
-                self._push(replace(leaf, bound=max(leaf.bound, bound), fixed={**leaf.fixed, split.choice: float(side)}), cutoff)
+            leaves = split.leaves(leaf)
         else:
             self._is_stuck = not is_past(deadline)  # nothing divides it, and its bound is the tree's
-            self._push(leaf)
+            leaves = (leaf,)
+        for part in leaves:
+            self._push(part, cutoff)
 
     def _best_split(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> _Split | None:
         """Returns the split whose lower side is highest, of those that are tried; None where there is none, or no time."""
         choices = model.undecided(point)
         known = self._gains.best(choices)[: _TRIED_CHOICES // 2]
-        tried = [*known, *self._gains.untried(choices)[: _TRIED_CHOICES - len(known)]]
+        new: dict[tuple[int, bool], Choice] = {}  # one of each value and operator, as those of several windows bound alike
+        for choice in self._gains.untried(choices):
+            new.setdefault((choice.index, choice.last < 0), choice)
+        tried = [*known, *list(new.values())[: _TRIED_CHOICES - len(known)]]
         best: _Split | None = None
         for choice in tried or choices[:_TRIED_CHOICES]:
-            sides = [model.solve({**leaf.fixed, choice: side}, rounds=1, deadline=deadline).bound for side in (0.0, 1.0)]
+            split = self._split(leaf, model, choice, deadline, cutoff)
             if is_past(deadline):
                 return None
-            split = _Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
             self._gains.note(choice, split.gain(leaf.bound))
             if best is None or sorted(split.bounds) > sorted(best.bounds):
                 best = split
@@ -312,21 +360,69 @@ class Branching:
                 break
         return best
 
-    def _best_refined(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, gain: float) -> Leaf | None:
-        """Returns the leaf with the stage that bounds most, of those that are tried; None where there is none, or no time."""
-        if gain == -math.inf:
-            self._gains_of_stages.forget()  # what gained nothing elsewhere is all that is left
-        asked, best = list(dict.fromkeys(model.asked_for(point))), None
-        known = self._gains_of_stages.best(asked, _HOPEFUL[0] * self._scale + _HOPEFUL[1] * max(gain, 0.0))[:_KNOWN_STAGES]
-        for cut in [*known, *self._gains_of_stages.untried(asked)[:_NEW_STAGES]]:
-            boundaries = leaf.boundaries | set(cut)
-            bound = self._model(leaf.fixed, boundaries).solve(leaf.fixed, rounds=_ROUNDS_TO_TRY, deadline=deadline).bound
+    @staticmethod
+    def _split(leaf: Leaf, model: _Model, choice: Choice, deadline: float, cutoff: float) -> _Split:
+        """Returns what the relaxations with this choice bound, at most the cutoff; no memory rows are added."""
+        sides = [model.solve({**leaf.fixed, choice: side}, rounds=1, deadline=deadline).bound for side in (0.0, 1.0)]
+        return _Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
+
+    def _best_refined(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float, split: float) -> _Refined | None:
+        """Returns the leaf with the stage that gains most, of those that are tried; None where there is none, or no time.
+
+        `split` is what the best split gains without it.
+        """
+        best: _Refined | None = None
+        if not leaf.fixed and len(model.boundaries) < _SURVEYED_BOUNDARIES:
+            best = self._best_of(self._surveyed(model), self._gains_of_survey, leaf, deadline, cutoff, max(split, 0.0))
+        if best is None or best.gain <= 0:
+            if split == -math.inf:
+                self._gains_of_stages.forget()  # what gained nothing elsewhere is all that is left
+            asked = self._asked_for(leaf, model, point, split)
+            best = self._best_of(asked, self._gains_of_stages, leaf, deadline, cutoff, math.inf) or best
+        return None if is_past(deadline) else best
+
+    def _best_of(
+        self, cuts: Iterable[tuple[int, ...]], gains: _Gains[tuple[int, ...]], leaf: Leaf, deadline: float, cutoff: float, split: float
+    ) -> _Refined | None:
+        """Returns the leaf with that of these stages which gains most, of those it has time for, and notes what they gain."""
+        best: _Refined | None = None
+        for cut in cuts:
+            found = self._refined(leaf, cut, deadline, cutoff, split)
             if is_past(deadline):
-                return None
-            self._gains_of_stages.note(cut, min(max(bound - leaf.bound, 0.0), self._scale))
-            if best is None or bound > best.bound:
-                best = replace(leaf, bound=max(leaf.bound, bound), boundaries=boundaries)
+                break
+            gains.note(cut, min(found.gain, self._scale))
+            if best is None or found.gain > best.gain or (found.gain >= best.gain * (1 - _TIE) and found.last > best.last):
+                best = found
         return best
+
+    def _refined(self, leaf: Leaf, cut: tuple[int, ...], deadline: float, cutoff: float, split: float) -> _Refined:
+        """Returns the leaf with one more stage and what that gains, alone or beyond a finite `split` with the largest choice taken too."""
+        refined = replace(leaf, windows=_refined(leaf.windows, cut))
+        model = self._model(refined.windows)
+        outcome = model.solve(leaf.fixed, rounds=_ROUNDS_TO_TRY, deadline=deadline)
+        bound = max(leaf.bound, outcome.bound)
+        gain = bound - leaf.bound
+        if outcome.point is not None and bound < cutoff and split < math.inf:
+            for choice in model.undecided(outcome.point)[:1]:
+                gain = max(gain, self._split(leaf, model, choice, deadline, cutoff).gain(leaf.bound) - split)
+        return _Refined(gain, max(cut), replace(refined, bound=bound))
+
+    def _asked_for(self, leaf: Leaf, model: _Model, point: Floats, split: float) -> list[tuple[int, ...]]:
+        """Returns the stages that are asked for and gained before, or were never tried."""
+        asked = model.asked_for(point, leaf.fixed)
+        known = self._gains_of_stages.best(asked, _HOPEFUL[0] * self._scale + _HOPEFUL[1] * max(split, 0.0))[:_KNOWN_STAGES]
+        return [*known, *self._gains_of_stages.untried(asked)[:_NEW_STAGES]]
+
+    def _surveyed(self, model: _Model) -> list[tuple[int, ...]]:
+        """Returns stages of one operator all over the backward; once they were tried, the best of them and what is next to these."""
+        first, end = model.boundaries[0], model.boundaries[-1]
+        spread: list[tuple[int, ...]] = [(v, v + 1) for v in range(first, end, -(-(end - first) // _SURVEYED))]
+        if untried := self._gains_of_survey.untried(spread):
+            return untried
+        best = [cut for cut in self._gains_of_survey.best(spread) if not {*cut} & {*model.boundaries}]
+        apart = [cut for k, cut in enumerate(best) if not any({*cut} & {*other} for other in best[:k])][:_PROMISING]
+        beside = {u for v, _ in apart[:_NEIGHBOURED] for u in (v - 1, v + 1) if first <= u < end}
+        return [*apart, *((u, u + 1) for u in sorted(beside) if (u, u + 1) not in apart and u not in model.boundaries)]
 
 
 def raise_bound_by_branching(
