@@ -31,22 +31,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
 from typing import Generic, TypeVar
 
-import numpy as np
-
-from .accounting import Floats, Ints
+from .accounting import Floats
 from .interrupt import is_past
-from .lazy_rows import LazyRows
-from .linear import Outcome
-from .on_demand import steps_on_demand
+from .leaf_model import HALF, Choice, LeafModel, boundaries_of, unions_of
 from .refinement import Refinement
 from .search import Search
-from .window import Window, WindowModel
+from .window import Window
 
 MOST_LEAVES = 2_000
 _MOST_STAGES = 14  # where a leaf can be split
@@ -54,7 +48,6 @@ _ALL_UNIONS = 5  # stages, up to which all their unions are windows; beyond, tho
 _MODELS = 40  # kept, the last used
 _TRIED_CHOICES = 10  # for each split; half of them by what they gained before
 _KNOWN_STAGES, _NEW_STAGES = 2, 6  # tried for each refinement: that gained before, and that were never tried
-_FIRST_UNDECIDED, _MOST_UNDECIDED = 3, 40  # stages that read something undecided, before those that schedules ask for and in all
 _SURVEYED = 60  # operators all over the backward that are tried as stages
 _PROMISING, _NEIGHBOURED = 10, 4  # of them that are tried once more beside the best, and those with the operators next to them
 _SURVEYED_BOUNDARIES = 5  # of a model where stages are no longer chosen so: it has two
@@ -65,28 +58,10 @@ _LEAST_GAIN = 5e-5  # of the cost of keeping everything, of a stage for it to be
 _HIGHER_SIDE = 0.1  # how much a split's higher side counts
 _LOOK_AHEAD = 5e-5  # of that cost, above the next leaf's bound, for a leaf to wait
 _ROUNDS, _ROUNDS_TO_TRY = 60, 5  # of memory rows
-_ROUNDINGS = 2
-_LEAST_WEIGHT = 1e-5  # of the budget, times how far from 0 and 1 a choice is
-_HALF, _LITTLE = 0.5, 0.05  # schedules keep what the point keeps more of
 _RECENT = 0.5  # how much the last gain counts in the estimate
 _HOPEFUL = 4 * _LEAST_GAIN, 0.02  # what a stage must have gained to be tried again: so much, and so much of the split's gain
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Choice:
-    """A decision every schedule takes one way or the other.
-
-    Attributes:
-        first: the boundary where a value is in memory or not, or the first of a window's.
-        last: the window's other boundary in which an operator is computed again or not; -1 for a value.
-        index: of the value, or the operator.
-    """
-
-    first: int
-    last: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +79,9 @@ class Leaf:
     windows: frozenset[Window]
 
 
-def _boundaries(windows: Collection[Window]) -> list[int]:
-    """Where stages begin and end."""
-    return sorted({boundary for window in windows for boundary in window})
-
-
-def _unions(boundaries: Sequence[int], width: int) -> set[Window]:
-    """The unions of up to so many neighbouring stages."""
-    return {(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 : i + 1 + width]}
-
-
 def _refined(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
     """Windows with further boundaries: those there were, without which the model may bound less, and those of the new stages."""
-    return windows | _unions(sorted({*_boundaries(windows), *cut}), 2)
+    return windows | unions_of(sorted({*boundaries_of(windows), *cut}), 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,90 +135,6 @@ class _Gains(Generic[Key]):
         self._known.clear()
 
 
-class _Model:
-    """The relaxation over some stages, for the leaves that have these.
-
-    Attributes:
-        windows: of the model, without the forward.
-    """
-
-    def __init__(self, refinement: Refinement, windows: Collection[Window]) -> None:
-        """Builds the model with these windows, and the rows found so far."""
-        self._refinement, self.windows = refinement, windows
-        self.boundaries = _boundaries(windows)
-        stages = list(pairwise(self.boundaries))
-        self._forward, self._stages = (0, self.boundaries[0]), stages
-        budget_bytes = refinement.budget_bytes
-        self.model = WindowModel(
-            refinement.graph, sorted({self._forward, *self.windows}), priced=[self._forward, *stages], budget_bytes=budget_bytes
-        )
-        self.model.program.starts_from_last = True
-        rows = [row for row in refinement.rows if row[0] in self.windows]
-        self._lazy = LazyRows(self.model, rows, refinement.moments, most_roundings=_ROUNDINGS)
-
-    @cached_property
-    def _choices(self) -> tuple[list[Choice], Ints, Floats]:
-        """All choices with their columns and weights, the bytes in question in budgets."""
-        choices, columns, weights = list[Choice](), list[Ints](), list[Floats]()
-        kept = [((boundary, -1), of_value, self.model.accounting.size) for boundary, of_value in self.model.keep.items()]
-        again = [(window, self.model.again[window], self.model.accounting.own) for window in sorted(self.windows)]
-        for (first, last), column, weight in kept + again:
-            there = np.flatnonzero(column >= 0)
-            choices += [Choice(first, last, index) for index in there.tolist()]
-            columns.append(column[there])
-            weights.append(weight[there] / self.model.budget)
-        return choices, np.concatenate(columns), np.concatenate(weights)
-
-    def undecided(self, point: Floats) -> list[Choice]:
-        """Returns the choices that `point` leaves in between, the largest first."""
-        choices, columns, weights = self._choices
-        weight = weights * np.minimum(point[columns], 1 - point[columns])
-        order = np.argsort(-weight, kind="stable")
-        return [choices[k] for k in order[: int((weight > _LEAST_WEIGHT).sum())].tolist()]
-
-    def solve(self, fixed: Mapping[Choice, float], *, rounds: int, deadline: float) -> Outcome:
-        """Returns the relaxation's bound and point, once memory rows were added in at most so many rounds."""
-        found = {self._column(choice): value for choice, value in fixed.items()}
-        found.pop(-1, None)  # of values that nothing reads later
-        self.model.program.fix(np.array(list(found), np.int64), np.array(list(found.values())))
-        outcome = self._lazy.solve(deadline=deadline, is_relaxed=True, most_rounds=rounds)
-        self._refinement.rows |= self._lazy.rows
-        self._refinement.moments |= self._lazy.sets
-        return outcome
-
-    def _column(self, choice: Choice) -> int:
-        if choice.last < 0:
-            return int(self.model.kept_columns(choice.first)[choice.index])
-        return int(self.model.again[choice.first, choice.last][choice.index])
-
-    def steps(self, point: Floats, least: float) -> list[int]:
-        """The schedule that keeps what `point` keeps more than `least` of."""
-        kept = {boundary: values.tolist() for boundary, values in self.model.kept(point, least).items()}
-        later = {boundary: kept[boundary] for boundary in self.boundaries[1:-1]}
-        return steps_on_demand(self._refinement.graph, kept[self.boundaries[0]], later=later)
-
-    def asked_for(self, point: Floats, fixed: Collection[Choice]) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those first that say most.
-
-        The stages where something is read that is fixed, or half kept or computed again, and what the schedule of `point` asks for.
-        """
-        again = [self.model.values_at(self.model.again[stage], point) for stage in self._stages]
-        paid_s = [float(np.dot(self._refinement.graph.arrays.cost_s, stage)) for stage in again]
-        failed = [self._refinement.asked_for(self.steps(point, least), self.boundaries, paid_s) for least in (_HALF, _LITTLE)]
-        undecided = self._reading([*reversed(list(fixed)), *self.undecided(point)[:_MOST_UNDECIDED]])
-        return list(dict.fromkeys([*undecided[:_FIRST_UNDECIDED], *failed[0], *failed[1], *undecided[_FIRST_UNDECIDED:]]))
-
-    def _reading(self, choices: Iterable[Choice]) -> list[tuple[int, int]]:
-        """The operators as stages of their own, none yet, that are first to read what each of the choices keeps or computes again."""
-        read, reader = self.model.graph.arrays.read, self.model.accounting.reader
-        found = list[int]()
-        for choice in choices:
-            for value in [choice.index] if choice.last < 0 else self.model.graph.operators[choice.index].writes:
-                readers = reader[(read == value) & (reader >= choice.first)]
-                found += [int(readers.min())] if len(readers) else []
-        return [(v, v + 1) for v in found if not {v, v + 1} <= set(self.boundaries)]
-
-
 class Branching:
     """The tree so far.
 
@@ -265,7 +146,7 @@ class Branching:
     def __init__(self, refinement: Refinement, *, most_leaves: int = MOST_LEAVES) -> None:
         """Starts with one leaf, which has the stages of `refinement`; rows are shared with it. Nothing is solved yet."""
         self._refinement, self._scale, self._most_leaves = refinement, 0.0, most_leaves
-        self._models: OrderedDict[frozenset[Window], _Model] = OrderedDict()
+        self._models: OrderedDict[frozenset[Window], LeafModel] = OrderedDict()
         self.leaves: list[tuple[float, int, Leaf]] = []
         self.num_leaves, self._closed, self._is_stuck = 0, math.inf, False
         self._gains, self._gains_of_stages, self._gains_of_survey = _Gains[Choice](), _Gains[tuple[int, ...]](), _Gains[tuple[int, ...]]()
@@ -274,7 +155,7 @@ class Branching:
         else:
             boundaries = refinement.boundaries
             width = len(boundaries) if len(boundaries) <= _ALL_UNIONS + 1 else 2
-            self._push(Leaf(-math.inf, {}, frozenset({*_unions(boundaries, width), (boundaries[0], boundaries[-1])})))
+            self._push(Leaf(-math.inf, {}, frozenset({*unions_of(boundaries, width), (boundaries[0], boundaries[-1])})))
 
     @property
     def is_over(self) -> bool:
@@ -305,7 +186,7 @@ class Branching:
             self._push(leaf, cutoff)
             return None
         self._divide(leaf, model, outcome.point, deadline, cutoff)
-        return model.steps(outcome.point, _HALF)
+        return model.steps(outcome.point, HALF)
 
     def _push(self, leaf: Leaf, cutoff: float = math.inf) -> None:
         """Keeps a leaf, or closes it where no schedule in it is below the cutoff."""
@@ -315,16 +196,16 @@ class Branching:
         self.num_leaves += 1
         heapq.heappush(self.leaves, (leaf.bound, self.num_leaves, leaf))
 
-    def _model(self, windows: frozenset[Window]) -> _Model:
+    def _model(self, windows: frozenset[Window]) -> LeafModel:
         """Returns the model that has these windows: one of the last used, or a new one."""
         if windows not in self._models:
-            self._models[windows] = _Model(self._refinement, windows)
+            self._models[windows] = LeafModel(self._refinement, windows)
             if len(self._models) > _MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(windows)
         return self._models[windows]
 
-    def _divide(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> None:
+    def _divide(self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float) -> None:
         """Puts the leaves of the best split, or the leaf with one more stage, in its place."""
         split = self._best_split(leaf, model, point, deadline, cutoff)
         gain, refined = -math.inf if split is None else split.gain(leaf.bound), None
@@ -340,7 +221,7 @@ class Branching:
         for part in leaves:
             self._push(part, cutoff)
 
-    def _best_split(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float) -> _Split | None:
+    def _best_split(self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float) -> _Split | None:
         """Returns the split whose lower side is highest, of those that are tried; None where there is none, or no time."""
         choices = model.undecided(point)
         known = self._gains.best(choices)[: _TRIED_CHOICES // 2]
@@ -361,12 +242,12 @@ class Branching:
         return best
 
     @staticmethod
-    def _split(leaf: Leaf, model: _Model, choice: Choice, deadline: float, cutoff: float) -> _Split:
+    def _split(leaf: Leaf, model: LeafModel, choice: Choice, deadline: float, cutoff: float) -> _Split:
         """Returns what the relaxations with this choice bound, at most the cutoff; no memory rows are added."""
         sides = [model.solve({**leaf.fixed, choice: side}, rounds=1, deadline=deadline).bound for side in (0.0, 1.0)]
         return _Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
 
-    def _best_refined(self, leaf: Leaf, model: _Model, point: Floats, deadline: float, cutoff: float, split: float) -> _Refined | None:
+    def _best_refined(self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float, split: float) -> _Refined | None:
         """Returns the leaf with the stage that gains most, of those that are tried; None where there is none, or no time.
 
         `split` is what the best split gains without it.
@@ -407,13 +288,13 @@ class Branching:
                 gain = max(gain, self._split(leaf, model, choice, deadline, cutoff).gain(leaf.bound) - split)
         return _Refined(gain, max(cut), replace(refined, bound=bound))
 
-    def _asked_for(self, leaf: Leaf, model: _Model, point: Floats, split: float) -> list[tuple[int, ...]]:
+    def _asked_for(self, leaf: Leaf, model: LeafModel, point: Floats, split: float) -> list[tuple[int, ...]]:
         """Returns the stages that are asked for and gained before, or were never tried."""
         asked = model.asked_for(point, leaf.fixed)
         known = self._gains_of_stages.best(asked, _HOPEFUL[0] * self._scale + _HOPEFUL[1] * max(split, 0.0))[:_KNOWN_STAGES]
         return [*known, *self._gains_of_stages.untried(asked)[:_NEW_STAGES]]
 
-    def _surveyed(self, model: _Model) -> list[tuple[int, ...]]:
+    def _surveyed(self, model: LeafModel) -> list[tuple[int, ...]]:
         """Returns stages of one operator all over the backward; once they were tried, the best of them and what is next to these."""
         first, end = model.boundaries[0], model.boundaries[-1]
         spread: list[tuple[int, ...]] = [(v, v + 1) for v in range(first, end, -(-(end - first) // _SURVEYED))]

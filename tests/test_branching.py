@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
-from remat.solvers.branching import Branching, Choice, raise_bound_by_branching
-from remat.solvers.branching import _boundaries as boundaries_of
+from remat.solvers.branching import Branching, raise_bound_by_branching
 from remat.solvers.branching import _refined as refined_windows
+from remat.solvers.leaf_model import Choice, boundaries_of
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum
 from remat.solvers.on_demand import forward_length
