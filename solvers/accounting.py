@@ -29,6 +29,11 @@ class Accounting:
         return np.where(counts, arrays.size_bytes, 0).astype(np.float64)
 
     @cached_property
+    def size_if_repeated(self) -> Floats:
+        """The same, with the bytes that snapshots take where an operator that reads them is computed again."""
+        return np.where(self.graph.arrays.producer >= 0, self.graph.arrays.size_bytes, 0).astype(np.float64)
+
+    @cached_property
     def reader(self) -> Ints:
         """For each entry of `arrays.read`, the operator that reads."""
         return np.repeat(np.arange(self.graph.num_operators), np.diff(self.graph.arrays.read_start))

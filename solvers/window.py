@@ -24,7 +24,8 @@ Every schedule of the fixed order maps to a feasible point that costs no more: S
 in a priced window beyond the first is paid at least once, a value that is read again later in w is either in memory at
 v or computed again after v. So the optimum, and every dual bound of it, is a lower bound for all of them. What an
 operator takes over in place (*reused*) is at most its largest candidate that is not read later, and a candidate read
-later only where it is computed again. Values of snapshots count as empty. Outputs are read once more at the end.
+later only where it is computed again. Values of snapshots are empty until no original operator reads them any more: they are then
+kept for one that is computed again, as which it counts (`schedule.effective_sizes`). Outputs are read once more at the end.
 
 Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6) and 1e-6 of the keep-all cost is taken off each
 bound; where all costs are integers the bound is then rounded up. The bound is HiGHS's dual bound, never an objective.
@@ -85,6 +86,7 @@ class WindowModel:
         self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}  # the row's index, and its upper side without a reserve
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
+        self._sizes_over: dict[int, Floats] = {}
         for window in self.windows:
             self._add_columns(window, is_priced=window in priced)
         for window in self.windows:
@@ -106,13 +108,20 @@ class WindowModel:
         for boundary in {start, end} - {0, count} - set(self.keep):
             is_useful, _ = self.accounting.relevant(boundary)
             values = np.flatnonzero(is_useful)
-            is_free = self.accounting.size[values] == 0
+            is_free = self._size_over(boundary)[values] == 0
             columns = self.program.add_columns(np.zeros(len(values)), lower=is_free.astype(np.float64))
             self.keep[boundary] = self._scatter(len(is_useful), values, columns)
         if 0 < end < count:
             values = np.flatnonzero(self.keep[end] >= 0)
             columns = self.program.add_columns(np.zeros(len(values)), is_integer=False)
             self.through[window] = self._scatter(len(self.keep[end]), values, columns)
+
+    def _size_over(self, boundary: int) -> Floats:
+        """Bytes of each value that is kept over a boundary: of a snapshot only where that is for nothing but recomputations."""
+        if boundary not in self._sizes_over:
+            is_for_more = self.accounting.last_read(self.graph.num_operators) >= boundary
+            self._sizes_over[boundary] = np.where(is_for_more, self.accounting.size, self.accounting.size_if_repeated)
+        return self._sizes_over[boundary]
 
     @staticmethod
     def _scatter(length: int, index: Ints, columns: Ints) -> Ints:
@@ -240,7 +249,7 @@ class WindowModel:
 
     def _add_usage_through(self, point: Floats, window: Window, change: Floats) -> None:
         start, end = window
-        last, producer, size = self._readers[window], self.graph.arrays.producer, self.accounting.size
+        last, producer, size = self._readers[window], self.graph.arrays.producer, self._size_over(end)
         through, kept = self.values_at(self.through[window], point), self.values_at(self.kept_columns(end), point)
         begin = np.maximum(np.maximum(producer, last) + 1, start) - start
         chosen = np.flatnonzero((self.through[window] >= 0) & (begin < end - start))
@@ -301,7 +310,7 @@ class WindowModel:
         arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
         is_read = np.zeros(len(size), np.bool_)
         is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
-        is_held = (arrays.producer >= 0) & (arrays.producer < v) & ~is_read & (size > 0)
+        is_held = (arrays.producer >= 0) & (arrays.producer < v) & ~is_read
         again = self._again_of_value(window)
         later = np.flatnonzero(is_held & (last > v))
         constant = float(self.accounting.own[v] + size[later].sum())
@@ -310,7 +319,7 @@ class WindowModel:
         if window in self.through:
             column = self.kept_columns(window[1]) if v == window[1] - 1 else self.through[window]
             over = np.flatnonzero(is_held & (last < v) & (column >= 0))
-            np.add.at(coefficient, column[over], size[over])
+            np.add.at(coefficient, column[over], self._size_over(window[1])[over])
         sure, excess = self._reused(window)
         constant -= float(sure[v - window[0]])
         candidates = slice(arrays.reuse_start[v], arrays.reuse_start[v + 1])
