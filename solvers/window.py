@@ -25,7 +25,8 @@ in a priced window beyond the first is paid at least once, a value that is read 
 v or computed again after v. So the optimum, and every dual bound of it, is a lower bound for all of them. What an
 operator takes over in place (*reused*) is at most its largest candidate that is not read later, and a candidate read
 later only where it is computed again. Values of snapshots are empty until no original operator reads them any more: they are then
-kept for one that is computed again, as which it counts (`schedule.effective_sizes`). Outputs are read once more at the end.
+kept for one that is computed again, and count (`schedule.effective_sizes`) where all of them together matter. Outputs are read
+once more at the end.
 
 Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6) and 1e-6 of the keep-all cost is taken off each
 bound; where all costs are integers the bound is then rounded up. The bound is HiGHS's dual bound, never an objective.
@@ -53,6 +54,7 @@ Window = tuple[int, int]
 _BUDGET_SLACK = 1e-6
 _BOUND_MARGIN = 1e-6
 _COST_SCALE = 1000.0
+_LEAST_SNAPSHOTS = 0.01  # of the least room beside an operator, for snapshots to count
 
 
 class WindowModel:
@@ -118,10 +120,18 @@ class WindowModel:
 
     def _size_over(self, boundary: int) -> Floats:
         """Bytes of each value that is kept over a boundary: of a snapshot only where that is for nothing but recomputations."""
+        if not self._do_snapshots_count:
+            return self.accounting.size
         if boundary not in self._sizes_over:
             is_for_more = self.accounting.last_read(self.graph.num_operators) >= boundary
             self._sizes_over[boundary] = np.where(is_for_more, self.accounting.size, self.accounting.size_if_repeated)
         return self._sizes_over[boundary]
+
+    @cached_property
+    def _do_snapshots_count(self) -> bool:
+        """False where all of them take next to nothing of the room that any operator leaves: what is kept of them is no decision then."""
+        snapshots = (self.accounting.size_if_repeated - self.accounting.size).sum()
+        return bool(snapshots > _LEAST_SNAPSHOTS * (self.budget - self.accounting.own.max(initial=0.0)))
 
     @staticmethod
     def _scatter(length: int, index: Ints, columns: Ints) -> Ints:
