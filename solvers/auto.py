@@ -52,10 +52,9 @@ from .shared import Shared
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
 _LEAST_MOVES, _MOVES_AN_OPERATOR = 20_000, 500
 _STAGNANT_ROUNDS = 3
-_HOT = (1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the rounds in turn
-_HOT_IF_LARGE = (1e-5, 1e-3, 3e-4, 1e-3)  # what is found soon is good there, and is cooled first; then hot rounds, which take long
-_COLD_IF_LARGE, _COLD_SHARE = 1e-5, 0.25  # of the moves of a hot round
-_MOST_MOVES_IF_LARGE = 4_000_000 if IS_COMPILED else 2_500  # of a hot round there; shorter ones end above their start
+_ROUNDS = (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0), (1e-4, 1.0)  # in turn: first temperature, share of the moves
+_ROUNDS_IF_LARGE = (1e-5, 0.25), (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0)  # what is found soon is good there, and is cooled first
+_MOST_MOVES_IF_LARGE = 4_000_000 if IS_COMPILED else 2_500  # of a round; hot ones that are shorter end above their start
 _HOT_CLOSELY = (1e-3, 3e-4)  # of the rounds from a persistent schedule
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
 _FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 2  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
@@ -250,15 +249,15 @@ class Auto(Solver):
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
         is_large = search.graph.num_operators > _MOST_OPERATORS_TO_RESTART
-        hot, stagnant = _HOT_IF_LARGE if is_large else _HOT, 0
+        rounds_in_turn, most_moves = (_ROUNDS_IF_LARGE, _MOST_MOVES_IF_LARGE) if is_large else (_ROUNDS, _MOST_MOVES)
+        stagnant = 0
         starts = [search.steps, *starts] if is_large and search.steps is not None else starts
         for index in range(rounds):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
             start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
-            temperature, moves = hot[index % len(hot)], self._num_moves(search.graph, _MOST_MOVES_IF_LARGE if is_large else _MOST_MOVES)
-            moves = round(_COLD_SHARE * moves) if is_large and temperature <= _COLD_IF_LARGE else moves
-            round_ = Round(moves, temperature, 1e-6, is_close=index % 2 == 1)
+            hot, share = rounds_in_turn[index % len(rounds_in_turn)]
+            round_ = Round(round(share * self._num_moves(search.graph, most_moves)), hot, 1e-6, is_close=index % 2 == 1)
             local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1

@@ -79,7 +79,7 @@ class Leaf:
     windows: frozenset[Window]
 
 
-def _refined(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
+def refined_windows(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
     """Windows with further boundaries: those there were, without which the model may bound less, and those of the new stages."""
     return windows | unions_of(sorted({*boundaries_of(windows), *cut}), 2)
 
@@ -259,11 +259,17 @@ class Branching:
             if split == -math.inf:
                 self._gains_of_stages.forget()  # what gained nothing elsewhere is all that is left
             asked = self._asked_for(leaf, model, point, split)
-            best = self._best_of(asked, self._gains_of_stages, leaf, deadline, cutoff, math.inf) or best
+            best = self._best_of(asked, self._gains_of_stages, leaf, deadline, cutoff, None) or best
         return None if is_past(deadline) else best
 
     def _best_of(
-        self, cuts: Iterable[tuple[int, ...]], gains: _Gains[tuple[int, ...]], leaf: Leaf, deadline: float, cutoff: float, split: float
+        self,
+        cuts: Iterable[tuple[int, ...]],
+        gains: _Gains[tuple[int, ...]],
+        leaf: Leaf,
+        deadline: float,
+        cutoff: float,
+        split: float | None,
     ) -> _Refined | None:
         """Returns the leaf with that of these stages which gains most, of those it has time for, and notes what they gain."""
         best: _Refined | None = None
@@ -276,14 +282,14 @@ class Branching:
                 best = found
         return best
 
-    def _refined(self, leaf: Leaf, cut: tuple[int, ...], deadline: float, cutoff: float, split: float) -> _Refined:
-        """Returns the leaf with one more stage and what that gains, alone or beyond a finite `split` with the largest choice taken too."""
-        refined = replace(leaf, windows=_refined(leaf.windows, cut))
+    def _refined(self, leaf: Leaf, cut: tuple[int, ...], deadline: float, cutoff: float, split: float | None) -> _Refined:
+        """Returns the leaf with one more stage and what that gains, alone or, given a `split`, beyond it with the largest choice taken."""
+        refined = replace(leaf, windows=refined_windows(leaf.windows, cut))
         model = self._model(refined.windows)
         outcome = model.solve(leaf.fixed, rounds=_ROUNDS_TO_TRY, deadline=deadline)
         bound = max(leaf.bound, outcome.bound)
         gain = bound - leaf.bound
-        if outcome.point is not None and bound < cutoff and split < math.inf:
+        if outcome.point is not None and bound < cutoff and split is not None:
             for choice in model.undecided(outcome.point)[:1]:
                 gain = max(gain, self._split(leaf, model, choice, deadline, cutoff).gain(leaf.bound) - split)
         return _Refined(gain, max(cut), replace(refined, bound=bound))

@@ -88,7 +88,6 @@ class WindowModel:
         self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}  # the row's index, and its upper side without a reserve
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
-        self._sizes_over: dict[int, Floats] = {}
         for window in self.windows:
             self._add_columns(window, is_priced=window in priced)
         for window in self.windows:
@@ -122,10 +121,11 @@ class WindowModel:
         """Bytes of each value that is kept over a boundary: of a snapshot only where that is for nothing but recomputations."""
         if not self._do_snapshots_count:
             return self.accounting.size
-        if boundary not in self._sizes_over:
-            is_for_more = self.accounting.last_read(self.graph.num_operators) >= boundary
-            self._sizes_over[boundary] = np.where(is_for_more, self.accounting.size, self.accounting.size_if_repeated)
-        return self._sizes_over[boundary]
+        return np.where(self._last_read >= boundary, self.accounting.size, self.accounting.size_if_repeated)
+
+    @cached_property
+    def _last_read(self) -> Ints:
+        return self.accounting.last_read(self.graph.num_operators)
 
     @cached_property
     def _do_snapshots_count(self) -> bool:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
-from remat.solvers.branching import Branching, raise_bound_by_branching
-from remat.solvers.branching import _refined as refined_windows
+from remat.solvers.branching import Branching, raise_bound_by_branching, refined_windows
 from remat.solvers.leaf_model import Choice, boundaries_of
 from remat.solvers.milp import MILP
 from remat.solvers.minimum import minimum

@@ -19,24 +19,27 @@ from tests.oracles import brute_force
 
 
 def with_snapshots(seed: int, length: int) -> Graph:
-    """A chain forward and back in which some operators of the forward first take a snapshot of a state."""
+    """A chain forward and back; some operators of the forward read a snapshot, taken first of all or right before."""
     rng = random.Random(seed)
-    values, operators, last, read_back = [Value("input", 0, kind=ValueKind.INPUT)], list[Operator](), 0, list[tuple[int, ...]]()
+    values, snapshots, chain, read_back = [Value("input", 0, kind=ValueKind.INPUT)], list[Operator](), list[Operator](), list[set[int]]()
+    last, is_early = 0, rng.random() < 0.5
     for layer in range(length):
-        reads: tuple[int, ...] = (last,)
+        reads = [last]
         if rng.random() < 0.7:
-            values.append(Value(f"state_{layer}", rng.choice([1, 2, 4])))
-            operators.append(Operator(f"snapshot_{layer}", 0.0, (), (len(values) - 1,), pinned="state", is_snapshot=True))
-            reads = (last, len(values) - 1)
+            values.append(Value(f"state_{layer}", rng.choice([2, 8, 20])))
+            snapshot = Operator(f"snapshot_{layer}", 0.0, (), (len(values) - 1,), pinned="state", is_snapshot=True)
+            (snapshots if is_early else chain).append(snapshot)
+            reads.append(len(values) - 1)
         values.append(Value(f"hidden_{layer}", rng.choice([1, 3, 5])))
-        operators.append(Operator(f"layer_{layer}", float(rng.choice([1, 3, 8])), reads, (len(values) - 1,)))
-        read_back.append((last, len(values) - 1))
+        chain.append(Operator(f"layer_{layer}", float(rng.choice([1, 3, 8])), tuple(reads), (len(values) - 1,)))
+        read_back.append({last, len(values) - 1})
         last = len(values) - 1
     for layer in reversed(range(length)):
         values.append(Value(f"gradient_{layer}", rng.choice([1, 3, 6])))
-        operators.append(Operator(f"back_{layer}", 1.0, (last, *set(read_back[layer]) - {last}), (len(values) - 1,), phase=Phase.BACKWARD))
+        reads = [last, *sorted(read_back[layer] - {last})]
+        chain.append(Operator(f"back_{layer}", 1.0, tuple(reads), (len(values) - 1,), phase=Phase.BACKWARD))
         last = len(values) - 1
-    return Graph(tuple(values), tuple(operators), (last,))
+    return Graph(tuple(values), (*snapshots, *chain), (last,))
 
 
 def bound_s(graph: Graph, budget_bytes: int, boundaries: tuple[int, ...]) -> float:
