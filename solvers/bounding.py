@@ -41,8 +41,9 @@ _SCOUTING_SHARE = 0.4  # of the time for bounds
 _USUAL_GAP = 0.005
 _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
 _LEAST_OPERATORS_TO_PRICE = 500
-_MOST_RELAXATIONS = 6
+_MOST_RELAXATIONS, _RELAXATIONS_IF_WIDE = 12, 6  # where the gap is not very wide, and where it is
 _FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
+_RELAXATION_SHARE = 0.4  # of the time left, for each relaxation of a large graph
 _PRICING_SHARE = 0.4  # of the time
 
 
@@ -91,8 +92,9 @@ class Bounding:
         fruitless, scouted_s = 0, -math.inf
         for count in range(_MOST_RELAXATIONS):
             stages, best_s = refinement.boundaries, refinement.best_s
-            offer_with_reserves(search, refinement)
-            if not self.refine(is_relaxed=True):
+            if not search.is_within(_WIDE_GAP):  # else annealing finds better ones
+                offer_with_reserves(search, refinement)
+            if not self.refine(deadline=time.perf_counter() + _RELAXATION_SHARE * search.left_s, is_relaxed=True):
                 return False
             if count == 0 and not (search.is_over or search.is_within(_USUAL_GAP)):
                 scouted_s = scout_crowded(refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s)
@@ -100,7 +102,10 @@ class Bounding:
                     search.raise_bound(scouted_s)
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
             is_last = fruitless > 0 and (refinement.best_s == scouted_s or fruitless * search.graph.num_operators >= _FRUITLESS_WORK)
-            if refinement.boundaries == stages or is_last:
+            is_wide = not search.is_within(_VERY_WIDE_GAP)
+            if count > 0 and search.steps is not None and not is_wide:
+                refinement.cut_where_repeated(search.steps, stages)
+            if refinement.boundaries == stages or is_last or (is_wide and count + 1 == _RELAXATIONS_IF_WIDE):
                 break
         refinement.return_to_best_relaxed()
         return True
@@ -108,11 +113,12 @@ class Bounding:
     def refine(self, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
         """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
         search, refinement = self.search, self.refinement
-        if refinement.is_over or search.is_over:
+        if search.is_over or (not refinement.may_relax if is_relaxed else refinement.is_over):
             return True
         first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
         deadline = deadline if deadline < math.inf else time.perf_counter() + first_s
-        step = refinement.solve(deadline=deadline, cutoff_s=self._cutoff_s, is_relaxed=is_relaxed)
+        is_rounded = not is_relaxed or search.is_within(_VERY_WIDE_GAP)
+        step = refinement.solve(deadline=deadline, cutoff_s=self._cutoff_s, is_relaxed=is_relaxed, is_rounded=is_rounded)
         if step.bound_s == math.inf:
             return not self._is_infeasible()
         search.raise_bound(step.bound_s)

@@ -128,7 +128,7 @@ class LazyRows:
     def _add_rounded(self, point: Floats) -> bool:
         """Adds a cut by rounding for each row that has one which the point violates; False where there is none."""
         knapsacks = [*self.model.knapsacks, *(knapsack for moments in self.moments for knapsack in moments.knapsacks)]
-        cuts = [cut for knapsack in knapsacks if (cut := rounded(knapsack, point)) is not None]
+        cuts = [cut for knapsack in knapsacks for cut in rounded(knapsack, point)]
         for cut in cuts:
             self.model.program.add_row(cut.columns, cut.coefficients, upper=cut.upper)
         return bool(cuts)

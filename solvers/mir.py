@@ -40,11 +40,13 @@ class Knapsack:
         columns: no column twice.
         bytes: exact, of any sign.
         upper: exact.
+        written: by which operator each column's bytes are written; where bytes must be missing, those written early are cheap to miss.
     """
 
     columns: Ints
     bytes: Ints
     upper: int
+    written: Ints
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Cut:
     upper: float
 
 
-def rounded(knapsack: Knapsack, point: Floats) -> Cut | None:
-    """Returns the cut that `point` violates most, of those tried; None where it violates none.
+def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
+    """Returns the cut that `point` violates most, of those tried, and the same one with few complements; none where it violates none.
 
     Args:
         knapsack: holds for every schedule.
@@ -70,7 +72,7 @@ def rounded(knapsack: Knapsack, point: Floats) -> Cut | None:
     fractional = fractional[np.argsort(np.abs(value[fractional] - 0.5), kind="stable")]
     sizes = np.abs(knapsack.bytes[fractional])
     if not len(fractional) or knapsack.upper - float(np.dot(knapsack.bytes, value)) > sizes.max():
-        return None
+        return []
     sizes = np.unique(sizes[:_MOST_SIZES])
     units = np.unique((sizes[:, None] // _DIVISORS)[sizes[:, None] % _DIVISORS == 0])
     flips = np.arange(-1, min(len(fractional), _MOST_FLIPS))  # -1 for none
@@ -85,10 +87,23 @@ def rounded(knapsack: Knapsack, point: Floats) -> Cut | None:
     excess /= np.maximum(np.sqrt((weight**2).sum(axis=2)), 1e-9)
     flip, unit = np.unravel_index(int(np.argmax(excess)), excess.shape)
     if excess[flip, unit] <= _LEAST_VIOLATION:
-        return None
+        return []
     is_complement[fractional] = complement[flip]
-    cut = _cut(knapsack, int(units[unit]), is_complement)
-    return cut if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS else None
+    spare = _spare(knapsack, int(units[unit]), is_complement, value)
+    cuts = [_cut(knapsack, int(units[unit]), chosen) for chosen in (is_complement, is_complement ^ spare)[: 1 + int(spare.any())]]
+    return [cut for cut in cuts if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS]
+
+
+def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -> Bools:
+    """Returns columns whose bytes are there in full and which the cut needn't name, those written first."""
+    missing = unit - (knapsack.upper - int(knapsack.bytes[is_complement].sum())) % unit
+    is_full = np.where(knapsack.bytes > 0, is_complement & (value >= 1 - _FRACTIONAL), ~is_complement & (value <= _FRACTIONAL))
+    size = np.abs(knapsack.bytes)
+    chosen = np.flatnonzero(is_full & (size < missing))
+    chosen = chosen[np.argsort(knapsack.written[chosen], kind="stable")]
+    result = np.zeros(len(size), np.bool_)
+    result[chosen[np.cumsum(size[chosen]) < missing]] = True
+    return result
 
 
 def _weights(bytes_: Ints, upper: Ints, unit: Ints) -> Floats:

@@ -115,7 +115,10 @@ class MomentRows:
         entries = [self._merged(row.entries, column_of) for row in rows]
         program.add_rows_of(entries, [row.lower for row in rows])
         columns, shares = (np.array(side) for side in zip(*entries[-1], strict=True))
-        self.knapsacks.append(Knapsack(columns, np.rint(shares * -budget).astype(np.int64), int(budget)))
+        producer = self.graph.arrays.producer
+        written = {column_of((kind, index)): index if kind == "R" else int(producer[index]) for (kind, index), _ in usage.entries}
+        ranks = np.array([written[column] for column in columns.tolist()])
+        self.knapsacks.append(Knapsack(columns, np.rint(shares * -budget).astype(np.int64), int(budget), ranks))
 
     @staticmethod
     def _merged(entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]) -> list[tuple[int, float]]:

@@ -32,7 +32,7 @@ from .window import Window, WindowModel
 
 MAX_STAGES = 12
 _ROUNDINGS = 5  # of cuts by rounding, of a relaxation that integers follow
-_MAX_COLUMNS = 60_000
+_MAX_COLUMNS, _MAX_RELAXED_COLUMNS = 60_000, 90_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
@@ -70,6 +70,7 @@ class Refinement:
         self.is_split = 0 < self.first < graph.num_operators
         self.singles: set[int] = set()
         self.cuts: set[int] = set()
+        self.wide: set[Window] = set()  # stages of earlier relaxations, without which the next may bound less
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
@@ -86,7 +87,7 @@ class Refinement:
         """
         bound_s, singles, cuts = other._best_relaxed
         if bound_s > -math.inf:
-            self.singles, self.cuts, self.rows = set(singles), set(cuts), set(other.rows)
+            self.singles, self.cuts, self.rows, self.wide = set(singles), set(cuts), set(other.rows), set(other.wide)
             self.moments = {key: set(times) for key, times in other.moments.items()}
 
     @property
@@ -106,16 +107,23 @@ class Refinement:
         stages = len(self.boundaries) - 1
         return not self.is_split or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
 
+    @property
+    def may_relax(self) -> bool:
+        """True where the linear relaxation over the present stages is solved in reasonable time."""
+        stages = len(self.boundaries) - 1
+        return self.is_split and stages <= MAX_STAGES and (stages == 1 or 2 * self.first * (stages + 1) <= _MAX_RELAXED_COLUMNS)
+
     def is_too_large(self, num_stages: int) -> bool:
         """True where a model of so many stages is not solved in reasonable time."""
         return 2 * self.first * (num_stages + 1) > _MAX_COLUMNS
 
     def _windows(self, *, is_relaxed: bool) -> list[Window]:
-        """All unions of neighbouring stages; on large graphs and for relaxations only the stages and the whole."""
+        """All unions of neighbouring stages; for relaxations the stages, those before and the whole, on large graphs the first and last."""
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
         if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
-            return sorted({*stages, (boundaries[0], boundaries[-1])})
+            wide = {(a, b) for a, b in self.wide if is_relaxed and {a, b} <= {*boundaries}}
+            return sorted({*stages, *wide, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
     def _model(self, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
@@ -123,6 +131,7 @@ class Refinement:
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
         windows = [forward, *self._windows(is_relaxed=is_relaxed)]
         model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
+        model.program.starts_from_last = is_relaxed
         return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments, most_roundings=most_roundings)
 
     def relaxation(self) -> LazyRows:
@@ -139,7 +148,7 @@ class Refinement:
         cost_s = float(self.graph.arrays.cost_s[steps].sum())
         return _worst(before, at), cost_s
 
-    def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False) -> Step:
+    def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False, is_rounded: bool = True) -> Step:
         """Solves the present model and prepares the next one.
 
         Args:
@@ -149,9 +158,10 @@ class Refinement:
             is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
                 as they are where that schedule fits, and the one that keeps what it keeps a little of, or where a limit
                 stopped the solver.
+            is_rounded: cuts a relaxation by rounding, which takes several times as long.
         """
         boundaries = self.boundaries
-        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed, most_roundings=0 if is_relaxed else _ROUNDINGS)
+        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0)
         model = lazy.model
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         gap = self._gap(len(stages), cutoff, model.objective(self.best_s))
@@ -160,6 +170,7 @@ class Refinement:
         self.moments |= lazy.sets
         steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
         self.best_s = max(self.best_s, bound_s)
+        self.wide.update(stages if is_relaxed else ())
         if is_relaxed and bound_s > self._best_relaxed[0]:
             self._best_relaxed = bound_s, set(self.singles), set(self.cuts)
         if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
@@ -171,9 +182,9 @@ class Refinement:
             steps = self._steps(kept)
             paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
             before = self.singles | self.cuts
-            self._cut(steps, boundaries, None if is_relaxed else paid)
+            self._cut(steps, boundaries, None if is_relaxed else paid, is_single=is_relaxed and is_rounded)
             if is_relaxed and self.boundaries == boundaries:
-                self._cut(self.steps_of(model, outcome.point, _LITTLE), boundaries, None)
+                self._cut(self.steps_of(model, outcome.point, _LITTLE), boundaries, None, is_single=is_rounded)
             if not is_relaxed:
                 self._drop_useless(before, deadline)
                 # where the schedule is as good as the model says, the model may do better
@@ -232,10 +243,11 @@ class Refinement:
         self.moments |= lazy.sets
         return lazy.model.bound_s(outcome) if outcome.is_finished else -math.inf
 
-    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float] | None) -> None:
+    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float] | None, *, is_single: bool) -> None:
         """Cuts where `steps` fail most; ends where they don't, or no cut is left.
 
-        Without `paid_s`, what the model pays in each stage, only where they need too much memory.
+        Without `paid_s`, what the model pays in each stage, only where they need too much memory. With `is_single`, the operator where they
+        do is a stage, as cuts by rounding say more on both sides of it.
         """
         before, at, extra_s = self._failures(steps)
         is_known = set(boundaries)
@@ -243,7 +255,7 @@ class Refinement:
         single = max((v for v in sorted(excess) if not {v, v + 1} <= is_known), key=lambda v: excess[v], default=-1)
         cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
         if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
-            self.cuts.add(cut)
+            (self.singles if is_single else self.cuts).add(cut)
             return
         if paid_s is None and single < 0:
             return
@@ -254,6 +266,34 @@ class Refinement:
             self.is_split = False
         else:
             self.singles.add(single)
+
+    def cut_where_repeated(self, steps: list[int], boundaries: Sequence[int]) -> None:
+        """Makes the operator the next stage before which `steps` pay most for what they computed again in the same stage already.
+
+        A window counts each operator once. Where there is no such operator, the next stage is the one chosen by the last model.
+
+        Args:
+            steps: a schedule within the budget.
+            boundaries: of the last model's stages.
+        """
+        known, cost_s = {*boundaries}, self.graph.arrays.cost_s
+        seen, again, pending = set[int](), set[int](), list[int]()
+        repeated_s: dict[int, float] = {}
+        for op in steps:
+            if op in seen:
+                pending.append(op)
+                continue
+            seen.add(op)
+            if op in known:
+                again.clear()
+            repeated_s[op] = sum(float(cost_s[j]) for j in pending if j in again)
+            again.update(pending)
+            pending.clear()
+        inside = [v for v in repeated_s if v >= self.first and not {v, v + 1} <= known]
+        worst = max(inside, key=lambda v: (repeated_s[v], v), default=-1)
+        if worst >= 0 and repeated_s[worst] > 0:
+            self.singles = {v for v in self.singles if {v, v + 1} <= known} | {worst}
+            self.cuts = {v for v in self.cuts if v in known}
 
     def _surplus(self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]) -> dict[int, float]:
         """Returns, for each stage in which it is more than `paid_s`, the operator before which most is paid, and how much more that is."""

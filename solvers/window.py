@@ -305,9 +305,19 @@ class WindowModel:
             coefficient[self.peak_column], limit = -self.budget, 0.0
         columns, upper = np.flatnonzero(coefficient), (limit - constant) / self.budget
         if self.peak_column < 0:
-            self.knapsacks.append(Knapsack(columns, coefficient[columns].astype(np.int64), int(self.budget) - int(constant)))
+            bytes_, upper_bytes = coefficient[columns].astype(np.int64), int(self.budget) - int(constant)
+            self.knapsacks.append(Knapsack(columns, bytes_, upper_bytes, self._written(window)[columns]))
         row = self.program.add_row(columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget)
         self._memory_rows[window, v] = row, upper
+
+    def _written(self, window: Window) -> Ints:
+        """By which operator the value is written that a column of a memory row of `window` stands for."""
+        written = np.full(self.program.num_columns, -1)
+        for columns in (self.through.get(window), self.keep.get(window[1])):
+            if columns is not None:
+                written[columns[columns >= 0]] = self.graph.arrays.producer[columns >= 0]
+        written[self.again[window][self.again[window] >= 0]] = np.flatnonzero(self.again[window] >= 0)
+        return written
 
     def set_reserve(self, reserve: Floats) -> None:
         """Takes bytes off the budget at each operator. What the model says is then no bound."""

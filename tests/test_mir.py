@@ -34,25 +34,31 @@ def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -
     upper = int(low + share * (high - low))
     rng = np.random.default_rng(seed)
     point = np.where(rng.random(len(sizes)) < 0.4, rng.random(len(sizes)), rng.integers(0, 2, len(sizes)))
-    cut = rounded(Knapsack(np.arange(len(sizes)), np.array(sizes), upper), point)
-    if cut is None:
-        return
-    assert float(cut.coefficients @ point[cut.columns]) > cut.upper
-    for bits in itertools.product((0, 1), repeat=len(sizes)):
-        if sum(size * bit for size, bit in zip(sizes, bits, strict=True)) <= upper:
-            assert float(cut.coefficients @ np.array(bits)[cut.columns]) <= cut.upper
+    for cut in rounded(Knapsack(np.arange(len(sizes)), np.array(sizes), upper, rng.permutation(len(sizes))), point):
+        assert float(cut.coefficients @ point[cut.columns]) > cut.upper
+        for bits in itertools.product((0, 1), repeat=len(sizes)):
+            if sum(size * bit for size, bit in zip(sizes, bits, strict=True)) <= upper:
+                assert float(cut.coefficients @ np.array(bits)[cut.columns]) <= cut.upper
 
 
 def test_a_part_of_a_large_value_is_cut_off() -> None:
-    cut = rounded(Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9), np.array([1.0, 1.0, 0.25, 0.0]))
-    assert cut is not None
+    (cut,) = rounded(Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9, np.arange(4)), np.array([1.0, 1.0, 0.25, 0.0]))
     assert cut.columns.tolist() == [0, 1, 2]
     np.testing.assert_allclose(cut.coefficients, 1)
     np.testing.assert_allclose(cut.upper, 2)  # two of them fit, whatever becomes of the small one
 
 
+def test_what_is_cheap_to_drop_is_left_out_of_a_cut() -> None:
+    """The last value fits once 3 of 20 bytes are missing: had the first operator's 2 bytes a part in it, dropping them would do."""
+    sizes, written = np.array([2, 6, 6, 6]), np.array([0, 2, 3, 1])
+    plain, few = rounded(Knapsack(np.arange(4), sizes, 17, written), np.array([1.0, 1.0, 1.0, 0.5]))
+    assert 0 in plain.columns.tolist()
+    assert few.columns.tolist() == [1, 2, 3]
+    np.testing.assert_allclose(few.upper, 2)  # of the three large ones
+
+
 def test_a_point_with_nothing_fractional_is_left_alone() -> None:
-    assert rounded(Knapsack(np.arange(2), np.array([3, 5]), 4), np.array([1.0, 1.0])) is None
+    assert rounded(Knapsack(np.arange(2), np.array([3, 5]), 4, np.arange(2)), np.array([1.0, 1.0])) == []
 
 
 def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int) -> float:
