@@ -4,7 +4,8 @@ Start with the backward as one stage (`window`). Build the schedule of the model
 much memory right before an original operator, while values are computed again for it, make that a stage of its own; where
 too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
 costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
-of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Rows found before are kept;
+of neighbouring stages as windows and, in stages of one operator, moments (`moments`). Where that is too much, a model is relaxed, cut by
+rounding (`mir`), and has the stages of earlier ones as windows, or it may bound less than these. Rows found before are kept;
 cuts and stages of one operator without which the linear relaxation is as good are given up once.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
@@ -117,21 +118,22 @@ class Refinement:
         """True where a model of so many stages is not solved in reasonable time."""
         return 2 * self.first * (num_stages + 1) > _MAX_COLUMNS
 
-    def _windows(self, *, is_relaxed: bool) -> list[Window]:
-        """All unions of neighbouring stages; for relaxations the stages, those before and the whole, on large graphs the first and last."""
+    def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
+        """All unions of neighbouring stages; if large or relaxed only the stages, where `is_wide` those before, and the whole."""
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
         if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
-            wide = {(a, b) for a, b in self.wide if is_relaxed and {a, b} <= {*boundaries}}
+            wide = {(a, b) for a, b in self.wide if is_wide and {a, b} <= {*boundaries}}
             return sorted({*stages, *wide, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
     def _model(self, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
         """The model over the present stages, with the rows known of its windows."""
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
-        windows = [forward, *self._windows(is_relaxed=is_relaxed)]
+        is_wide = is_relaxed and most_roundings > 0
+        windows = [forward, *self._windows(is_relaxed=is_relaxed, is_wide=is_wide)]
         model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
-        model.program.starts_from_last = is_relaxed
+        model.program.starts_from_last = is_wide
         return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments, most_roundings=most_roundings)
 
     def relaxation(self) -> LazyRows:
