@@ -43,7 +43,7 @@ _CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are roun
 _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS, _RELAXATIONS_IF_WIDE = 12, 6  # where the gap is not very wide, and where it is
 _FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
-_RELAXATION_SHARE = 0.4  # of the time left, for each relaxation of a large graph
+_RELAXATION_SHARE = 0.7  # of the time left, for each relaxation of a large graph
 _PRICING_SHARE = 0.4  # of the time
 
 
