@@ -2,7 +2,7 @@
 
 1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose schedules are offered, with memory in
    reserve where they failed (`reserves`) or mended by eviction. Where the first of these leave a gap, stages around the operators
-   that leave least room (`scouting`) are the next.
+   that leave least room (`scouting`) are the next, then those before which the best schedule computes again what it did before.
 2. On small graphs, where the gap is wide, stages chosen by what they bound, and where it stays wide, or was very wide, a tree of leaves
    with stages of their own (`branching`).
 3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at once (`benders`).

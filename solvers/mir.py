@@ -9,6 +9,10 @@ more. With some columns replaced by their complements, any unit d > 0 and f the 
 (Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and Wolsey, 1990). As there, columns above
 a half are complemented, then one fractional one less or more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
 
+A point escapes such a cut by dropping a little of what is complemented, and there is much that is cheap to drop. So the same cut is given
+with few complements too: columns that are there in full are left as they are, those written first before the others, as long as the
+rest stays on its side of a multiple of the unit. Of these it then says nothing, and what remains is dear, such as gradients.
+
 Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same. Everything is computed in integers
 but the last quotient.
 Complexity: of one row, O(units * (fractional columns)^2), and O(columns) for the cut itself.
