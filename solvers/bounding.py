@@ -105,7 +105,7 @@ class Bounding:
             is_wide = not search.is_within(_VERY_WIDE_GAP)
             if count > 0 and search.steps is not None and not is_wide:
                 refinement.cut_where_repeated(search.steps, stages)
-            if refinement.boundaries == stages or is_last or (is_wide and count + 1 == _RELAXATIONS_IF_WIDE):
+            if search.is_over or refinement.boundaries == stages or is_last or (is_wide and count + 1 == _RELAXATIONS_IF_WIDE):
                 break
         refinement.return_to_best_relaxed()
         return True

@@ -32,7 +32,7 @@ from .on_demand import forward_length, steps_on_demand
 from .window import Window, WindowModel
 
 MAX_STAGES = 12
-_ROUNDINGS = 5  # of cuts by rounding, of a relaxation that integers follow
+_ROUNDINGS = 5  # of cuts by rounding, of a relaxation
 _MAX_COLUMNS, _MAX_RELAXED_COLUMNS = 60_000, 90_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
@@ -112,11 +112,11 @@ class Refinement:
     def may_relax(self) -> bool:
         """True where the linear relaxation over the present stages is solved in reasonable time."""
         stages = len(self.boundaries) - 1
-        return self.is_split and stages <= MAX_STAGES and (stages == 1 or 2 * self.first * (stages + 1) <= _MAX_RELAXED_COLUMNS)
+        return self.is_split and stages <= MAX_STAGES and (stages == 1 or not self.is_too_large(stages, _MAX_RELAXED_COLUMNS))
 
-    def is_too_large(self, num_stages: int) -> bool:
+    def is_too_large(self, num_stages: int, most_columns: int = _MAX_COLUMNS) -> bool:
         """True where a model of so many stages is not solved in reasonable time."""
-        return 2 * self.first * (num_stages + 1) > _MAX_COLUMNS
+        return 2 * self.first * (num_stages + 1) > most_columns
 
     def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
         """All unions of neighbouring stages; if large or relaxed only the stages, where `is_wide` those before, and the whole."""
