@@ -17,7 +17,7 @@ Complexity: O(stages^2 (V + E)) rows a model. Source: this package's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -279,18 +279,13 @@ class Refinement:
             boundaries: of the last model's stages.
         """
         known, cost_s = {*boundaries}, self.graph.arrays.cost_s
-        seen, again, pending = set[int](), set[int](), list[int]()
-        repeated_s: dict[int, float] = {}
-        for op in steps:
-            if op in seen:
-                pending.append(op)
-                continue
-            seen.add(op)
+        again, repeated_s = set[int](), dict[int, float]()
+        for position, before in _bursts(steps):
+            op = steps[position]
             if op in known:
                 again.clear()
-            repeated_s[op] = sum(float(cost_s[j]) for j in pending if j in again)
-            again.update(pending)
-            pending.clear()
+            repeated_s[op] = sum(float(cost_s[j]) for j in before if j in again)
+            again.update(before)
         inside = [v for v in repeated_s if v >= self.first and not {v, v + 1} <= known]
         worst = max(inside, key=lambda v: (repeated_s[v], v), default=-1)
         if worst >= 0 and repeated_s[worst] > 0:
@@ -326,24 +321,27 @@ class Refinement:
     def _failures(self, steps: list[int]) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
         """Returns bytes over the budget before, and at, each original operator of the backward, and the cost of what leads to it."""
         held = simulate(self.graph, Schedule.from_steps(self.graph, steps)).bytes_at
-        before: dict[int, float] = {}
-        at: dict[int, float] = {}
-        extra_s: dict[int, float] = {}
-        seen: set[int] = set()
-        over, cost_s = 0.0, 0.0
-        for position, op in enumerate(steps):
-            excess = float(held[position]) - self.budget_bytes
-            if op in seen:
-                over = max(over, excess)
-                cost_s += self.graph.operators[op].cost_s
+        before, at, extra_s = dict[int, float](), dict[int, float](), dict[int, float]()
+        for position, again in _bursts(steps):
+            op, excess = steps[position], float(held[position]) - self.budget_bytes
+            if op < self.first:
                 continue
-            seen.add(op)
-            if op >= self.first:
-                before.update({op: over} if over > max(excess, 0.0) else {})
-                at.update({op: excess} if excess > 0 else {})
-                extra_s.update({op: cost_s} if cost_s > 0 else {})
-            over, cost_s = 0.0, 0.0
+            over = max(held[position - len(again) : position].tolist(), default=self.budget_bytes) - self.budget_bytes
+            cost_s = sum(self.graph.operators[j].cost_s for j in again)
+            before.update({op: float(over)} if over > max(excess, 0.0) else {})
+            at.update({op: excess} if excess > 0 else {})
+            extra_s.update({op: cost_s} if cost_s > 0 else {})
         return before, at, extra_s
+
+
+def _bursts(steps: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yields, for each operator's first computation, its position and the operators computed again right before it."""
+    seen, begin = set[int](), 0
+    for position, op in enumerate(steps):
+        if op not in seen:
+            seen.add(op)
+            yield position, steps[begin:position]
+            begin = position + 1
 
 
 def _worst(before: Mapping[int, float], at: Mapping[int, float]) -> dict[int, float]:
