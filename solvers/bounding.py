@@ -36,6 +36,7 @@ _NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
+_LEAST_TO_BRANCH_S = 12.0  # of the limit
 _LEAVES_WITHOUT_CLOCK = 40  # of the tree, with one thread, which then goes by them and not by the clock
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _USUAL_GAP = 0.005
@@ -130,19 +131,21 @@ class Bounding:
         """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
 
         Where the gap is wide on a small graph, with stages chosen first (`scouting`), and where it stays wide, by a tree (`branching`),
-        which chooses its own where the gap is wider still.
+        which chooses its own where the gap is wider still. With a short limit, as for a point of a curve, there is no tree: it would
+        have few leaves, and the stages chosen bound more by then.
         """
         search, refinement = self.search, self.refinement
         began, left_s = time.perf_counter(), share * search.left_s
-        may_branch = refinement.first <= MOST_FORWARD
+        is_short = refinement.first <= MOST_FORWARD
+        may_branch = is_short and search.deadline_s - search.started_s >= _LEAST_TO_BRANCH_S
         if may_branch and not search.is_within(_VERY_WIDE_GAP):
             refinement.singles, refinement.cuts = set(), set()  # the tree looks for its own
         elif not search.is_within(_WIDE_GAP):
             scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
             if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
                 search.raise_bound(scouted_s)
-        if may_branch:
-            if not search.is_within(_WIDE_GAP):
+        if is_short:
+            if may_branch and not search.is_within(_WIDE_GAP):
                 most_leaves = MOST_LEAVES if self.by_clock else _LEAVES_WITHOUT_CLOCK
                 raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s, most_leaves=most_leaves)
             self._decompose(began, left_s)

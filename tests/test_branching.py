@@ -6,12 +6,15 @@ import math
 import time
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
+from remat.solvers import bounding
+from remat.solvers.bounding import Bounding
 from remat.solvers.branching import Branching, raise_bound_by_branching, refined_windows
 from remat.solvers.leaf_model import Choice, boundaries_of
 from remat.solvers.milp import MILP
@@ -194,6 +197,20 @@ def test_the_tree_ends_where_it_is_too_large() -> None:
     grow(tree, 2 * GRAPH.cost_s, 100)
     assert tree.is_over
     assert tree.num_leaves <= 7
+
+
+@pytest.mark.parametrize(("limit_s", "is_grown"), [(5.0, False), (60.0, True)])
+def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(monkeypatch: pytest.MonkeyPatch, limit_s: float, is_grown: bool) -> None:
+    """Else stages chosen by what they bound are all there is, as for a point of a curve."""
+    grown = list[Search]()
+    monkeypatch.setattr(bounding, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search))
+    search, refinement = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s), Refinement(GRAPH, budget_bytes=TIGHT)
+    assert search.offer(minimum(GRAPH).steps)
+    assert not search.is_within(0.05)
+    before_s = search.bound_s
+    Bounding(search, refinement, gap=0.0, by_clock=True).run(1.0 / limit_s)
+    assert bool(grown) is is_grown
+    assert search.bound_s > before_s
 
 
 def test_the_bound_of_a_search_is_raised_only_with_a_cutoff() -> None:
