@@ -136,15 +136,15 @@ class Bounding:
         """
         search, refinement = self.search, self.refinement
         began, left_s = time.perf_counter(), share * search.left_s
-        is_short = refinement.first <= MOST_FORWARD
-        may_branch = is_short and search.deadline_s - search.started_s >= _LEAST_TO_BRANCH_S
+        has_short_forward = refinement.first <= MOST_FORWARD
+        may_branch = has_short_forward and search.deadline_s - search.started_s >= _LEAST_TO_BRANCH_S
         if may_branch and not search.is_within(_VERY_WIDE_GAP):
             refinement.singles, refinement.cuts = set(), set()  # the tree looks for its own
         elif not search.is_within(_WIDE_GAP):
             scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
             if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
                 search.raise_bound(scouted_s)
-        if is_short:
+        if has_short_forward:
             if may_branch and not search.is_within(_WIDE_GAP):
                 most_leaves = MOST_LEAVES if self.by_clock else _LEAVES_WITHOUT_CLOCK
                 raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s, most_leaves=most_leaves)
