@@ -25,7 +25,8 @@ from .solution import Solution
 from .solvers import Solver, make_solver
 from .solvers.frontier import frontier_solutions
 from .tracers.aot import TracedStep
-from .tracers.costs import CostModel, resolve_costs
+from .tracers.cost_models import resolve_costs
+from .tracers.costs import CostModel
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -19,7 +19,8 @@ from .piecewise import Piecewise
 from .plans import FixedPlan, Plans
 from .runtime import PlannedCall, run_compiled, tensors_in
 from .sharding import outside_bytes, sharding_of, with_sharding
-from .tracers.costs import CostModel, resolve_costs
+from .tracers.cost_models import resolve_costs
+from .tracers.costs import CostModel
 
 
 class PlannedBlocks(PlannedCall):

@@ -21,8 +21,8 @@ import numpy as np
 from .arena import Blocks, in_time_order
 from .composition import Category, Composition
 from .graph import Graph, Phase
+from .labels import shape_text, short_target
 from .plot_schedule import is_first_time
-from .report import shape_text, short_target
 from .schedule import Schedule
 from .units import Units
 

@@ -29,7 +29,7 @@ from .solvers import Solver, make_solver
 from .solvers.auto import Auto
 from .solvers.minimum import Minimum, minimum
 from .solvers.shared import Shared
-from .tracers.costs import roofline
+from .tracers.cost_models import roofline
 from .tracers.devices import Device, device_at_hand
 from .tracers.devices import device as device_named
 from .tracers.retarget import fused_attention, retarget

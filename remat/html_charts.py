@@ -27,9 +27,9 @@ except ModuleNotFoundError as missing:  # the extra is not installed
 from .composition import Category, Composition
 from .decisions import Decision
 from .graph import Graph
+from .labels import shape_text, short_target
 from .plot_schedule import is_first_time, module_groups
 from .plot_style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED
-from .report import shape_text, short_target
 from .schedule import Schedule, simulate
 from .solution import Solution, Status
 from .units import Scale, Units

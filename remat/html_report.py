@@ -13,7 +13,8 @@ from .decisions import Decision, decide
 from .graph import Graph
 from .html_charts import COLOUR_OF, memory_chart, schedule_chart, step_range, tradeoff_chart
 from .html_values import value_table
-from .report import Group, Report, shape_text, short_target
+from .labels import shape_text, short_target
+from .report import Group, Report
 from .solution import Solution
 from .units import Units
 

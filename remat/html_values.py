@@ -16,7 +16,7 @@ from bokeh.models.widgets.tables import DataTable, HTMLTemplateFormatter, Number
 from .decisions import Decision, Fate
 from .graph import Graph
 from .html_charts import labelled
-from .report import shape_text, short_target
+from .labels import shape_text, short_target
 from .units import Scale, Units
 
 _FILTER = """

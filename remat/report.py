@@ -15,12 +15,13 @@ from rich.table import Table
 
 from .budget import describe_bytes, format_bytes
 from .graph import Graph, Phase, Value
+from .labels import SOURCE_WIDTH, shape_text, short_source, short_target
 from .schedule import Schedule, Simulation, lifetimes, simulate
 from .solution import Solution
 
 _WIDTH = 80
 _ROWS = 12
-_MODULE, _SOURCE = 15, 12  # columns for a module's path, and for file and line
+_MODULE = 15  # columns for a module's path
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -188,7 +189,7 @@ class Report:
 def _group_table(title: str, groups: list[Group]) -> Table:
     total = sum(group.size_bytes for group in groups)
     table = Table(box=box.SIMPLE, title=f"{title}: {format_bytes(total)}", title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
-    for name, width in (("module", _MODULE + 1), ("operator", 14), ("largest", 18), ("source", _SOURCE + 1)):  # with the padding
+    for name, width in (("module", _MODULE + 1), ("operator", 14), ("largest", 18), ("source", SOURCE_WIDTH + 1)):  # with the padding
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
     for name, width in (("of", 3), ("bytes", 9)):
         table.add_column(name, justify="right", no_wrap=True, width=width)
@@ -200,33 +201,3 @@ def _group_table(title: str, groups: list[Group]) -> Table:
     if rest:
         table.add_row("...", "", "", "", str(sum(group.count for group in rest)), format_bytes(sum(group.size_bytes for group in rest)))
     return table
-
-
-def short_target(target: str) -> str:
-    """Returns an operator's name for people.
-
-    >>> short_target("aten.mm.default")
-    'mm'
-    """
-    return target.removeprefix("aten.").removesuffix(".default")
-
-
-def short_source(source: str, width: int = _SOURCE) -> str:
-    """Returns file and line in a number of columns; what is too long loses letters of the file, not of the line.
-
-    >>> short_source("modeling_resnet.py:66: hidden_states = self.convolution(input)")
-    'modeling…:66'
-    """
-    place = source.split(": ")[0]
-    name, _, line = place.rpartition(":")
-    return place if len(place) <= width else f"{name[: max(0, width - len(line) - 2)]}…:{line}"
-
-
-def shape_text(dtype: str, shape: Sequence[int]) -> str:
-    """Returns type and shape for people.
-
-    >>> shape_text("bfloat16", (8, 1024))
-    'bf16[8,1024]'
-    """
-    kind = dtype.replace("uint", "u").replace("float", "f").replace("int", "i")
-    return f"{kind}[{','.join(map(str, shape))}]" if dtype else ""

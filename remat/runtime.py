@@ -26,7 +26,8 @@ from .piecewise import Piecewise
 from .plans import FixedPlan, Options, Plans
 from .solution import Solution
 from .tracers.aot import TracedStep
-from .tracers.costs import CostModel, resolve_costs
+from .tracers.cost_models import resolve_costs
+from .tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 

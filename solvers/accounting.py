@@ -67,3 +67,13 @@ class Accounting:
                 is_again[j] = True
                 is_useful[arrays.read[read_start[j] : read_start[j + 1]]] = True
         return is_useful, is_again
+
+
+def working_set_bytes(graph: Graph) -> int:
+    """The largest working set: what one operator reads, writes and works with, or all results, and what is resident; O(E)."""
+    accounting, arrays = Accounting(graph), graph.arrays
+    taken = np.zeros(graph.num_operators)
+    np.maximum.at(taken, np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)), accounting.size[arrays.reuse])
+    own = accounting.own - taken
+    results = accounting.size[np.unique(arrays.output)].sum()
+    return graph.resident_bytes + int(max(own.max(initial=0.0), results))

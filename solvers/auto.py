@@ -36,12 +36,12 @@ import numpy as np
 from ..graph import Graph
 from ..schedule import Schedule, simulate
 from ..solution import Solution, Status
+from .accounting import working_set_bytes
 from .base import Solver
 from .bounding import Bounding, is_small
 from .compiled import COMPILER_S, IS_COMPILED
 from .interrupt import heeding_interrupts
 from .local_search import LocalSearch, Round
-from .minimum import working_set_bytes
 from .neighbourhood import Kind, Neighbourhood
 from .offers import offer_families, offer_greedy, offer_mended, offer_persistent
 from .progress import Progress

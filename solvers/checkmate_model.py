@@ -26,33 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import SolverError
+from .arrays import ONE, ZERO, ModelArrays
 from .stage_form import StageForm
 
 MAX_NONZEROS = 2_000_000
-ZERO, ONE = -1, -2  # constants in the place of a column
 _LARGEST_EXACT_TOTAL = 1e7  # above it costs are scaled to a total of 1e4 rather than to whole numbers
 
 Terms = list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class ModelArrays:
-    """min cost'x + offset over row'x <= upper, 0 <= x <= 1, rows in CSR form."""
-
-    cost: NDArray[np.float64]
-    offset: float
-    column_upper: NDArray[np.float64]
-    is_integer: NDArray[np.bool_]
-    row_start: NDArray[np.int32]
-    index: NDArray[np.int32]
-    value: NDArray[np.float64]
-    row_upper: NDArray[np.float64]
 
 
 class CheckmateModel:

@@ -30,6 +30,7 @@ from .compiled import IS_COMPILED, compiled, in_time, inner, is_ready
 from .on_demand import values_always_kept
 from .sequence import users
 
+MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
 _FAR = 1 << 40
 _MOST_OPERATORS_IN_PYTHON = 2_000  # a few seconds, in place of those of the compiler
 

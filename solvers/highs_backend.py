@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SolverError
-from .checkmate_model import ModelArrays
+from .arrays import ModelArrays
 from .dual_bound import LinearProgram, branching_margin, proves_infeasible, safe_bound
 from .interrupt import stop_when_interrupted
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ..errors import SolverError
 from ..graph import Graph
 from ..solution import Solution
+from .arrays import ModelArrays
 from .base import Solver
-from .checkmate_model import ModelArrays
 from .highs_backend import Answer, Report
 from .milp import quick_schedules, solve_exactly
 from .progress import ProgressCallback

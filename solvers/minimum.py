@@ -20,9 +20,9 @@ import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
-from .accounting import Accounting, Ints
+from .accounting import Ints, working_set_bytes
 from .compiled import COMPILER_S, IS_COMPILED
-from .eviction import Rule, steps_with_eviction
+from .eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
 from .families import Families
 from .interrupt import is_past
 from .lazy_rows import LazyRows
@@ -33,7 +33,6 @@ from .search import keeps_regions
 from .window import WindowModel
 
 MAX_FACTOR = 8.0
-MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
 _PRECISION = 1 / 1_000  # of the least peak so far, where the search for a smaller one ends
 _OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets at a time
 _LIMIT_S = 1.0
@@ -132,16 +131,6 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
             continue
         peak_bytes, steps = leaner, local.best_steps
     return peak_bytes, steps
-
-
-def working_set_bytes(graph: Graph) -> int:
-    """The largest working set: what one operator reads, writes and works with, or all results, and what is resident; O(E)."""
-    accounting, arrays = Accounting(graph), graph.arrays
-    taken = np.zeros(graph.num_operators)
-    np.maximum.at(taken, np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)), accounting.size[arrays.reuse])
-    own = accounting.own - taken
-    results = accounting.size[np.unique(arrays.output)].sum()
-    return graph.resident_bytes + int(max(own.max(initial=0.0), results))
 
 
 def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from .eviction import Rule, is_compiled, steps_with_eviction
+from .eviction import MOST_OPERATORS_TO_EVICT, Rule, is_compiled, steps_with_eviction
 from .interrupt import is_past
 from .mending import mended
-from .minimum import MOST_OPERATORS_TO_EVICT
 from .refinement import Refinement
 from .reserves import Reserves
 from .rotor import rotor_steps

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..graph import Graph
 from ..schedule import Schedule, simulate
+from .accounting import working_set_bytes
 from .eviction import Rule, steps_with_eviction
 from .local_search import LocalSearch, Round
-from .minimum import working_set_bytes
 from .segmentation import Segmentation
 
 MOST_SEGMENTS_TOGETHER = 4

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..graph import Arrays, Graph
 from .accounting import Bools, Floats, Ints
-from .checkmate_model import ONE, ZERO, ModelArrays
+from .arrays import ONE, ZERO, ModelArrays
 from .slots import Slots, events_of, gather, ranges
 
 _UNIT = 1e-5  # objective 1 as a share of the cost of keeping everything

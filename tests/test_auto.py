@@ -22,12 +22,13 @@ from remat.graph import Graph
 from remat.schedule import Schedule, simulate
 from remat.solution import Solution, Status
 from remat.solvers import compiled
+from remat.solvers.accounting import working_set_bytes
 from remat.solvers.auto import Auto
 from remat.solvers.bounding import Bounding
 from remat.solvers.eviction import Rule, steps_with_eviction
 from remat.solvers.lazy_rows import LazyRows
 from remat.solvers.local_search import LocalSearch, Round
-from remat.solvers.minimum import minimum, working_set_bytes
+from remat.solvers.minimum import minimum
 from remat.solvers.occurrences import lay_out
 from remat.solvers.offers import offer_persistent
 from remat.solvers.on_demand import forward_length, steps_on_demand

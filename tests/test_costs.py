@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.tracers import devices, profiled, workspace
 from remat.tracers.cache import DiskCache
-from remat.tracers.costs import CostModel, Flops, flops, resolve_costs, roofline
+from remat.tracers.cost_models import flops, resolve_costs, roofline
+from remat.tracers.costs import CostModel, Flops
 from remat.tracers.profiled import profile
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ from experiments.browser import installed_browser, look
 from remat.composition import Category, Composition
 from remat.decisions import Decision, Fate, decide
 from remat.graph import Graph, ValueKind
-from remat.report import Report, shape_text
+from remat.labels import shape_text
+from remat.report import Report
 from remat.schedule import Schedule, simulate
 from remat.solution import Solution
 from remat.solvers import make_solver

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.schedule import Schedule, simulate
+from remat.solvers.accounting import working_set_bytes
 from remat.solvers.chen import ChenGreedy
 from remat.solvers.eviction import Rule, steps_with_eviction
 from remat.solvers.mending import mended, unrolled
-from remat.solvers.minimum import minimum, working_set_bytes
+from remat.solvers.minimum import minimum
 from remat.solvers.on_demand import steps_on_demand
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
 from remat.validate import validate

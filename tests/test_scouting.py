@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from remat.schedule import Schedule, simulate
 from remat.solution import Status
 from remat.solvers import bounding, scouting
+from remat.solvers.accounting import working_set_bytes
 from remat.solvers.auto import Auto
 from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum, working_set_bytes
+from remat.solvers.minimum import minimum
 from remat.solvers.refinement import Refinement
 from remat.solvers.scouting import scout, scout_crowded
 from remat.tracers.synthetic import chain, random_layered, transformer

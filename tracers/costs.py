@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
@@ -100,47 +100,3 @@ class Roofline(CostModel):
         is_convolution = call.packet in CONVOLUTIONS
         dtype = next((t.dtype for t in (*call.inputs, *call.outputs) if t.dtype.is_floating_point), torch.float32)
         return self.device.flop_per_s(dtype, allow_tf32=self.allow_tf32[is_convolution])
-
-
-def flops() -> Flops:
-    """Returns the unit-free model that counts floating-point operations."""
-    return Flops()
-
-
-def roofline(device: str | devices.Device = "") -> Roofline:
-    """Returns the roofline model of a device: a name of the table, or the device at hand if empty.
-
-    Whether float32 products use TF32 is what torch's settings say now.
-    """
-    if isinstance(device, str):
-        device = devices.device(device) if device else devices.device_at_hand()
-    backends: Any = torch.backends
-    return Roofline(device, (backends.cuda.matmul.fp32_precision == "tf32", backends.cudnn.conv.fp32_precision == "tf32"))
-
-
-def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
-    """Returns the cost model that `spec` names.
-
-    Args:
-        spec: a model, or "flops", "roofline", "roofline:DEVICE", "profile".
-        device_type: the type of the device at hand that "roofline" and "profile" mean,
-            `cpu` or `cuda`; its GPU, where there is one, if empty.
-
-    Raises:
-        ValueError: there is no such model or device.
-
-    >>> resolve_costs("roofline:h100").name
-    'roofline:H100'
-    """
-    if isinstance(spec, CostModel):
-        return spec
-    kind, _, device = spec.partition(":")
-    if kind == "flops" and not device:
-        return flops()
-    if kind == "roofline":
-        return roofline(device or devices.device_at_hand(device_type))
-    if kind == "profile" and not device:
-        from .profiled import profile  # it derives its model from the one above
-
-        return profile(device_type)
-    raise ValueError(f'unknown costs {spec!r}; known are "flops", "roofline", "roofline:DEVICE" (roofline:H100) and "profile"')

@@ -1,0 +1,24 @@
+"""A mixed-integer program as plain arrays, and the constants that stand in the place of a column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+ZERO, ONE = -1, -2  # constants in the place of a column
+
+
+@dataclass(frozen=True)
+class ModelArrays:
+    """min cost'x + offset over row'x <= upper, 0 <= x <= 1, rows in CSR form."""
+
+    cost: NDArray[np.float64]
+    offset: float
+    column_upper: NDArray[np.float64]
+    is_integer: NDArray[np.bool_]
+    row_start: NDArray[np.int32]
+    index: NDArray[np.int32]
+    value: NDArray[np.float64]
+    row_upper: NDArray[np.float64]
