@@ -30,8 +30,8 @@ import torch.nn.functional as F
 import remat
 from experiments.figures import arguments, draw, legend_below, read, table, titled, write
 from experiments.transformer_arithmetic import kept_bytes, traced
-from remat.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
-from remat.schedule import Schedule
+from remat.core.schedule import Schedule
+from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 
 SEED = 0
 HEADS, WIDTH, TILE = 4, 64, 128

@@ -14,9 +14,9 @@ from pathlib import Path
 from experiments.bench_rows import CONSOLE, Row, Rows, facts, geometric_mean, new_table, percent
 from experiments.peers import PEERS, solve_as_peer
 from experiments.real_graphs import cached_graph
-from remat.graph import Graph
-from remat.solvers.auto import Auto
-from remat.solvers.frontier import frontier_solutions
+from remat.core.graph import Graph
+from remat.solvers.auto.frontier import frontier_solutions
+from remat.solvers.auto.solver import Auto
 
 TIME_LIMIT_S, GAP = 20.0, 0.005
 DRAWN = "gpt2_12"  # with the other methods

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from experiments.bench_frontier import DRAWN
 from experiments.bench_rows import Row
-from remat.plot import save
-from remat.plot_style import BLUE, GREEN, GREY, LINES, legend, new_figure, quiet
+from remat.look.plot import save
+from remat.look.plot_style import BLUE, GREEN, GREY, LINES, legend, new_figure, quiet
 
 _HEADROOM = 1.4  # the first schedules may cost far more than the last, which the picture is about
 

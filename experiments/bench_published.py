@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from experiments.bench_rows import CONSOLE, Row, Rows, geometric_mean, mean_row, new_table, overrun_text, percent, solve
-from remat.instance import read_instance
-from remat.solution import Solution
+from remat.core.instance import read_instance
+from remat.core.solution import Solution
 
 TIME_LIMIT_S, GAP = 60.0, 0.0
 _NOT_COMPARED = ("free_order", "griewank", "checkpoint_all", "chen")  # another class of schedules, or a heuristic

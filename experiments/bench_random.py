@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 
 from experiments.bench_rows import CONSOLE, Row, Rows, mean_row, new_table, overrun_text, percent, solve
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import random_layered
 
 TIME_LIMIT_S, GAP = 30.0, 0.0

@@ -27,12 +27,12 @@ from experiments.bench_rows import (
 )
 from experiments.peers import PEERS, solve_as_peer
 from experiments.real_graphs import BENCHMARKED, cached_graph
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
-from remat.solvers.auto import Auto
-from remat.solvers.minimum import Minimum, minimum
-from remat.solvers.shared import Shared
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.solvers.auto.minimum import Minimum, minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
 
 TIME_LIMIT_S, GAP = 60.0, 0.001
 _SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything

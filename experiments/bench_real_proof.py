@@ -13,7 +13,7 @@ from experiments.bench_proof import is_proved
 from experiments.bench_real import LEAST, budgets_of
 from experiments.bench_rows import CONSOLE, Row, Rows, mean_row, new_table, overrun_text, percent, solve
 from experiments.real_graphs import cached_graph
-from remat.graph import Graph
+from remat.core.graph import Graph
 
 TIME_LIMIT_S, GAP = 600.0, 0.01
 POINTS = (("gpt2_48", LEAST), ("unet", "40%"), ("unet", LEAST))

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
-from remat.graph import Graph
-from remat.solution import Solution, Status
-from remat.solvers.auto import Auto
-from remat.solvers.progress import Progress
+from remat.core.graph import Graph
+from remat.core.solution import Solution, Status
+from remat.solvers.auto.solver import Auto
+from remat.solvers.core.progress import Progress
 
 Row = dict[str, Any]
 WIDTH = 112  # columns of the tables

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from experiments.bench_rows import CONSOLE, Row, Rows, geometric_mean, new_table, overrun_text, percent, solve, warm_up
 from experiments.real_graphs import DEEP, cached_graph
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import random_layered, transformer
 
 TIME_LIMIT_S, GAP = 60.0, 0.01

@@ -36,12 +36,12 @@ import numpy as np
 import remat
 from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.vision import PUBLISHED_BATCH, STEPS
-from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, GREY, INK, LINES, ORANGE, RED, new_figure, quiet
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.look.plot_style import BLUE, GREEN, GREY, INK, LINES, ORANGE, RED, new_figure, quiet
 from remat.solvers import make_solver
-from remat.solvers.frontier import frontier_solutions
+from remat.solvers.auto.frontier import frontier_solutions
 
 DEVICES = ("V100", "A100", "H100")
 HEURISTICS = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linear-sqrt", "linear-greedy")

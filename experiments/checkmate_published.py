@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.environment import environment
-from remat.graph import Graph
-from remat.solvers.milp import MILP
+from remat.core.graph import Graph
+from remat.solvers.checkmate.milp import MILP
 
 log = logging.getLogger("checkmate_published")
 

@@ -30,9 +30,9 @@ def measure(way: str) -> list[dict[str, Any]]:
     """Returns a row a graph, in this process, which sees numba or does not."""
     import numpy as np
 
-    from remat.schedule import Schedule, simulate
-    from remat.solvers.eviction import Rule, steps_with_eviction
-    from remat.solvers.local_search import LocalSearch, Round
+    from remat.core.schedule import Schedule, simulate
+    from remat.solvers.search.annealing import LocalSearch, Round
+    from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
     from remat.tracers.synthetic import random_layered
 
     rows = []

@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 import remat
-from remat.capture import GraphBreak
-from remat.solvers.auto import Auto
-from remat.solvers.minimum import Minimum, minimum
-from remat.solvers.shared import Shared
+from remat.run.capture import GraphBreak
+from remat.solvers.auto.minimum import Minimum, minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
 
 from .comparison import is_same_step, peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES

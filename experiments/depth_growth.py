@@ -36,14 +36,14 @@ from torch.nn import functional
 import remat
 from experiments.figures import arguments, draw, leanest, legend_below, read, table, titled, write
 from experiments.static_memory import LSTM
-from remat.arena import Blocks
-from remat.graph import Graph, Phase
-from remat.plot_style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure, quiet
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
+from remat.analysis.arena import Blocks
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.look.plot_style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure, quiet
 from remat.solvers import make_solver
-from remat.solvers.minimum import minimum
-from remat.solvers.on_demand import steps_on_demand
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.core.on_demand import steps_on_demand
 
 SEED = 0
 MEASURED = {"ResNet": 16, "LSTM": 64}  # the size that is run for real

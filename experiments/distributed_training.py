@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.optimizer_memory import optimizer_memory
+from remat.fit.optimizer_memory import optimizer_memory
 
 
 class Block(nn.Module):

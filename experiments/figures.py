@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.environment import environment
-from remat.graph import Graph
-from remat.plot import save
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.look.plot import save
 from remat.solvers import make_solver
 
 RESULTS = Path(__file__).parent / "results"

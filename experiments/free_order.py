@@ -24,12 +24,12 @@ from typing import Any
 import remat
 from experiments.environment import environment
 from experiments.models import make
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
-from remat.solvers.auto import Auto
-from remat.solvers.free_order import FreeOrder
-from remat.solvers.progress import Progress
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.solvers.auto.solver import Auto
+from remat.solvers.core.progress import Progress
+from remat.solvers.free_order.solver import FreeOrder
 from remat.tracers.synthetic import random_layered
 
 log = logging.getLogger("free_order")

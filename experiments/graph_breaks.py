@@ -31,8 +31,8 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 import remat
-from remat.runtime import compile_call
-from remat.torch_private import capture_settings
+from remat.face.planned_module import compile_call
+from remat.torch_border.dynamo import capture_settings
 
 from .comparison import peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES

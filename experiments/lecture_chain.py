@@ -28,9 +28,9 @@ import torch
 
 import remat
 from experiments.figures import arguments, draw, legend_below, read, write
-from remat.graph import Graph, Operator, Phase, Value, ValueKind
-from remat.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
-from remat.schedule import Schedule, simulate
+from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.schedule import Schedule, simulate
+from remat.look.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
 
 LAYERS, MIDDLE = 10, 5
 SEED = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from remat.errors import SolverError
-from remat.graph import Graph
-from remat.solution import Solution
+from remat.core.errors import SolverError
+from remat.core.graph import Graph
+from remat.core.solution import Solution
 from remat.solvers import make_solver
-from remat.solvers.base import Solver
-from remat.solvers.pytorch_knapsack import PyTorchKnapsack
-from remat.solvers.rounding import LPRounding
+from remat.solvers.baselines.pytorch_knapsack import PyTorchKnapsack
+from remat.solvers.checkmate.lp_rounding import LPRounding
+from remat.solvers.core.base import Solver
 
 _CHEN = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linear-sqrt", "linear-greedy")
 

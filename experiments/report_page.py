@@ -17,9 +17,9 @@ import torch
 import remat
 from experiments.browser import look
 from experiments.figures import RESULTS, write
-from remat.demo import GPT, example_batch
-from remat.plot import plot_schedule, save
-from remat.report import Report
+from remat.cli.demo import GPT, example_batch
+from remat.look.plot import plot_schedule, save
+from remat.look.report import Report
 
 SEED = 0
 BUDGET = "60%"

@@ -25,11 +25,11 @@ from torch import nn
 import remat
 from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.models import GPT, MODELS, make
-from remat.api import trace_step
-from remat.graph import Graph, Phase
-from remat.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.face.api import trace_step
+from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.solvers import make_solver
 from remat.tracers.aot import TracedStep
 from remat.tracers.calls import Call

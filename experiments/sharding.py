@@ -38,12 +38,12 @@ import remat
 from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, write
 from experiments.models import GPT
 from experiments.transformer_arithmetic import FusedBlock
-from remat.budget import format_bytes
-from remat.composition import Category, Composition
-from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
-from remat.schedule import Schedule
-from remat.solvers.minimum import minimum
+from remat.analysis.composition import Category, Composition
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule
+from remat.look.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
+from remat.solvers.auto.minimum import minimum
 
 SEED = 0
 SHAPE: dict[str, Any] = {"num_layers": 24, "width": 1024, "num_heads": 16, "vocabulary": 50257, "dropout": 0.0}

@@ -39,9 +39,9 @@ import remat
 from experiments.comparison import peak_bytes, state_after_step
 from experiments.figures import arguments, draw, label_marks, legend_below, read, table, titled, write
 from experiments.models import GPT, Workload
-from remat.budget import parse_budget
-from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, RED, new_figure, quiet
-from remat.schedule import Schedule
+from remat.core.budget import parse_budget
+from remat.core.schedule import Schedule
+from remat.look.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, RED, new_figure, quiet
 
 SEED = 0
 BUDGETS = ("100%", "80%", "60%", "45%", "least")

@@ -3,7 +3,7 @@
     python -m experiments.speed [--output FILE]
 
 1. `simulate` on random training graphs of 1,000 and 10,000 operators with a tenth computed twice: median time a call.
-2. One operator called through `torch.ops` and through torch's own binding: what `remat.bindings` saves.
+2. One operator called through `torch.ops` and through torch's own binding: what `remat.run.bindings` saves.
 3. A whole step at 100 % against the plain step, alternating: the median of the pairs' ratios, from a tiny model to a
    larger one. CPU time of one thread, which other programs on the machine disturb least.
 """
@@ -24,8 +24,8 @@ import torch
 import remat
 from experiments.environment import environment
 from experiments.models import GPT
-from remat.schedule import Schedule, simulate
-from remat.solvers.on_demand import forward_length
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.core.on_demand import forward_length
 from remat.tracers.synthetic import random_layered
 
 RESULTS = Path(__file__).parent / "results" / "speed.json"

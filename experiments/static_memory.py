@@ -10,7 +10,7 @@ For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each w
 - *both*: this is what the simulator counts and the executor does; what is live at once is a lower bound on every arena.
   In-place adds nothing to sharing where the peak is not at such an operator.
 - placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by size (Pisarchyk and Lee,
-  2020, arXiv:2001.03288); and of our search over orders (`remat.arena.search`); over the lower bound.
+  2020, arXiv:2001.03288); and of our search over orders (`remat.analysis.arena.search`); over the lower bound.
 
 Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json` and `.png`.
 """
@@ -28,11 +28,11 @@ from torch.nn import functional
 import remat
 from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.models import GPT, resnet50
-from remat.arena import Blocks, greedy_by_size, in_time_order, search
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
-from remat.schedule import Schedule
+from remat.analysis.arena import Blocks, greedy_by_size, in_time_order, search
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule
+from remat.look.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, quiet
 
 SEED = 0
 BUDGET = "60%"

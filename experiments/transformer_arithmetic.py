@@ -35,10 +35,10 @@ from torch import nn
 import remat
 from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
 from experiments.models import GPT, Block
-from remat.budget import format_bytes
-from remat.graph import Graph, Phase
-from remat.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
-from remat.schedule import Schedule, lifetimes, simulate
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule, lifetimes, simulate
+from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.solvers import make_solver
 
 WIDTH, HEADS, VOCABULARY, BATCH = 256, 8, 3000, 4

@@ -9,39 +9,37 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .budget import format_bytes, parse_budget
-from .errors import BudgetError, GraphError, RematError, ScheduleError, SolverError, TraceError
-from .graph import Graph, Operator, Phase, Value, ValueKind
-from .schedule import Schedule, Simulation, simulate
-from .solution import Solution, Status
-from .validate import Violation, validate
+from .core.budget import format_bytes, parse_budget
+from .core.errors import BudgetError, GraphError, RematError, ScheduleError, SolverError, TraceError
+from .core.graph import Graph, Operator, Phase, Value, ValueKind
+from .core.schedule import Schedule, Simulation, simulate
+from .core.solution import Solution, Status
+from .core.validate import Violation, validate
 
 if TYPE_CHECKING:
-    from .api import checkpoint, frontier, report, solve, trace, unwrap, wrap
-    from .fits import Fit, fits
-    from .max_batch import Batches, max_batch
-    from .measure import Measurement, measure
-    from .report import Report
+    from .face.api import checkpoint, frontier, report, solve, trace, unwrap, wrap
+    from .face.sweep import sweep
+    from .fit.fits import Fit, fits
+    from .fit.max_batch import Batches, max_batch
+    from .look.report import Report
+    from .run.measure import Measurement, measure
     from .solvers import SOLVER_NAMES, make_solver
-    from .solvers.minimum import minimum
-    from .sweep import sweep
+    from .solvers.auto.minimum import minimum
 
 __version__ = "0.1.0"
 
 # What needs torch or a solver is imported when it is first asked for: `remat solve` on a plain graph starts without torch.
 _LAZY = {
-    **dict.fromkeys(("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "api"),
-    **dict.fromkeys(("Fit", "fits"), "fits"),
-    **dict.fromkeys(("Batches", "max_batch"), "max_batch"),
-    **dict.fromkeys(("Measurement", "measure"), "measure"),
-    "Report": "report",
+    **dict.fromkeys(("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "face.api"),
+    **dict.fromkeys(("Fit", "fits"), "fit.fits"),
+    **dict.fromkeys(("Batches", "max_batch"), "fit.max_batch"),
+    **dict.fromkeys(("Measurement", "measure"), "run.measure"),
+    "Report": "look.report",
     **dict.fromkeys(("SOLVER_NAMES", "make_solver"), "solvers"),
-    "minimum": "solvers.minimum",
-    "sweep": "sweep",
+    "minimum": "solvers.auto.minimum",
+    "sweep": "face.sweep",
 }
 
 __all__ = [
@@ -92,17 +90,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """Keeps `remat.measure` and `remat.report` the functions, though submodules have the same names."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _LAZY and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

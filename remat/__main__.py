@@ -1,6 +1,6 @@
 """`python -m remat`: the command line."""
 
-from .cli import main
+from remat.cli.commands import main
 
 if __name__ == "__main__":
     main()

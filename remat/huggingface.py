@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 import remat
-from remat.optimizer_memory import state_bytes_of
+from remat.fit.optimizer_memory import state_bytes_of
 
 
 class RematCallback(TrainerCallback):

@@ -7,7 +7,7 @@ if __name__ == "solvers":  # imported by the folder's name, from a checkout
 
     alias(__name__)
 else:
-    from .base import Solver
+    from .core.base import Solver
     from .registry import SOLVER_NAMES, make_solver
 
     __all__ = ["SOLVER_NAMES", "Solver", "make_solver"]

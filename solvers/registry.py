@@ -6,28 +6,28 @@ import dataclasses
 import importlib
 from typing import Any
 
-from .base import Solver
+from .core.base import Solver
 
 # name -> (module, class, fixed options); modules are imported when asked for, so that a missing
 # backend of one method is no trouble to the others
 _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "auto": ("auto", "Auto", {}),
-    "keep-all": ("keep_all", "KeepAll", {}),
-    "chen-sqrt": ("chen", "ChenSqrt", {}),
-    "chen-greedy": ("chen", "ChenGreedy", {}),
-    "ap-sqrt": ("articulation", "ArticulationSqrt", {}),
-    "ap-greedy": ("articulation", "ArticulationGreedy", {}),
-    "linear-sqrt": ("linearized", "LinearizedSqrt", {}),
-    "linear-greedy": ("linearized", "LinearizedGreedy", {}),
-    "revolve": ("revolve", "Revolve", {}),
-    "recompute-cheap": ("recompute_cheap", "RecomputeCheap", {}),
-    "recompute-attention": ("recompute_attention", "RecomputeAttention", {}),
-    "per-block": ("per_block", "PerBlock", {}),
-    "pytorch-knapsack": ("pytorch_knapsack", "PyTorchKnapsack", {}),
-    "milp": ("milp", "MILP", {}),
-    "milp-pulp": ("milp_pulp", "PuLPMILP", {}),
-    "lp-rounding": ("rounding", "LPRounding", {}),
-    "free-order": ("free_order", "FreeOrder", {}),
+    "auto": ("auto.solver", "Auto", {}),
+    "keep-all": ("baselines.keep_all", "KeepAll", {}),
+    "chen-sqrt": ("baselines.chen", "ChenSqrt", {}),
+    "chen-greedy": ("baselines.chen", "ChenGreedy", {}),
+    "ap-sqrt": ("baselines.articulation", "ArticulationSqrt", {}),
+    "ap-greedy": ("baselines.articulation", "ArticulationGreedy", {}),
+    "linear-sqrt": ("baselines.linearized", "LinearizedSqrt", {}),
+    "linear-greedy": ("baselines.linearized", "LinearizedGreedy", {}),
+    "revolve": ("baselines.revolve", "Revolve", {}),
+    "recompute-cheap": ("baselines.recompute_cheap", "RecomputeCheap", {}),
+    "recompute-attention": ("baselines.recompute_attention", "RecomputeAttention", {}),
+    "per-block": ("baselines.per_block", "PerBlock", {}),
+    "pytorch-knapsack": ("baselines.pytorch_knapsack", "PyTorchKnapsack", {}),
+    "milp": ("checkmate.milp", "MILP", {}),
+    "milp-pulp": ("checkmate.milp_pulp", "PuLPMILP", {}),
+    "lp-rounding": ("checkmate.lp_rounding", "LPRounding", {}),
+    "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"
 SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)  # what free order finds is never compared with theirs

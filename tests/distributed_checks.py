@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.blocks import PlannedBlocks
-from remat.runtime import PlannedCall
-from remat.solvers.base import Solver
-from remat.torch_private import get_call
+from remat.face.blocks import PlannedBlocks
+from remat.face.planned_module import PlannedCall
+from remat.solvers.core.base import Solver
+from remat.torch_border.modules import get_call
 
 WIDTH, TOKENS, BATCH = 32, 16, 32
 

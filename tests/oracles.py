@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from remat.graph import Graph
+from remat.core.graph import Graph
 
 MAX_OPERATORS = 10
 

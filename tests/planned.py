@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import remat
-from remat.runtime import PlannedCall
-from remat.solvers.base import Solver
-from remat.solvers.on_demand import steps_on_demand
-from remat.torch_private import get_call
+from remat.face.planned_module import PlannedCall
+from remat.solvers.core.base import Solver
+from remat.solvers.core.on_demand import steps_on_demand
+from remat.torch_border.modules import get_call
 
 Steps = Callable[[remat.Graph], Sequence[int]]
 UNLIMITED = 1 << 50

@@ -18,28 +18,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
-from remat.solvers import compiled
-from remat.solvers.accounting import working_set_bytes
-from remat.solvers.auto import Auto
-from remat.solvers.bounding import Bounding
-from remat.solvers.eviction import Rule, steps_with_eviction
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.local_search import LocalSearch, Round
-from remat.solvers.minimum import minimum
-from remat.solvers.occurrences import lay_out
-from remat.solvers.offers import offer_persistent
-from remat.solvers.on_demand import forward_length, steps_on_demand
-from remat.solvers.progress import Progress
-from remat.solvers.restarts import Restarts
-from remat.solvers.search import Search
-from remat.solvers.sequence import OVER, SLOT, bytes_held, pack
-from remat.solvers.shared import Shared
-from remat.solvers.window import Window, WindowModel
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.validate import validate
+from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
+from remat.solvers.auto.starting_schedules import offer_persistent
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import Window, WindowModel
+from remat.solvers.core import compiled
+from remat.solvers.core.accounting import working_set_bytes
+from remat.solvers.core.incumbent import Search
+from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.core.progress import Progress
+from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
+from remat.solvers.search.restarts import Restarts
+from remat.solvers.search.sequence import OVER, SLOT, bytes_held, pack
+from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions, unet
-from remat.validate import validate
 from tests.oracles import brute_force, minimum_bytes
 
 INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
@@ -313,8 +313,8 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
         planned.append(offer_persistent(search, should_stop))
         return planned[-1]
 
-    monkeypatch.setattr("remat.solvers.offers._LEAST_S", 0.0)  # however slow the machine is
-    monkeypatch.setattr("remat.solvers.auto.offer_persistent", planning)
+    monkeypatch.setattr("remat.solvers.auto.starting_schedules._LEAST_S", 0.0)  # however slow the machine is
+    monkeypatch.setattr("remat.solvers.auto.solver.offer_persistent", planning)
     monkeypatch.setattr(LocalSearch, "run", recording)
     solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(graph, budget_bytes=budget)
     assert solution.is_solved

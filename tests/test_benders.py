@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers import benders as module
-from remat.solvers import bounding
-from remat.solvers.auto import Auto
-from remat.solvers.benders import Benders, raise_bound
-from remat.solvers.bounding import Bounding
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.refinement import Refinement
-from remat.solvers.search import Search
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto import bound_pipeline
+from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.bounds import benders as module
+from remat.solvers.bounds.benders import Benders, raise_bound
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.core.incumbent import Search
 from remat.tracers.synthetic import random_layered
 from tests.test_refinement import random_training_graph
 
@@ -128,8 +128,8 @@ def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(monk
         return True
 
     monkeypatch.setattr(Bounding, "refine", solve_a_model)
-    monkeypatch.setattr(bounding, "raise_bound", lambda *_, deadline: deadlines.append(deadline))
-    monkeypatch.setattr(bounding, "_MOST_BEFORE_BENDERS_S", 0.5)
+    monkeypatch.setattr(bound_pipeline, "raise_bound", lambda *_, deadline: deadlines.append(deadline))
+    monkeypatch.setattr(bound_pipeline, "_MOST_BEFORE_BENDERS_S", 0.5)
     monkeypatch.setattr(Bounding, "_refine_to", lambda *_: None)
     Bounding(search, Refinement(GRAPH, budget_bytes=TIGHT), 0.0, by_clock=True).run(0.9)
     assert 1 <= len(models) <= 3

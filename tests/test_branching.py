@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers import bounding
-from remat.solvers.bounding import Bounding
-from remat.solvers.branching import Branching, raise_bound_by_branching, refined_windows
-from remat.solvers.leaf_model import Choice, boundaries_of
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.on_demand import forward_length
-from remat.solvers.refinement import Refinement
-from remat.solvers.search import Search
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto import bound_pipeline
+from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.bounds.branch_and_refine import Branching, raise_bound_by_branching, refined_windows
+from remat.solvers.bounds.leaf_relaxation import Choice, boundaries_of
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.core.incumbent import Search
+from remat.solvers.core.on_demand import forward_length
 from remat.tracers.synthetic import random_layered
 from tests.test_refinement import random_training_graph
 
@@ -203,7 +203,7 @@ def test_the_tree_ends_where_it_is_too_large() -> None:
 def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(monkeypatch: pytest.MonkeyPatch, limit_s: float, is_grown: bool) -> None:
     """Else stages chosen by what they bound are all there is, as for a point of a curve."""
     grown = list[Search]()
-    monkeypatch.setattr(bounding, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search))
+    monkeypatch.setattr(bound_pipeline, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search))
     search, refinement = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s), Refinement(GRAPH, budget_bytes=TIGHT)
     assert search.offer(minimum(GRAPH).steps)
     assert not search.is_within(0.05)

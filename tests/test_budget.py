@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from remat.budget import describe_bytes, format_bytes, parse_budget
-from remat.graph import Graph, Operator, Value
-from remat.units import Scale, Units
+from remat.core.budget import describe_bytes, format_bytes, parse_budget
+from remat.core.graph import Graph, Operator, Value
+from remat.core.units import Scale, Units
 
 
 @pytest.mark.parametrize(

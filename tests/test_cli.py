@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from remat import cli
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution
+from remat.cli import commands
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
 from remat.tracers.synthetic import chain, transformer
 
 Run = Callable[..., Result]
@@ -26,7 +26,7 @@ KEYS = ["status", "cost", "peak", "overhead_percent", "lower_bound", "gap_percen
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return lambda *arguments: CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_version(run: Run) -> None:
 
 
 def test_solve_starts_without_torch(plain: Path) -> None:
-    code = "import sys; from remat.cli import app; app(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    code = "import sys; from remat.cli.commands import app; app(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
     arguments = ["solve", str(plain), "--budget", "60%", "--time-limit", "5", "--format", "json"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

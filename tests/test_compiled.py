@@ -14,11 +14,11 @@ SOLVE = """
 import sys
 if "without numba" in sys.argv:
     sys.modules["numba"] = None
-from remat.solvers.auto import Auto
-from remat.solvers.compiled import IS_COMPILED
-from remat.solvers.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.core.compiled import IS_COMPILED
+from remat.solvers.auto.minimum import minimum
 from remat.tracers.synthetic import random_step
-from remat.validate import validate
+from remat.core.validate import validate
 graph = random_step(30, seed=1)
 budget = minimum(graph).peak_bytes * 11 // 10
 solution = Auto(time_limit_s=2).solve(graph, budget_bytes=budget)
@@ -52,7 +52,7 @@ def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None
 def test_a_change_reaches_all_that_was_compiled_with_the_old(changed: str, tmp_path: Path) -> None:
     """Through functions and constants of other files too, where the compiled function's own has not changed."""
     pytest.importorskip("numba")
-    header = "from remat.solvers.compiled import compiled, inner\n"
+    header = "from remat.solvers.core.compiled import compiled, inner\n"
     package = tmp_path / "nested"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -14,11 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 import remat
-from remat import cli, serialize
+from remat.cli import commands
+from remat.core import serialize
 from remat.tracers.synthetic import chain
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/**/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`(remat \w+\s[^`|]+)`")
 EXAMPLE = re.compile(r"Example:  (remat .*)$", re.MULTILINE)
@@ -45,14 +46,14 @@ def _blocks() -> list[tuple[str, str]]:
 
 def _commands() -> list[str]:
     found = [command for path in DOCUMENTS for command in COMMAND.findall(path.read_text())]
-    found += [example for command in cli.app.registered_commands for example in EXAMPLE.findall(command.callback.__doc__ or "")]
+    found += [example for command in commands.app.registered_commands for example in EXAMPLE.findall(command.callback.__doc__ or "")]
     return sorted({re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found})
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's GPT has fewer layers and plans less time: what is shown does not depend on either."""
-    monkeypatch.setattr("remat.demo.LAYERS", 2)
+    monkeypatch.setattr("remat.cli.demo.LAYERS", 2)
     for planner in (remat.checkpoint, remat.solve):
         defaults = planner.__kwdefaults__
         assert defaults is not None
@@ -91,7 +92,7 @@ def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: py
     arguments = shlex.split(command.replace("/tmp/", f"{tmp_path}/"))[1:]
     arguments += SHORTER.get(arguments[0], [])
     with joblib.parallel_config("threading"):
-        result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+        result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
     for name in ("my_project", "my_project.model"):
         sys.modules.pop(name, None)
     assert result.exit_code == 0, result.output
@@ -112,5 +113,5 @@ def test_every_make_command_has_a_recipe() -> None:
 def test_the_documents_have_code_and_commands() -> None:
     assert sum(name.startswith("README.md") for name, _ in _blocks()) >= 2
     assert {command.split()[1] for command in _commands()} == {
-        command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands
+        command.name or getattr(command.callback, "__name__", "") for command in commands.app.registered_commands
     }

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
 from remat.solvers import make_solver
-from remat.solvers.dual_bound import LinearProgram, branching_margin, is_surely_infeasible, safe_bound, safe_support
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.linear import Program
-from remat.solvers.rounding import lp_bound
-from remat.solvers.window import WindowModel
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.checkmate.lp_rounding import lp_bound
+from remat.solvers.lp.linear import Program
+from remat.solvers.lp.safe_bound import LinearProgram, branching_margin, is_surely_infeasible, safe_bound, safe_support
 from remat.tracers.synthetic import random_layered, random_step
 from tests.oracles import brute_force, minimum_bytes
 

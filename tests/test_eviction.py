@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from remat.graph import Graph, Operator, Phase, Value
-from remat.schedule import Schedule, simulate
-from remat.solvers.eviction import Rule, steps_with_eviction
+from remat.core.graph import Graph, Operator, Phase, Value
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
 NUM_LAYERS = 12
 SIZE = 100

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from remat.arena import Blocks, best_fit, greedy_by_size, in_time_order, search
-from remat.export import chrome_trace, memory_snapshot, save
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
+from remat.analysis.arena import Blocks, best_fit, greedy_by_size, in_time_order, search
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.look.export import chrome_trace, memory_snapshot, save
 from remat.solvers import make_solver
 from remat.tracers.synthetic import FAMILIES, transformer
 

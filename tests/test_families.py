@@ -6,13 +6,13 @@ from contextlib import suppress
 
 import pytest
 
-from remat.errors import SolverError
-from remat.solvers import auto
-from remat.solvers.auto import Auto
-from remat.solvers.bounding import Bounding
-from remat.solvers.chen import ChenGreedy
-from remat.solvers.families import FAMILIES, Families
-from remat.solvers.minimum import minimum
+from remat.core.errors import SolverError
+from remat.solvers.auto import solver as auto
+from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.baselines.chen import ChenGreedy
+from remat.solvers.baselines.families import FAMILIES, Families
 from remat.tracers.synthetic import chain
 
 GRAPH = chain(12)

@@ -12,7 +12,7 @@ from experiments.depth_growth import exponents
 from experiments.figures import leanest, table
 from experiments.lecture_chain import by_hand, chain
 from experiments.side_by_side import INDUCTOR, judged
-from remat.schedule import Schedule, simulate
+from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import transformer
 
 

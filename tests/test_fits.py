@@ -13,9 +13,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import remat
-from remat.cli import app
-from remat.max_batch import _largest
-from remat.optimizer_memory import OPTIMIZERS, optimizer_memory
+from remat.cli.commands import app
+from remat.fit.max_batch import _largest
+from remat.fit.optimizer_memory import OPTIMIZERS, optimizer_memory
 
 WIDTH = 64
 

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph, Operator, Phase, Value, ValueKind
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers.auto import Auto
-from remat.solvers.free_order import FreeOrder, FreeSearch, OrderRound, OrderSearch
-from remat.solvers.occurrences import lay_out
-from remat.solvers.order_bound import order_bound_s
-from remat.solvers.order_rules import order_rules
-from remat.solvers.sequence import SLOT, bytes_held
+from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.core.validate import validate
+from remat.solvers.auto.solver import Auto
+from remat.solvers.free_order.bound import order_bound_s
+from remat.solvers.free_order.rules import order_rules
+from remat.solvers.free_order.solver import FreeOrder, FreeSearch, OrderRound, OrderSearch
+from remat.solvers.search.sequence import SLOT, bytes_held
+from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions
-from remat.validate import validate
 
 INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
 QUICK = FreeOrder(gap=0.0, rounds=1)

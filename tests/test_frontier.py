@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 import remat
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
-from remat.solvers.auto import Auto
-from remat.solvers.chen import ChenGreedy
-from remat.solvers.frontier import frontier_solutions
-from remat.solvers.linearized import LinearizedGreedy
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.refinement import Refinement
-from remat.solvers.segments import Family
-from remat.solvers.shared import Shared
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.validate import validate
+from remat.solvers.auto.frontier import frontier_solutions
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
+from remat.solvers.baselines.chen import ChenGreedy
+from remat.solvers.baselines.linearized import LinearizedGreedy
+from remat.solvers.baselines.segment_family import Family
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import chain, random_layered, random_step, transformer
-from remat.validate import validate
 
 QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
 

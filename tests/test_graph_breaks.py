@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import remat
-from remat import capture, executor
-from remat.pieces import composed
-from remat.piecewise import Piecewise
-from remat.runtime import PlannedCall
-from remat.schedule import Schedule, simulate
-from remat.torch_private import get_call
+from remat.core.schedule import Schedule, simulate
+from remat.face.planned_module import PlannedCall
+from remat.pieces.joined_step import composed
+from remat.pieces.runner import Piecewise
+from remat.run import capture, executor
+from remat.torch_border.modules import get_call
 
 from .planned import UNLIMITED, Given, keep_nothing, planned
 

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import SolverError
-from remat.graph import Graph, Phase
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
+from remat.core.errors import SolverError
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.validate import validate
 from remat.solvers import make_solver
-from remat.solvers.articulation import articulation_points
-from remat.solvers.on_demand import forward_length, steps_on_demand, values_always_kept
-from remat.solvers.per_block import block_of
-from remat.solvers.pytorch_knapsack import PyTorchKnapsack, dp_knapsack, ilp_knapsack
-from remat.solvers.revolve import Revolve, advances, first_split
+from remat.solvers.baselines.articulation import articulation_points
+from remat.solvers.baselines.per_block import block_of
+from remat.solvers.baselines.pytorch_knapsack import PyTorchKnapsack, dp_knapsack, ilp_knapsack
+from remat.solvers.baselines.revolve import Revolve, advances, first_split
+from remat.solvers.core.on_demand import forward_length, steps_on_demand, values_always_kept
 from remat.tracers.synthetic import (
     FAMILIES,
     chain,
@@ -33,7 +34,6 @@ from remat.tracers.synthetic import (
     transformer,
     unet,
 )
-from remat.validate import validate
 from tests.oracles import brute_force, revolve_advances, revolve_closed_form, sqrt_peak_bound
 
 UNLIMITED = 2**62

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from remat.solvers.hierarchy import LEAST_OPERATORS, even_stages
-from remat.solvers.linear import Program
+from remat.solvers.bounds.dyadic_windows import LEAST_OPERATORS, even_stages
+from remat.solvers.lp.linear import Program
 
 
 @pytest.mark.parametrize(("first", "end", "length"), [(5, 45, 4), (5, 46, 4), (3, 40, 8), (0, 7, 16), (2, 103, 1)])

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from remat.fusion import fuse
-from remat.schedule import Schedule, simulate
+from remat.core.schedule import Schedule, simulate
+from remat.run.fusion import fuse
 from remat.tracers.aot import TracedStep
 
 from .planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_nothing
@@ -146,7 +146,7 @@ def test_an_unknown_executor_is_refused() -> None:
 
 
 def traced() -> TracedStep:
-    from remat.api import trace_step
+    from remat.face.api import trace_step
 
     return trace_step(Net(), (batch(),), costs="roofline")
 

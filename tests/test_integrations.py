@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.optimizer_memory import state_bytes_of
+from remat.fit.optimizer_memory import state_bytes_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

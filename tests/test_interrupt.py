@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.interrupt import heeding_interrupts, is_interrupted
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
 from remat.tracers.synthetic import random_layered
-from remat.validate import validate
 
 LIMIT_S = 60.0
 SOON_S = 20.0  # a busy machine has time to compute what it is at
 SCRIPT = """
 import sys, time
-from remat.graph import Graph
+from remat.core.graph import Graph
 from remat.solvers import make_solver
 
 def tell(moment):

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.accounting import Accounting
-from remat.solvers.auto import Auto
-from remat.solvers.lagrangian import Lagrangian
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.min_cut import MinCut
-from remat.solvers.minimum import minimum
-from remat.solvers.on_demand import forward_length
-from remat.solvers.window import WindowModel
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.bounds.lagrangian import Lagrangian
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.core.accounting import Accounting
+from remat.solvers.core.on_demand import forward_length
+from remat.solvers.lp.min_cut import MinCut
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, unet
 from tests.oracles import brute_force, minimum_bytes
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from remat.errors import SolverError
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
+from remat.core.errors import SolverError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.core.validate import validate
 from remat.solvers import SOLVER_NAMES, make_solver
 from remat.solvers.registry import FREE_ORDER
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step
-from remat.validate import validate
 from tests.oracles import brute_force, minimum_bytes
 
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "8"))

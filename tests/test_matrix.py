@@ -10,15 +10,15 @@ from functools import cache
 
 import pytest
 
-from remat.errors import SolverError
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
+from remat.core.errors import SolverError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.validate import validate
 from remat.solvers import SOLVER_NAMES, make_solver
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.checkmate.milp import MILP
 from remat.tracers import synthetic
-from remat.validate import validate
 
 GRAPHS = {
     "chain": synthetic.chain(5),

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.schedule import Schedule, simulate
-from remat.solvers.accounting import working_set_bytes
-from remat.solvers.chen import ChenGreedy
-from remat.solvers.eviction import Rule, steps_with_eviction
-from remat.solvers.mending import mended, unrolled
-from remat.solvers.minimum import minimum
-from remat.solvers.on_demand import steps_on_demand
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.baselines.chen import ChenGreedy
+from remat.solvers.core.accounting import working_set_bytes
+from remat.solvers.core.on_demand import steps_on_demand
+from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
+from remat.solvers.search.repair import mended, unrolled
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
-from remat.validate import validate
 from tests.test_refinement import random_training_graph
 
 

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import SolverError
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
-from remat.solvers import stage_search
-from remat.solvers.checkmate_model import CheckmateModel, add_moment, stage_model
-from remat.solvers.highs_backend import Highs
-from remat.solvers.milp import MILP
-from remat.solvers.milp_pulp import PuLPMILP, is_feasible
-from remat.solvers.ordered_stage import add_ordered_stage
-from remat.solvers.progress import Progress
-from remat.solvers.rounding import LPRounding, lp_bound
-from remat.solvers.stage_form import stage_form
-from remat.solvers.stage_plan import plans_of_point, point_of_steps
+from remat.core.errors import SolverError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.solvers.checkmate import stage_search
+from remat.solvers.checkmate.checkmate_model import CheckmateModel, add_moment, stage_model
+from remat.solvers.checkmate.lp_rounding import LPRounding, lp_bound
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.checkmate.milp_pulp import PuLPMILP, is_feasible
+from remat.solvers.checkmate.ordered_stage import add_ordered_stage
+from remat.solvers.checkmate.stage_form import stage_form
+from remat.solvers.checkmate.stage_plan import plans_of_point, point_of_steps
+from remat.solvers.core.progress import Progress
+from remat.solvers.lp.highs import Highs
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step, unet
 from tests.oracles import brute_force, minimum_bytes
 

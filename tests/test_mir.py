@@ -10,15 +10,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.mir import Knapsack, rounded
-from remat.solvers.on_demand import forward_length
-from remat.solvers.window import WindowModel
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.core.on_demand import forward_length
+from remat.solvers.lp.rounding_cuts import Knapsack, rounded
 from remat.tracers.synthetic import random_layered
 from tests.test_refinement import random_training_graph
 

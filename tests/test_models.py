@@ -23,9 +23,9 @@ from experiments.comparison import is_same_step
 from experiments.coverage_models import ARCHITECTURES, Architecture, words
 from experiments.coverage_modules import module_cases
 from experiments.models import Workload
-from remat.plain_kernels import LAYOUTS, plain_kernels
-from remat.solvers.on_demand import steps_on_demand
-from remat.torch_private import FakeTensorMode
+from remat.run.plain_kernels import LAYOUTS, plain_kernels
+from remat.solvers.core.on_demand import steps_on_demand
+from remat.torch_border.kernels import FakeTensorMode
 
 from .planned import UNLIMITED, planned
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.highs_backend import Highs
-from remat.solvers.minimum import minimum
-from remat.solvers.neighbourhood import Neighbourhood
-from remat.solvers.restarts import Restarts
-from remat.solvers.slot_model import SlotModel
-from remat.solvers.slots import slots_around
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.lp.highs import Highs
+from remat.solvers.search.neighbourhood import Neighbourhood
+from remat.solvers.search.neighbourhood_model import SlotModel
+from remat.solvers.search.restarts import Restarts
+from remat.solvers.search.slots import slots_around
 from remat.tracers.synthetic import random_layered, random_step, transformer, two_regions
-from remat.validate import validate
 from tests.oracles import brute_force, minimum_bytes
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from remat.errors import SolverError
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.chen import ChenGreedy
-from remat.solvers.nested import Nested
+from remat.core.errors import SolverError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.baselines.chen import ChenGreedy
+from remat.solvers.baselines.two_level import Nested
 from remat.tracers.synthetic import chain, transformer
-from remat.validate import validate
 
 
 def with_a_crowded_loss(graph: Graph) -> Graph:

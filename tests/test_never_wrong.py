@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from remat import capture, executor, rewrite
+from remat.run import capture, executor, rewrite
 from remat.tracers import aot, cleaning, retarget
 
 from .planned import UNLIMITED, ChangedBuffer, Steps, assert_same, call_of, keep_all, keep_nothing, planned, state_after

@@ -17,11 +17,16 @@ from experiments.all import FIGURES
 from experiments.checkmate_figures import cells_of_table_2
 from experiments.front_page import shown
 from experiments.predicted_vs_measured import Row, _cells
-from remat.cli import app
+from remat.cli.commands import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(RESULTS.glob("README.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("[!.]*/**/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(RESULTS.glob("README.md")),
+]
 
 
 def read(name: str) -> Any:

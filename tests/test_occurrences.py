@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph, Operator, Phase, Value
-from remat.schedule import Schedule, simulate
-from remat.solvers import local_search
-from remat.solvers.accounting import Ints
-from remat.solvers.free_order import OrderSearch
-from remat.solvers.local_search import LocalSearch, Round, anneal
-from remat.solvers.minimum import minimum
-from remat.solvers.occurrences import lay_out
-from remat.solvers.order_moves import anneal_free
-from remat.solvers.sequence import BLOCK, HELD, LEAST, MOST, OVER, ROOM, SLOT, State, bytes_held, steps_of
+from remat.core.graph import Graph, Operator, Phase, Value
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.core.accounting import Ints
+from remat.solvers.free_order.moves import anneal_free
+from remat.solvers.free_order.solver import OrderSearch
+from remat.solvers.search import annealing
+from remat.solvers.search.annealing import LocalSearch, Round, anneal
+from remat.solvers.search.sequence import BLOCK, HELD, LEAST, MOST, OVER, ROOM, SLOT, State, bytes_held, steps_of
+from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import random_step
 
 Move = Callable[[State, np.random.Generator], None]
@@ -126,8 +126,8 @@ def test_a_close_search_comes_back_to_what_fits(is_close: bool, monkeypatch: pyt
 
     graph = random_step(30, seed=4)
     least = minimum(graph)
-    monkeypatch.setattr(local_search, "anneal", recorded)
-    monkeypatch.setattr(local_search, "_PATIENCE", 10)
+    monkeypatch.setattr(annealing, "anneal", recorded)
+    monkeypatch.setattr(annealing, "_PATIENCE", 10)
     local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0)
     local.run(np.array(least.steps), Round(1_000, 1e6, 1e6, is_close=is_close), chunk=100)
     assert len(over) >= 10

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from remat.schedule import Schedule, simulate
-from remat.solvers import offers
-from remat.solvers.minimum import minimum
-from remat.solvers.offers import offer_with_reserves
-from remat.solvers.refinement import Refinement
-from remat.solvers.reserves import Reserves
-from remat.solvers.search import Search
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto import starting_schedules
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.starting_schedules import offer_with_reserves
+from remat.solvers.bounds.memory_margins import Reserves
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.core.incumbent import Search
 from remat.tracers.synthetic import transformer
 
 
@@ -20,7 +20,7 @@ from remat.tracers.synthetic import transformer
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     """Near the least budget of a graph; all that reserves give there is the schedule that keeps everything."""
     graph = transformer(4)
-    monkeypatch.setattr(offers, "is_compiled", lambda: True)
+    monkeypatch.setattr(starting_schedules, "is_compiled", lambda: True)
     monkeypatch.setattr(Reserves, "schedules", lambda self, deadline: iter([list(range(graph.num_operators))] * 5))
     return Search(graph, budget_bytes=minimum(graph).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0)
 
@@ -32,7 +32,7 @@ def test_reserves_that_do_not_fit_are_mended(search: Search) -> None:
 
 
 def test_what_is_dearer_than_the_best_is_not_mended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "mended", lambda *_, **__: pytest.fail("mended"))
+    monkeypatch.setattr(starting_schedules, "mended", lambda *_, **__: pytest.fail("mended"))
     search.offer(minimum(search.graph).steps)
     search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
@@ -40,6 +40,6 @@ def test_what_is_dearer_than_the_best_is_not_mended(search: Search, monkeypatch:
 
 def test_the_same_schedule_is_mended_once_by_each_rule(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = []
-    monkeypatch.setattr(offers, "mended", lambda *_, rule, **__: rules.append(rule))
+    monkeypatch.setattr(starting_schedules, "mended", lambda *_, rule, **__: rules.append(rule))
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
     assert len(rules) == len(set(rules)) > 1

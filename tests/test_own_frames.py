@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import remat
-from remat import own_frames
-from remat.own_frames import OwnFrames
-from remat.piecewise import Piecewise
-from remat.runtime import PlannedCall
-from remat.torch_private import get_call
+from remat.face.planned_module import PlannedCall
+from remat.pieces import frames
+from remat.pieces.frames import OwnFrames
+from remat.pieces.runner import Piecewise
+from remat.torch_border.modules import get_call
 
 from .planned import assert_same, keep_nothing, planned
 
@@ -112,7 +112,7 @@ def test_between_steps_modules_are_as_they_were() -> None:
     with pytest.raises(remat.TraceError, match="embedding dimension"):
         model(torch.randn(2, LENGTH, WIDTH + 1), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH))
     assert [dict(vars(part)).keys() for part in model.modules()] == [own.keys() for own in before]
-    assert not own_frames._USERS
+    assert not frames._USERS
     pickle.dumps(model)
 
 

@@ -38,7 +38,7 @@ def test_the_sdist_has_every_folder_once(dist: Path) -> None:
     names = {member.name.partition("/")[2] for member in members}
     assert not [member.name for member in members if member.issym() or member.islnk()]
     assert not [name for name in names if name.startswith(("remat/solvers", "remat/tracers"))]
-    assert {"remat/py.typed", "solvers/base.py", "tracers/synthetic.py", "tests/test_packaging.py", "LICENSE", "Makefile"} <= names
+    assert {"remat/py.typed", "solvers/core/base.py", "tracers/synthetic.py", "tests/test_packaging.py", "LICENSE", "Makefile"} <= names
 
 
 def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
@@ -46,12 +46,12 @@ def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
         names = set(wheel.namelist())
         entry_points = wheel.read("remat-0.1.0.dist-info/entry_points.txt").decode()
     assert {name.partition("/")[0] for name in names} == {"remat", "remat-0.1.0.dist-info"}
-    assert {"remat/py.typed", "remat/solvers/base.py", "remat/tracers/synthetic.py"} <= names
-    sources = {f"remat/{path.relative_to(ROOT)}" for folder in ("solvers", "tracers") for path in (ROOT / folder).glob("*.py")}
-    sources |= {str(path.relative_to(ROOT)) for path in (ROOT / "remat").glob("*.py")}
+    assert {"remat/py.typed", "remat/solvers/core/base.py", "remat/tracers/synthetic.py"} <= names
+    sources = {f"remat/{path.relative_to(ROOT)}" for folder in ("solvers", "tracers") for path in (ROOT / folder).rglob("*.py")}
+    sources |= {str(path.relative_to(ROOT)) for path in (ROOT / "remat").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
-    assert "remat = remat.cli:main" in entry_points
-    assert "[torch_dynamo_backends]\nremat = remat.runtime:backend" in entry_points
+    assert "remat = remat.cli.commands:main" in entry_points
+    assert "[torch_dynamo_backends]\nremat = remat.face.planned_module:backend" in entry_points
 
 
 def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> None:
@@ -59,9 +59,7 @@ def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> No
     wheel = next(dist.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
     subprocess.run(command, check=True)
-    code = (
-        "import remat, remat.solvers.base, remat.tracers; print(remat.__file__, remat.solvers.__file__, remat.tracers.__file__, sep='\\n')"
-    )
+    code = "import remat, remat.solvers.core.base, remat.tracers; print(remat.__file__, remat.solvers.__file__, remat.tracers.__file__, sep='\\n')"
     for line in python(code, tmp_path, path=str(target)).split():
         assert line.startswith(str(target))
     assert (target / "remat" / "py.typed").exists()
@@ -79,11 +77,11 @@ def test_a_users_own_folder_of_solvers_is_safe(tmp_path: Path) -> None:
     [
         "import solvers, remat.solvers; assert solvers is remat.solvers",
         "import tracers, remat.tracers; assert tracers is remat.tracers",
-        "import solvers.base, sys, remat.solvers.base; assert solvers.base is remat.solvers.base is sys.modules['solvers.base']",
-        "import remat.solvers.base, solvers.base; assert solvers.base is remat.solvers.base",
-        "from solvers.base import Solver as A; from remat.solvers import Solver as B; assert A is B",
+        "import solvers.core.base, sys, remat.solvers.core.base; assert solvers.core.base is remat.solvers.core.base is sys.modules['solvers.core.base']",
+        "import remat.solvers.core.base, solvers.core.base; assert solvers.core.base is remat.solvers.core.base",
+        "from solvers.core.base import Solver as A; from remat.solvers import Solver as B; assert A is B",
         "from tracers.synthetic import chain; from remat.tracers import synthetic as s; assert chain is s.chain",
-        "from solvers import make_solver; from remat.solvers.chen import ChenSqrt; assert isinstance(make_solver('chen-sqrt'), ChenSqrt)",
+        "from solvers import make_solver; from remat.solvers.baselines.chen import ChenSqrt; assert isinstance(make_solver('chen-sqrt'), ChenSqrt)",
     ],
 )
 def test_a_folders_name_is_the_packages_own_module(code: str) -> None:

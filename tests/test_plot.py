@@ -10,13 +10,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from remat.graph import Graph
-from remat.plot import PLOT_SUFFIXES, Timeline, draw, plot_memory, plot_schedule, plot_tradeoff, save
-from remat.schedule import Schedule, simulate
-from remat.solution import Solution, Status
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.units import Units
+from remat.look.plot import PLOT_SUFFIXES, Timeline, draw, plot_memory, plot_schedule, plot_tradeoff, save
 from remat.solvers import make_solver
 from remat.tracers.synthetic import FAMILIES, transformer
-from remat.units import Units
 
 
 def texts(figure: Figure) -> str:

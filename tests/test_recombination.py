@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.exact_part import recomputations
-from remat.solvers.minimum import minimum
-from remat.solvers.recombination import Recombination
-from remat.solvers.restarts import Restarts
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.search.neighbourhood_solve import recomputations
+from remat.solvers.search.recombination import Recombination
+from remat.solvers.search.restarts import Restarts
 from remat.tracers.synthetic import random_layered, random_step, two_regions, unet
-from remat.validate import validate
 
 FAMILIES = {
     "layered": lambda seed: random_layered(9, seed=seed),

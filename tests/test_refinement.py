@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.refinement import MAX_STAGES, Refinement
-from remat.solvers.window import WindowModel
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.refinement import MAX_STAGES, Refinement
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import random_layered
 
 

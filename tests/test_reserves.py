@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.linear import Program
-from remat.solvers.refinement import Refinement
-from remat.solvers.reserves import Reserves
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.memory_margins import Reserves
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.lp.linear import Program
 from remat.tracers.synthetic import random_layered, transformer
-from remat.validate import validate
 
 
 def budget_of(graph: Graph, share: float) -> int:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph
-from remat.schedule import Schedule, simulate
-from remat.solvers.minimum import minimum
-from remat.solvers.revolve import Revolve
-from remat.solvers.rotor import rotor_steps
-from remat.solvers.segment_options import find_options
-from remat.solvers.segmentation import Segmentation
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.baselines.revolve import Revolve
+from remat.solvers.persistent.rotor import rotor_steps
+from remat.solvers.persistent.segment_options import find_options
+from remat.solvers.persistent.segmentation import Segmentation
 from remat.tracers.synthetic import FAMILIES, chain, transformer
-from remat.validate import validate
 from tests.test_refinement import random_training_graph
 
 

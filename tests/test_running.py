@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat
-from remat import capture, executor
-from remat.solvers.on_demand import steps_on_demand
-from remat.torch_private import get_call
+from remat.run import capture, executor
+from remat.solvers.core.on_demand import steps_on_demand
+from remat.torch_border.modules import get_call
 
 from .planned import UNLIMITED, Given, Steps, assert_same, call_of, keep_all, keep_nothing, planned, repeat_anything
 

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.schedule import Schedule, simulate
-from remat.solution import Status
-from remat.solvers import bounding, scouting
-from remat.solvers.accounting import working_set_bytes
-from remat.solvers.auto import Auto
-from remat.solvers.milp import MILP
-from remat.solvers.minimum import minimum
-from remat.solvers.refinement import Refinement
-from remat.solvers.scouting import scout, scout_crowded
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto import bound_pipeline
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.bounds import stage_selection
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.bounds.stage_selection import scout, scout_crowded
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.core.accounting import working_set_bytes
 from remat.tracers.synthetic import chain, random_layered, transformer
 from tests.test_nested import with_a_crowded_loss
 from tests.test_refinement import random_training_graph
@@ -88,7 +89,7 @@ def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, sha
     assert best.status is Status.OPTIMAL
     refinement = Refinement(graph, budget_bytes=budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scouting, "MOST_FORWARD", 0)
+        patch.setattr(stage_selection, "MOST_FORWARD", 0)
         assert scout_crowded(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
     while not refinement.is_over:
         assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
@@ -115,7 +116,7 @@ def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_s
 
 def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large graph whose prices suffice is done before any linear program."""
-    monkeypatch.setattr(bounding, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
+    monkeypatch.setattr(bound_pipeline, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
     graph = transformer(24)
     assert graph.num_operators > 500
     budget = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)

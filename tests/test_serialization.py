@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remat.errors import GraphError, RematError, ScheduleError
-from remat.graph import Graph
-from remat.instance import read_instance
-from remat.schedule import Schedule
-from remat.solution import Solution, Status
+from remat.core.errors import GraphError, RematError, ScheduleError
+from remat.core.graph import Graph
+from remat.core.instance import read_instance
+from remat.core.schedule import Schedule
+from remat.core.solution import Solution, Status
 from remat.tracers.synthetic import FAMILIES
 
 PLAIN = {"cost": [1, 2.5, 1], "size": [4, 4, 2], "edges": [[0, 1], [0, 2], [1, 2]]}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import remat
-from remat import plans
-from remat.plan_cache import PlanCache, key_of
-from remat.solution import Solution
+from remat.core.solution import Solution
+from remat.plan import planner
+from remat.plan.disk_cache import PlanCache, key_of
 
 from .planned import assert_same, call_of, state_after
 
@@ -31,13 +31,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time limit of each call of a solver."""
     limits: list[float] = []
-    plain = plans.solve_graph
+    plain = planner.solve_graph
 
     def counted(*args: object, **kwargs: object) -> Solution:
         limits.append(float(kwargs["time_limit_s"]))  # type: ignore[arg-type]
         return plain(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plans, "solve_graph", counted)
+    monkeypatch.setattr(planner, "solve_graph", counted)
     return limits
 
 

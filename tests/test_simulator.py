@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import ScheduleError
-from remat.graph import Graph, Operator
-from remat.schedule import Schedule, simulate
+from remat.core.errors import ScheduleError
+from remat.core.graph import Graph, Operator
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import Rule, validate
 from remat.tracers.synthetic import FAMILIES, all_pinned, chain, random_step, two_regions
-from remat.validate import Rule, validate
 from tests.oracles import brute_force, minimum_bytes, naive_bytes_at
 
 seeds = st.integers(0, 2**32 - 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.torch_private import is_profiling
+from remat.torch_border.allocator import is_profiling
 
 from .planned import keep_nothing, planned
 from .test_graph_breaks import MODELS, WIDTH, Base, Broken, batch, loss_of, peak_of_a_step, runner_of

@@ -12,9 +12,9 @@ from distributed import Client, LocalCluster
 from typer.testing import CliRunner
 
 import remat
-from remat import cli
-from remat.solution import Solution, Status
-from remat.solvers.chen import ChenSqrt
+from remat.cli import commands
+from remat.core.solution import Solution, Status
+from remat.solvers.baselines.chen import ChenSqrt
 from remat.tracers.synthetic import chain, random_step, transformer, two_regions
 
 GRAPHS = [chain(12), transformer(2), two_regions(3), random_step(12, seed=3)]
@@ -71,13 +71,13 @@ def test_the_command_line_sweeps(tmp_path: Path) -> None:
         graph.save(tmp_path / f"{name}.json")
     files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     options = ["--budget", "100%", "--budget", "80%", "--solver", "chen-sqrt", "--jobs", "2"]
-    records = json.loads(CliRunner().invoke(cli.app, ["sweep", *files, *options, "--format", "json"]).stdout)
+    records = json.loads(CliRunner().invoke(commands.app, ["sweep", *files, *options, "--format", "json"]).stdout)
     assert [(r["instance"], r["budget"]) for r in records] == [(n, b) for n in ("one", "two") for b in ("100%", "80%")]
     expected = [s for row in remat.sweep([chain(8), transformer(1)], ["100%", "80%"], solver="chen-sqrt", n_jobs=1) for s in row]
     assert [(r["status"], r["order"]) for r in records] == [(s.status, list(s.schedule.steps) if s.schedule else []) for s in expected]
-    table = CliRunner().invoke(cli.app, ["sweep", *files, *options]).stdout
+    table = CliRunner().invoke(commands.app, ["sweep", *files, *options]).stdout
     assert "one" in table
     assert "80%" in table
-    refused = CliRunner().invoke(cli.app, ["sweep", *files, "--budget", "80%", "--jobs", "0"])
+    refused = CliRunner().invoke(commands.app, ["sweep", *files, "--budget", "80%", "--jobs", "0"])
     assert refused.exit_code == 2
     assert "--jobs" in refused.stderr

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from remat.torch_private import get_call
+from remat.torch_border.modules import get_call
 
 from .planned import assert_same, call_of, keep_all, planned
 
@@ -346,7 +346,7 @@ def test_threads_with_a_model_each() -> None:
 THREADS_THAT_COLLECT = """
 import gc, sys, threading, weakref
 import torch
-from remat.random_state import take_state
+from remat.run.random_state import take_state
 
 class Cycle: ...
 

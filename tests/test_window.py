@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph, Operator, Phase, Value, ValueKind
-from remat.schedule import Schedule, simulate
-from remat.solvers.lazy_rows import LazyRows
-from remat.solvers.minimum import minimum
-from remat.solvers.window import WindowModel
+from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import WindowModel
 from tests.oracles import brute_force
 
 

@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from ..graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+
 from .cleaning import clean
 from .costs import CostModel
 from .origin import module_of, source_of

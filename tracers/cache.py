@@ -14,8 +14,8 @@ from pathlib import Path
 
 import platformdirs
 
-from .. import serialize
-from ..errors import TraceError
+from remat.core import serialize
+from remat.core.errors import TraceError
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "v1"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-_OWN = ("remat", "torch_private.py")  # calls the model: the innermost frame of what torch's own modules compute
+_OWN = ("torch_border", "modules.py")  # calls the model: the innermost frame of what torch's own modules compute
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")  # the module that was captured: a local or global of the captured frame, of any name
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 

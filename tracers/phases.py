@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..errors import TraceError
-from ..graph import Phase
+from remat.core.errors import TraceError
+from remat.core.graph import Phase
+
 from .storages import Storages
 
 _TAG = "partitioner_tag"  # AOTAutograd's (torch 2.13)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from ..torch_private import is_profiling, run_counting_allocations, without_modes
+from remat.torch_border.allocator import is_profiling, run_counting_allocations
+from remat.torch_border.kernels import without_modes
+
 from .calls import Call, OpOverload, TensorSpec
 
 Run = Callable[[], Any]

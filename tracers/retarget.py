@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..graph import Graph
+from remat.core.graph import Graph
+
 from .aot import CUDA_GRANULARITY_BYTES
 from .recomputable import is_nondeterministic
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..errors import TraceError
+from remat.core.errors import TraceError
+
 from .storages import tensors_of
 
 _SPLITS = frozenset({

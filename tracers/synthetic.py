@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
 
 
 def training_step(

@@ -1,0 +1,248 @@
+"""The demo: a GPT learns from the Python documentation, plain, checkpointed block by block, and inside a budget.
+
+Three times the same training from the same seeds, dropout on. What is compared: measured peak, step
+time, the loss after the last step, and the first step's gradients against the plain ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as checkpoint_block
+
+from remat.core.budget import format_bytes
+from remat.face.api import checkpoint, report, unwrap
+from remat.look.plot import Timeline, plot_memory, save
+from remat.look.plot_schedule import plot_schedule
+from remat.look.tables import progress
+from remat.run.measure import Measurement, measure
+
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 6, 128, 4, 128, 16
+DROPOUT, LEARNING_RATE, SEED = 0.1, 1e-3, 0
+_RECORDINGS = 3  # of a step's memory; the quickest is drawn, which other programs disturbed least
+VOCABULARY = 128  # ASCII
+
+
+class Block(nn.Module):
+    """A transformer block with attention written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("future", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and a feed-forward layer, each with its residual; (batch, length, width) in and out."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / (width // HEADS) ** 0.5).masked_fill(self.future, float("-inf"))
+        heads = self.dropout(scores.softmax(-1)) @ v
+        x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
+        fed: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        return x + fed
+
+
+class GPT(nn.Module):
+    """A language model of characters that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.is_checkpointed = False
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of each next character; `text` is (batch, length + 1) integers."""
+        x, target = text[:, :-1], text[:, 1:]
+        x = self.dropout(self.embed(x) + self.position.weight)
+        for block in self.blocks:
+            x = checkpoint_block(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        loss: torch.Tensor = functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), target.flatten())
+        return loss
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way of training, and what came of it.
+
+    Attributes:
+        name: for the table.
+        peak_bytes: measured in one step, parameters, buffers and inputs included.
+        step_s: median time of forward and backward.
+        step_ratio: median over the steps of its time over the plain one's.
+        loss: after the last step.
+        gradient_difference: largest absolute difference of the first step's gradients to the plain ones.
+        timeline: memory over the measured step.
+    """
+
+    name: str
+    peak_bytes: int
+    step_s: float
+    step_ratio: float
+    loss: float
+    gradient_difference: float
+    timeline: Measurement
+
+
+def run_demo(output: Path, steps: int = 20) -> None:
+    """Trains three ways, prints the table, and writes two pictures and the numbers into `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    console = Console()
+    console.print(f"A GPT of {LAYERS} layers reads the Python documentation: {steps} steps of {BATCH} x {LENGTH} characters on {device}.")
+    text = _text()
+    sample = next(_batches(text, device))
+    plain, blocks, model = _model(device), _model(device), _model(device)
+    blocks.is_checkpointed = True
+    with progress("measuring the plain step"):
+        held = _resident_bytes(plain, sample)
+        plain_peak = _measure(plain, sample).peak_bytes
+    budget_bytes = held + plain_peak // 2
+    with progress(f"planning for {format_bytes(budget_bytes)}"):
+        _measure(checkpoint(model, budget_bytes), sample)
+    told = report(model)
+    with progress("training three ways, step by step in turn"):
+        runs = _train([("plain PyTorch", plain), ("checkpoint a block", blocks), ("remat, half", model)], steps, device, text)
+    console.print(_table(runs, budget_bytes))
+    solution = told.solution
+    console.print(
+        f"The plan costs {100 * solution.overhead:.1f} % more compute; no schedule of this order costs less than "
+        f"{100 * solution.overhead_bound:.1f} % (proved). Planned in {solution.wall_s:.1f} s."
+    )
+    timelines = [_timeline(run, held) for run in runs]
+    save(plot_memory(timelines, budget_bytes=budget_bytes, x_label="time", title="One training step, three ways"), output / "memory.png")
+    picture = plot_schedule(told.graph, told.schedule, budget_bytes=budget_bytes, title="The schedule that ran")
+    save(picture, output / "schedule.png")
+    numbers = [{key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs]
+    plan = {"budget_bytes": budget_bytes, "predicted_peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "gap": solution.gap}
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+    record: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        **machine,
+        "steps": steps,
+        "seed": SEED,
+    }
+    (output / "demo.json").write_text(
+        json.dumps({**record, "plan": {**plan, "planned_s": solution.wall_s}, "runs": numbers}, indent=1) + "\n"
+    )
+    console.print(f"Pictures: {output / 'memory.png'}, {output / 'schedule.png'}. Numbers: {output / 'demo.json'}.")
+    unwrap(model)
+
+
+def _text() -> torch.Tensor:
+    """The documentation that Python carries for `help()`, as ASCII codes; shape (num_characters,)."""
+    from pydoc_data import topics
+
+    characters = "".join(topics.topics.values()).encode("ascii", "replace")
+    return torch.from_numpy(np.frombuffer(characters, np.uint8).astype(np.int64))
+
+
+def _batches(text: torch.Tensor, device: str) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator)
+        yield torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()]).to(device)
+
+
+def example_batch() -> torch.Tensor:
+    """Returns one batch of the demo's text; shape (batch, length + 1), integers."""
+    return next(_batches(_text(), "cpu"))
+
+
+def _model(device: str) -> GPT:
+    torch.manual_seed(SEED)
+    return GPT().to(device)
+
+
+def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Tensor) -> list[Run]:
+    """Trains all models at once, a step of each in turn, so that a busy machine disturbs them alike."""
+    optimizers = [torch.optim.AdamW(model.parameters(), LEARNING_RATE) for _, model in ways]
+    times: list[list[float]] = [[] for _ in ways]
+    losses = [0.0 for _ in ways]
+    first: list[list[torch.Tensor]] = [[] for _ in ways]
+    batches = _batches(text, device)
+    for step in range(steps):
+        batch = next(batches)
+        for way, (_, model) in enumerate(ways):
+            torch.manual_seed(SEED + step)  # the same dropout for all of them
+            start = time.perf_counter()
+            losses[way] = _step(model, batch, device)
+            times[way].append(time.perf_counter() - start)
+            if step == 0:
+                first[way] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizers[way].step()
+    runs = []
+    for way, (name, model) in enumerate(ways):
+        measured = min((_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1])
+        difference = max((a - b).abs().max().item() for a, b in zip(first[way], first[0], strict=True))
+        ratio = statistics.median(mine / plain for mine, plain in zip(times[way], times[0], strict=True))
+        peak_bytes = _resident_bytes(model, batch) + measured.peak_bytes
+        runs.append(Run(name, peak_bytes, statistics.median(times[way]), ratio, losses[way], difference, measured))
+    return runs
+
+
+def _step(model: GPT, batch: torch.Tensor, device: str) -> float:
+    model.zero_grad(set_to_none=True)
+    loss = model(batch)
+    loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return float(loss.detach())
+
+
+def _measure(model: GPT, batch: torch.Tensor) -> Measurement:
+    """Memory of one step. A step before warms up: a planned model is planned there."""
+    torch.manual_seed(SEED)
+    _step(model, batch, batch.device.type)
+    model.zero_grad(set_to_none=True)
+    measured = measure(lambda: model(batch).backward(), device=batch.device.type)
+    model.zero_grad(set_to_none=True)
+    return measured
+
+
+def _resident_bytes(model: nn.Module, batch: torch.Tensor) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), batch)}
+    return sum(storages.values())
+
+
+def _table(runs: list[Run], budget_bytes: int) -> Table:
+    table = Table(
+        title=f"budget {format_bytes(budget_bytes)}: half of the plain step's activations",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("")
+    for heading in ("measured peak", "step", "loss", "gradient off"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        share = f"{format_bytes(run.peak_bytes)}, {100 * run.peak_bytes / runs[0].peak_bytes:.0f} %"
+        pace = f"{1000 * run.step_s:.0f} ms, {run.step_ratio:.2f} x"
+        table.add_row(run.name, share, pace, f"{run.loss:.6f}", "-" if run is runs[0] else f"{run.gradient_difference:g}")
+    return table
+
+
+def _timeline(run: Run, held: int) -> Timeline:
+    edges = np.array([*run.timeline.times_s, run.timeline.times_s[-1] * 1.001])
+    return Timeline(run.name, edges, np.array(run.timeline.bytes_held, np.int64) + held, None, held)

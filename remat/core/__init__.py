@@ -1,0 +1,1 @@
+"""Problem and answer: graph, schedule, simulator, validator, solution."""

@@ -1,0 +1,164 @@
+"""Solutions: a schedule, what it costs, and how far from optimal it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from remat.core import serialize
+from remat.core.errors import ScheduleError
+from remat.core.graph import FORMAT_VERSION, Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+
+
+class Status(StrEnum):
+    """What a solver can say. The four are never merged."""
+
+    OPTIMAL = "optimal"  # a schedule, proved within the asked gap of the best
+    FEASIBLE = "feasible"  # a schedule within the budget
+    INFEASIBLE = "infeasible"  # proved: no schedule fits
+    NO_SOLUTION = "no_solution"  # stopped by a limit, or the method has no schedule that fits
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The answer of a solver. `cost_s` and `peak_bytes` come from the simulator.
+
+    Attributes:
+        status: what is known about the answer.
+        budget_bytes: the budget it was solved for.
+        schedule: the schedule, or None where there is none.
+        peak_bytes: simulated peak; for `INFEASIBLE` and `NO_SOLUTION` 0.
+        cost_s: cost of all steps, recomputations included.
+        keep_all_cost_s: cost of computing every operator once.
+        lower_bound_s: proved: no schedule of the class within the budget costs less.
+        minimum_bytes: the smallest budget for which a schedule is known; 0 where the solver
+            did not look.
+        solver: the configuration that found it.
+        wall_s: how long that took.
+        fingerprint: of the graph it was solved for.
+        is_free_order: True where first computations may leave the graph's order.
+    """
+
+    status: Status
+    budget_bytes: int
+    schedule: Schedule | None
+    peak_bytes: int
+    cost_s: float
+    keep_all_cost_s: float
+    lower_bound_s: float
+    minimum_bytes: int = 0
+    solver: str = ""
+    wall_s: float = 0.0
+    fingerprint: str = ""
+    is_free_order: bool = False
+    version: int = field(default=FORMAT_VERSION)
+
+    def __post_init__(self) -> None:
+        if self.version != FORMAT_VERSION:
+            raise ScheduleError(f"this solution has format version {self.version}; this remat reads version {FORMAT_VERSION}")
+        if (self.schedule is not None) != self.is_solved:
+            raise ScheduleError(f"a solution with status {self.status} has {'no' if self.schedule is None else 'a'} schedule")
+
+    @property
+    def is_solved(self) -> bool:
+        """True where there is a schedule."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    @property
+    def overhead(self) -> float:
+        """Extra cost over keeping everything, as a fraction: 0.12 is 12 % more."""
+        return max(0.0, self.cost_s / self.keep_all_cost_s - 1) if self.keep_all_cost_s and self.is_solved else 0.0
+
+    @property
+    def overhead_bound(self) -> float:
+        """The least overhead that any schedule can have, as a fraction; proved."""
+        return self.lower_bound_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the cost can be above the optimum, as a fraction of the cost."""
+        return max(0.0, 1 - self.lower_bound_s / self.cost_s) if self.cost_s else 0.0
+
+    @classmethod
+    def of_steps(
+        cls,
+        graph: Graph,
+        budget_bytes: int,
+        steps: Sequence[int],
+        *,
+        lower_bound_s: float,
+        solver: str,
+        wall_s: float,
+        gap: float = 0.0,
+        minimum_bytes: int = 0,
+        is_free_order: bool = False,
+    ) -> Solution:
+        """Returns the solution of a sequence of operators, validated and simulated.
+
+        The status is `OPTIMAL` where the cost is within `gap` of the bound.
+
+        Raises:
+            ScheduleError: the sequence is not valid within the budget; a solver has a bug.
+        """
+        schedule = Schedule.from_steps(graph, list(steps))
+        violations = validate(graph, schedule, budget_bytes=budget_bytes, is_free_order=is_free_order)
+        if violations:
+            first = violations[0]
+            raise ScheduleError(f"{solver} made an invalid schedule: {first.rule} (step {first.step}: {first.detail})")
+        simulation = simulate(graph, schedule)
+        bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))  # solvers count in NumPy
+        is_optimal = simulation.cost_s - bound_s <= gap * simulation.cost_s + 1e-9 * simulation.cost_s
+        return cls(
+            status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
+            budget_bytes=budget_bytes,
+            schedule=schedule,
+            peak_bytes=simulation.peak_bytes,
+            cost_s=simulation.cost_s,
+            keep_all_cost_s=graph.cost_s,
+            lower_bound_s=bound_s,
+            minimum_bytes=minimum_bytes,
+            solver=solver,
+            wall_s=wall_s,
+            fingerprint=graph.fingerprint,
+            is_free_order=is_free_order,
+        )
+
+    @classmethod
+    def without_schedule(
+        cls,
+        graph: Graph,
+        budget_bytes: int,
+        status: Status,
+        *,
+        solver: str,
+        wall_s: float,
+        lower_bound_s: float = 0.0,
+        minimum_bytes: int = 0,
+    ) -> Solution:
+        """Returns the answer of a solver that has no schedule: proved infeasible, or stopped."""
+        return cls(
+            status=status,
+            budget_bytes=budget_bytes,
+            schedule=None,
+            peak_bytes=0,
+            cost_s=0.0,
+            keep_all_cost_s=graph.cost_s,
+            lower_bound_s=float(max(lower_bound_s, graph.cost_s)),
+            minimum_bytes=minimum_bytes,
+            solver=solver,
+            wall_s=wall_s,
+            fingerprint=graph.fingerprint,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the solution as JSON, whole or not at all."""
+        serialize.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Solution:
+        """Reads a solution that `save` wrote, or raises `ScheduleError` with one line."""
+        return serialize.load(cls, path, ScheduleError)

@@ -1,0 +1,88 @@
+"""The rules of a schedule, read a second time: slow, plain, and sharing no code with the simulator."""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule
+
+
+class Rule(StrEnum):
+    """The ways in which a schedule can be wrong."""
+
+    UNKNOWN_OPERATOR = "a step names no operator of the graph"
+    MISSING_OPERATOR = "an operator is never computed"
+    ORDER = "first computations leave the graph's order"
+    UNCOMPUTED_READ = "an operator reads a value that was never computed"
+    PINNED = "an operator that may not be computed again is computed again"
+    FORWARD_MARK = "an operator is first computed on the wrong side of the forward's end"
+    REGION = "an operator is computed again outside its own region"
+    BUDGET = "the memory exceeds the budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule: which, at which step, and in words."""
+
+    rule: Rule
+    step: int
+    detail: str
+
+
+def validate(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = None, is_free_order: bool = False) -> list[Violation]:
+    """Returns every violation of the rules; memory is looked at only where nothing else is wrong. Plain Python, O(E + S log S)."""
+    found: list[Violation] = []
+    first_step: dict[int, int] = {}
+    span: dict[tuple[int, Phase], tuple[int, int]] = {}  # (region, phase) -> steps of its first and last first computation
+    for step, index in enumerate(schedule.steps):
+        if not 0 <= index < graph.num_operators:
+            return [Violation(Rule.UNKNOWN_OPERATOR, step, f"{index} is none of 0..{graph.num_operators - 1}")]
+        op, is_known = graph.operators[index], index in first_step
+        missing = [graph.operators[parent].name for parent in graph.parents_of[index] if parent not in first_step]
+        found += [Violation(Rule.UNCOMPUTED_READ, step, f"{op.name} reads what {name} writes") for name in missing]
+        if is_known and op.pinned:
+            found.append(Violation(Rule.PINNED, step, f"{op.name}: {op.pinned}"))
+        if not is_known and not is_free_order and first_step and index < next(reversed(first_step)):
+            found.append(Violation(Rule.ORDER, step, f"{op.name} is first computed too late"))
+        if not is_known and (op.phase is Phase.FORWARD) != (step < schedule.num_forward_steps):
+            found.append(Violation(Rule.FORWARD_MARK, step, f"{op.name} belongs to the {op.phase}"))
+        if not is_known:
+            first_step[index] = step
+            span[op.region, op.phase] = (span.get((op.region, op.phase), (step, step))[0], step)
+    for index in sorted(set(range(graph.num_operators)) - set(first_step)):
+        found.append(Violation(Rule.MISSING_OPERATOR, -1, graph.operators[index].name))
+    for step, index in enumerate(schedule.steps if len({region for region, _ in span}) > 1 else ()):
+        region = graph.operators[index].region
+        if not any(low <= step <= high for (owner, _), (low, high) in span.items() if owner == region):
+            found.append(Violation(Rule.REGION, step, f"{graph.operators[index].name} of region {region}"))
+    if not found and budget_bytes is not None:
+        held = _bytes_at(graph, schedule) or [graph.resident_bytes]
+        if max(held) > budget_bytes:
+            found.append(Violation(Rule.BUDGET, held.index(max(held)), f"{max(held):,} bytes are held, {budget_bytes:,} are allowed"))
+    return found
+
+
+def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
+    repeated = {index for index, count in Counter(schedule.steps).items() if count > 1}
+    snapshots = {value for op in graph.operators if op.is_snapshot for value in op.writes}
+    is_idle = {value for value in snapshots if not any(user in repeated for user in graph.users_of[value])}
+    size = [0 if value in is_idle or v.is_resident else v.size_bytes for value, v in enumerate(graph.values)]
+    born: dict[int, int] = {}  # value -> step of its latest computation
+    dies: dict[tuple[int, int], int] = {}  # (value, step that computed it) -> last step that reads it
+    for step, index in enumerate(schedule.steps):
+        dies |= {(value, born[value]): step for value in graph.operators[index].reads if value in born}
+        born |= dict.fromkeys(graph.operators[index].writes, step)
+        dies |= {(value, step): step for value in graph.operators[index].writes}
+    dies |= {(value, born[value]): len(schedule.steps) for value in graph.outputs if value in born}
+    dying: dict[int, list[tuple[int, int]]] = {}
+    for instance, step in dies.items():
+        dying.setdefault(step, []).append(instance)
+    held, result = graph.resident_bytes, []
+    for step, index in enumerate(schedule.steps):
+        op, ending = graph.operators[index], dying.get(step, [])
+        held += sum(size[value] for value in op.writes)
+        taken = max((size[value] for value, start in ending if value in op.reuses and start < step), default=0)
+        result.append(held + op.workspace_bytes - taken)
+        held -= sum(size[value] for value, _ in ending)
+    return result

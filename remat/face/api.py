@@ -1,0 +1,254 @@
+"""The functions a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from remat.core.budget import Budget, parse_budget
+from remat.core.errors import ScheduleError, TraceError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.face.blocks import PlannedBlocks, remove_blocks
+from remat.face.planned_module import (
+    PlannedCall,
+    captured_step,
+    check_module,
+    compile_call,
+    nothing_to_differentiate,
+    run_compiled,
+    tensors_in,
+)
+from remat.look.report import Report
+from remat.pieces.joined_step import JoinedStep
+from remat.pieces.runner import Piecewise
+from remat.plan.distributed import planned_part
+from remat.plan.planner import FixedPlan, Options, Plans, solve_graph
+from remat.run.capture import GraphBreak, device_type
+from remat.solvers import Solver, make_solver
+from remat.solvers.auto.frontier import frontier_solutions
+from remat.torch_border.fakes import on_fakes
+from remat.torch_border.modules import get_call, set_call
+from remat.tracers.aot import TracedStep
+from remat.tracers.cost_models import resolve_costs
+from remat.tracers.costs import CostModel
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def checkpoint(
+    model: Module,
+    budget: Budget,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    reserve_bytes: int = 0,
+    solver: str | Solver = "auto",
+    costs: str | CostModel = "profile",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    executor: str = "eager",
+    differentiate: str = "scalars",
+    plan_cache: bool = True,
+) -> Module:
+    """Makes `model` train inside a memory budget, and returns it: the same object.
+
+    The step is captured, planned and rewritten at the first call with gradients enabled. Outputs, gradients, buffers and the
+    random stream stay those of the plain model. Under `torch.no_grad()` the plain module runs.
+
+    A new input shape is captured and planned in turn; where the schedule of another shape fits, as for the last batch of an
+    epoch, it is improved for a tenth of `time_limit_s` at most. Sizes that `torch._dynamo.mark_dynamic(tensor, dim, max=...)`
+    declares on the inputs of the first call are planned for at their largest, and smaller ones take over that schedule at once.
+
+    Args:
+        model: any module. Its class, parameters and `state_dict` keys stay.
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest shape so far). It bounds the peak of
+            everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
+        plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found there again.
+        blocks: submodules, such as `model.layers`: only they are captured and planned, what lies between them runs as it is, and
+            the budget is over all. For parameters sharded by FSDP2 (call this first, then `fully_shard` each block and the model),
+            and for DDP, which then sends a block's gradients while the backward goes on.
+        reserve_bytes: kept free for what the step can't see, such as optimizer state.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        costs: "profile" times each distinct operator on the device at hand, once, and remembers it on disk;
+            "roofline", "roofline:H100" and "flops" compute; or a cost model.
+        time_limit_s: how long planning may take.
+        gap: planning stops once the cost is proved to be within this fraction of the least.
+        executor: "eager" runs the rewritten step operator by operator, in exactly the planned memory. "inductor" compiles it to
+            fused kernels as `torch.compile` does; their memory is measured at the first step, and a step above its budget is planned
+            again with less.
+        differentiate: "scalars" plans for gradients of scalar outputs where there are any (the loss); "all" for every output.
+
+    Raises:
+        ValueError, TypeError: a malformed budget or option, at once.
+        BudgetError: at the first call, where the budget can't be met; it says what can.
+        TraceError: at the first call, where the step can't be captured.
+    """
+    _check_module(model)
+    options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache)
+    part = planned_part(model)
+    if blocks is None:
+        set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
+    else:
+        set_call(part, PlannedBlocks(part, blocks, Plans(options), costs))
+    return model
+
+
+def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "roofline", differentiate: str = "scalars") -> Module:
+    """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
+
+    Raises:
+        ScheduleError: the solution has no schedule, at once; or it was made for another model, shape,
+            precision or torch version, at the first call.
+    """
+    _check_module(model)
+    if solution.schedule is None:
+        raise ScheduleError(f"this solution has no schedule to run: its status is {solution.status}")
+    part = planned_part(model)
+    set_call(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
+    return model
+
+
+def unwrap(model: Module) -> Module:
+    """Undoes `checkpoint` or `wrap`, and returns the plain model: the same object."""
+    remove_blocks(model)
+    set_call(planned_part(model), None)
+    return model
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+) -> Graph:
+    """Returns the graph of one training step of `model(*args, **kwargs)`.
+
+    Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the model changes.
+    Where `torch.compile` cuts the step into pieces, they are joined to one graph; what lies between them, such as a
+    `print`, then runs once, on fake tensors.
+
+    Raises:
+        TraceError: the step can't be captured, has nothing to differentiate, or does between two pieces what needs data.
+    """
+    try:
+        return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
+    except GraphBreak as found:
+        return trace_pieces(model, args, kwargs, costs=costs, found=found).graph
+
+
+def trace_step(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+    on_device_type: str = "",
+) -> TracedStep:
+    """Returns the graph together with the `torch.fx` graph it was read from; see `trace`.
+
+    `on_device_type` moves the fake copies to `cpu` or `cuda`, wherever the model is.
+    """
+    _check_module(model)
+    if not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
+    check_module(model, args, kwargs or {})
+    return captured_step(model, args, kwargs or {}, costs=costs, differentiate=differentiate, on_device_type=on_device_type)
+
+
+def trace_pieces(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, costs: str | CostModel, found: GraphBreak
+) -> JoinedStep:
+    """Returns the pieces of a step that can't be captured whole, joined; `found` says why it can't."""
+    runner = Piecewise(model, None, resolve_costs(costs, device_type(model)))
+    with on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
+        compiled = compile_call(model, runner.backend, is_whole=False)
+        try:
+            runner.run(lambda: run_compiled(compiled, fake_args, fake_kwargs), tensors_in(fake_args, fake_kwargs))
+        except RuntimeError as error:
+            raise GraphBreak(
+                f"{found}\nIts pieces can't be traced without data either ({type(error).__name__}: {error}). "
+                "remat.checkpoint finds them in the first real step.",
+                found.place,
+            ) from error
+    if runner.joined is None:
+        raise TraceError(nothing_to_differentiate(model))
+    return runner.joined
+
+
+def solve(
+    graph: Graph,
+    budget: Budget,
+    *,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    reserve_bytes: int = 0,
+    progress: Callable[[Any], None] | None = None,
+) -> Solution:
+    """Returns a schedule within the budget, its cost, and a proven lower bound.
+
+    Args:
+        graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
+        budget: bytes, "8GiB", or "60%" of the peak of keeping everything.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" lets first computations leave the graph's order too,
+            which `wrap` does not run.
+        time_limit_s: how long it may take; it stops earlier, once `gap` is proved.
+        gap: a cost proved within this fraction of the least is good enough.
+        reserve_bytes: held back from the budget.
+        progress: called now and then with elapsed seconds, best cost and bound.
+
+    Raises:
+        BudgetError: no schedule is known that fits; `minimum_bytes` says what would.
+        ValueError, TypeError: a malformed budget, an unknown solver.
+    """
+    return solve_graph(graph, budget, solver=solver, time_limit_s=time_limit_s, gap=gap, reserve_bytes=reserve_bytes, progress=progress)
+
+
+def frontier(
+    graph: Graph, budgets: Sequence[Budget] | int = 12, *, solver: str | Solver = "auto", time_limit_s: float = 6.0
+) -> list[Solution]:
+    """Returns the memory/compute trade-off: a solution a budget, costs and bounds monotone in the budget.
+
+    Args:
+        graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
+        budgets: budgets, or how many to take between the least known to be met and keeping everything.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver.
+        time_limit_s: of one solve; `auto` shares what it finds, so that 20 budgets take at most some five of them.
+    """
+    method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
+    if isinstance(budgets, int):
+        return frontier_solutions(graph, budgets, method)
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    return frontier_solutions(graph, [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets], method)
+
+
+def report(model: nn.Module) -> Report:
+    """Returns the report of a model after its first step: print it, or read its fields.
+
+    Raises:
+        TraceError: the model was not planned, or has not run a step yet.
+    """
+    call = get_call(planned_part(model))
+    if not isinstance(call, PlannedCall):
+        raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
+    if call.piecewise is not None and call.piecewise.plan is not None:
+        plan = call.piecewise.plan
+        breaks = tuple(call.piecewise.breaks)
+        return Report(
+            plan.step.graph, plan.solution, plan.meter.peak_bytes, call.captured_s, breaks, len(plan.step.runs), plan.unplanned_bytes
+        )
+    if not call.pieces:
+        raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
+    piece = call.pieces[-1]
+    return Report(piece.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)

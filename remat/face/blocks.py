@@ -1,0 +1,118 @@
+"""A model planned block by block: the blocks are captured, what lies between them runs as it is, one budget is over all.
+
+This is how a model is planned whose parameters are sharded (FSDP2 gathers a block's parameters right before it runs), whose
+gradients are to be sent while the backward still runs, or whose blocks are so many and alike that they are captured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.face.planned_module import PlannedCall, run_compiled, tensors_in
+from remat.pieces.joined_step import JoinedStep
+from remat.pieces.runner import Piecewise
+from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
+from remat.plan.planner import FixedPlan, Plans
+from remat.run.capture import device_type
+from remat.torch_border.modules import call_plain, call_with_forward, get_call, set_call
+from remat.tracers.cost_models import resolve_costs
+from remat.tracers.costs import CostModel
+
+
+class PlannedBlocks(PlannedCall):
+    """What `model(...)` runs after `checkpoint(model, budget, blocks=...)`."""
+
+    def __init__(self, module: nn.Module, blocks: Iterable[nn.Module], plan: Plans | FixedPlan, costs: str | CostModel) -> None:
+        self.module, self.plan = module, plan
+        self.device_type, self.differentiate = device_type(module), "all"
+        self.costs = resolve_costs(costs, self.device_type)
+        self.pieces = []
+        self.captured_s = 0.0
+        self.blocks = list(blocks)
+        self.piecewise: Piecewise = Piecewise(module, plan, self.costs)
+        self.piecewise.adjust = self._with_sharding
+        self._outside_bytes = 0
+        install_blocks(module, self.blocks, self.piecewise)
+
+    def _with_sharding(self, joined: JoinedStep, num_resident: int) -> JoinedStep:
+        sharding = sharding_of(self.module, joined, num_resident, self._outside_bytes)
+        return joined if sharding is None else with_sharding(joined, sharding)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        self._outside_bytes = outside_bytes(self.module, self.blocks)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
+            return call_plain(self.module, *args, **kwargs)
+
+        return self.piecewise.run(lambda: run_compiled(call, args, kwargs, is_whole=False), tensors_in(args, kwargs))
+
+
+class BlockCall:
+    """What `block(...)` runs inside of a planned model: its hooks as they are, its forward compiled."""
+
+    def __init__(self, block: nn.Module, compiled: Callable[..., Any], piecewise: Piecewise) -> None:
+        self.block, self.compiled, self.piecewise = block, compiled, piecewise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block planned; plain without gradients, and outside of the planned model's call."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.piecewise.is_running:
+            return call_plain(self.block, *args, **kwargs)
+        return call_with_forward(self.block, self._forward, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copied or pickled it is None, as that of the whole model; see `PlannedCall`."""
+        return type(None), ()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.piecewise.session.expects_pieces = True
+        return self.compiled(self.block, *args, **kwargs)
+
+
+def install_blocks(model: nn.Module, blocks: Iterable[nn.Module], piecewise: Piecewise) -> None:
+    """Makes each block of `model` run as a piece; blocks of one class share what is compiled.
+
+    Raises:
+        ValueError: a block is no part of the model, is inside of another one, or there is none.
+    """
+    chosen = _checked(model, list(blocks))
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for block in chosen:
+        forward = type(block).forward
+        if forward not in compiled:
+            compiled[forward] = _compile(forward, piecewise.backend)
+        set_call(block, BlockCall(block, compiled[forward], piecewise))
+
+
+def remove_blocks(model: nn.Module) -> None:
+    """Makes the blocks of `model` plain modules again."""
+    for part in model.modules():
+        if isinstance(get_call(part), BlockCall):
+            set_call(part, None)
+
+
+def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    if not blocks:
+        raise ValueError("blocks is empty; leave it out to capture the model whole, or pass such as blocks=model.layers")
+    for block in blocks:
+        if block not in names or block is model:
+            raise ValueError(f"blocks has a {type(block).__name__} that is no part of this {type(model).__name__}; pass its own submodules")
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"blocks has {names[block]!r}, a {type(block).__name__} that is never called; pass what is in it")
+    for block in blocks:
+        inner = next((other for other in blocks if other is not block and other in set(block.modules())), None)
+        if inner is not None:
+            raise ValueError(f"blocks has {names[inner]!r}, which is inside of {names[block]!r}; pass one of them")
+    return blocks
+
+
+def _compile(forward: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """Returns `forward`, compiled, through a frame of its own: dynamo keeps what it compiled by code object."""
+    namespace: dict[str, Any] = {"forward": forward}
+    exec("def block(self, *args, **kwargs):\n    return forward(self, *args, **kwargs)", namespace)
+    return torch.compile(namespace["block"], backend=backend, dynamic=False)

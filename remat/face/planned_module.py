@@ -1,0 +1,322 @@
+"""Planned modules: what `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` backend."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from remat.core.budget import describe_bytes
+from remat.core.errors import RematError, TraceError
+from remat.core.solution import Solution
+from remat.pieces.runner import Piecewise
+from remat.pieces.unplanned_memory import gradient_bytes
+from remat.plan.distributed import bucket_bytes, refuse_sharded
+from remat.plan.planner import FixedPlan, Options, Plans
+from remat.run.capture import GraphBreak, Piece, Planner, Step, device_type, make_backend, needs_gradient
+from remat.torch_border.dynamo import (
+    capture_settings,
+    compile_reason,
+    compile_whole,
+    is_ddp_optimizer_on,
+    is_graph_break,
+    largest_shape,
+    unwrap_failure,
+    without_dynamic_marks,
+)
+from remat.torch_border.fakes import on_fakes
+from remat.torch_border.modules import call_plain
+from remat.torch_border.sharded import held_bytes, local_part
+from remat.tracers.aot import TracedStep
+from remat.tracers.cost_models import resolve_costs
+from remat.tracers.costs import CostModel
+
+_LOG = logging.getLogger(__name__)
+
+
+class PlannedCall:
+    """What `module(...)` runs after `checkpoint` or `wrap`.
+
+    Without gradients the plain module runs; with them its planned step, captured at the first call
+    and again for every new shape. A step that finds gradients at the parameters, which accumulate, has a plan of its own that
+    leaves room for them. A module that can't be captured whole runs piece by piece.
+    """
+
+    _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
+
+    def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
+        self.module, self.plan = module, plan
+        self.device_type, self.differentiate = device_type(module), differentiate
+        self.costs = resolve_costs(costs, self.device_type)
+        self.pieces: list[Piece] = []
+        self.piecewise: Piecewise | None = None
+        self.captured_s = 0.0
+        self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
+        self._whole: dict[int, Callable[..., Any]] = {}  # bytes of gradients that earlier steps left -> the step
+
+    @property
+    def is_inductor(self) -> bool:
+        """True where Inductor runs the plan."""
+        return isinstance(self.plan, Plans) and self.plan.options.executor == "inductor"
+
+    def _keep_within_budget(self) -> None:
+        """Plans again where Inductor's kernels held more than the budget: it frees memory in an order of its own."""
+        peaks = [(piece.meter.peak_bytes or 0, piece.solution.budget_bytes + self.unplanned_bytes) for piece in self.pieces]
+        excess = max((peak - allowed for peak, allowed in peaks), default=0)
+        if excess > 0:
+            _LOG.warning("Inductor's kernels held %s more than the budget; planning again with less", describe_bytes(excess))
+            self.unplanned_bytes += excess
+            self.pieces.clear()
+            self._whole.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the planned step, or the plain module under `no_grad`."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return call_plain(self.module, *args, **kwargs)
+        if not self.pieces and self.piecewise is None:
+            return self._first_call(args, kwargs)
+        if self.is_inductor:
+            self._keep_within_budget()
+        return self._run(args, kwargs)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copied or pickled it is None: `nn.Module` leaves it out, a module with a `__getstate__` of its own does not."""
+        return type(None), ()
+
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        check_module(self.module, args, kwargs)
+        if self.piecewise is None:
+            refuse_sharded(self.module)
+        start = time.perf_counter()
+        self._plan_largest(args, kwargs)
+        result = self._run(args, kwargs)
+        self.captured_s = time.perf_counter() - start
+        if not self.pieces and not (self.piecewise and self.piecewise.plans):
+            raise TraceError(nothing_to_differentiate(self.module))
+        return result
+
+    def _plan_largest(self, args: Any, kwargs: Any) -> None:
+        """Plans for the largest sizes that the inputs declare, whose schedule then is that of every smaller one."""
+        tensors = tensors_in(args, kwargs)
+        if isinstance(self.plan, FixedPlan) or not any(largest_shape(tensor) for tensor in tensors):
+            return
+        largest = pytree.tree_map_only(torch.Tensor, _at_its_largest, (args, kwargs))
+        try:
+            step = captured_step(self.module, *largest, costs=self.costs, differentiate=self.differentiate, on_device_type=self.device_type)
+        except GraphBreak:  # pieces are found in a real step only
+            return
+        self.plan(step, is_largest=True)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        with without_dynamic_marks(tensors_in(args, kwargs)):
+            return self._run_static(args, kwargs)
+
+    def _run_static(self, args: Any, kwargs: Any) -> Any:
+        if self.piecewise is not None:
+            return self._run_pieces(self.piecewise, self._in_pieces, args, kwargs)
+        try:
+            return run_compiled(self._whole_step(), args, kwargs)
+        except GraphBreak as found:
+            if self.is_inductor:
+                raise
+            piecewise = Piecewise(self.module, self.plan, self.costs)
+            piecewise.breaks[found.place] = None
+        in_pieces = compile_call(self.module, piecewise.backend, is_whole=False)
+        result = self._run_pieces(piecewise, in_pieces, args, kwargs)
+        self.piecewise, self._in_pieces = piecewise, in_pieces  # not where that fails as well: a wrong shape says nothing of the next step
+        return result
+
+    @staticmethod
+    def _run_pieces(piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return piecewise.run(lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs))
+
+    def _whole_step(self) -> Callable[..., Any]:
+        """The step as one graph, planned beside the gradients that there are."""
+        held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
+        if held_bytes not in self._whole:
+            self._whole[held_bytes] = compile_call(self.module, self._backend(held_bytes))
+        return self._whole[held_bytes]
+
+    def _backend(self, held_bytes: int) -> Any:
+        plan: Planner = partial(self.plan, unplanned_bytes=held_bytes + self.unplanned_bytes)
+        make = make_backend
+        if self.is_inductor:
+            from remat.run.inductor import make_inductor_backend as make  # Inductor takes seconds to import
+        size_bytes = model_bytes(self.module)
+        return make(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
+
+
+def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the largest sizes that `tensor` declares; itself where it declares none."""
+    shape = largest_shape(tensor)
+    if not shape:
+        return tensor
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def captured_step(
+    model: nn.Module, args: Any, kwargs: Any, *, costs: str | CostModel, differentiate: str, on_device_type: str = ""
+) -> TracedStep:
+    """Captures one step on fake copies of parameters, buffers and inputs, and runs nothing."""
+    captured: list[TracedStep] = []
+
+    def plan(step: Step) -> Solution:
+        assert isinstance(step, TracedStep), "what is captured on fakes is one graph"
+        captured.append(step)
+        raise _CapturedError
+
+    model_costs = resolve_costs(costs, on_device_type or device_type(model))
+    with on_fakes(model, args, kwargs, on_device_type) as (fake_args, fake_kwargs):
+        backend = make_backend(plan, model_costs, lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model))
+        compiled = compile_call(model, backend)
+        try:
+            run_compiled(compiled, fake_args, fake_kwargs)
+        except Exception as error:
+            if not isinstance(unwrap_failure(error), _CapturedError):
+                raise
+    if not captured:
+        raise TraceError(nothing_to_differentiate(model))
+    return captured[0]
+
+
+class _CapturedError(RematError):
+    """Ends a trace once the graph is there: nothing has to run."""
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Returns the tensors among a call's arguments."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def model_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers on the module's device, shared ones once, as the device's allocator rounds them."""
+    kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
+    sizes = {local_part(t).untyped_storage()._cdata: held_bytes(t) for t in tensors}
+    return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
+
+
+def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> Callable[..., Any]:
+    """Returns `module(...)` compiled, as one graph or in pieces, through a frame of its own.
+
+    Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
+    captured; and it keeps what it compiled by code object, which here belongs to this module only.
+    The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch 2.13).
+    """
+    _install_capturing_hooks(module)
+    namespace: dict[str, Any] = {"call_plain": call_plain}
+    exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
+    step = namespace["step"]
+    compiled = compile_whole(step, backend) if is_whole else torch.compile(step, backend=backend, dynamic=False)
+    return partial(compiled, module)
+
+
+def _install_capturing_hooks(module: nn.Module) -> None:
+    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't enter; once a model."""
+    library, models = (sys.modules.get(f"transformers.{name}") for name in ("utils.output_capturing", "modeling_utils"))
+    if library is None or models is None:
+        return
+    for part in module.modules():
+        if isinstance(part, models.PreTrainedModel):
+            library.maybe_install_capturing_hooks(part)
+
+
+def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises `TraceError` where neither a parameter nor an input asks for a gradient, or a parameter has no shape yet."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise TraceError(
+            f"{type(module).__name__} has lazy modules whose parameters get their shapes from a first batch; "
+            "run it once under torch.no_grad() before it is planned"
+        )
+    if not needs_gradient(module, tensors_in(args, kwargs)):
+        raise TraceError(nothing_to_differentiate(module))
+
+
+def nothing_to_differentiate(module: nn.Module) -> str:
+    """The message for a step without a backward."""
+    return (
+        f"{type(module).__name__} has nothing to differentiate: no parameter or input that leads to its outputs has requires_grad=True, "
+        "so there is no backward to save memory for; unfreeze a parameter, or call the module under torch.no_grad()"
+    )
+
+
+def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_whole: bool = True) -> Any:
+    """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error.
+
+    Raises:
+        GraphBreak: it is no one graph.
+        TraceError: it can't be compiled, nor in pieces where `is_whole` is false; or it can't be planned.
+    """
+    try:
+        with capture_settings():
+            return compiled(*args, **kwargs)
+    except Exception as error:
+        cause = unwrap_failure(error)
+        if isinstance(cause, RematError):
+            raise cause from None
+        if is_graph_break(error):
+            first = str(error).strip().split("\n\n")[0]
+            if not is_whole:
+                raise TraceError(f"torch.compile fails on this step, whole and in pieces: {first}{_place_in(str(error))}") from error
+            raise GraphBreak(
+                f"torch.compile can't capture this step as one graph: {first}\n"
+                "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place).",
+                first.split("\n")[0] + _place_in(str(error)),
+            ) from error
+        if cause is not error:  # a backend's failure: AOTAutograd could not trace the step, or we could not
+            raise TraceError(f"this step can't be traced and planned: {type(cause).__name__}: {cause}") from error
+        raise
+
+
+def _place_in(message: str) -> str:
+    """The innermost line of the user's code that dynamo's message names, as ` (file.py:12)`."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', message)
+    return f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
+
+
+@dataclass
+class BackendState:
+    """What the `torch.compile` backend planned, for tests and reports."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+
+BACKEND_STATE = BackendState()
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The `torch.compile` backend `remat`: `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
+
+    Options are those of `remat.checkpoint`. The first one, `budget`, is needed.
+    """
+    given = dict(kwargs.get("options") or {})
+    if "budget" not in given:
+        raise ValueError('the backend "remat" needs a budget: torch.compile(model, backend="remat", options={"budget": "8GiB"})')
+    options = Options(**given)
+    if bucket_bytes() and is_ddp_optimizer_on():
+        raise TraceError(
+            "inside of DistributedDataParallel torch.compile cuts the graph along its buckets, and one budget is for one graph; set "
+            "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
+        )
+    reason = compile_reason(module)
+    if reason is not None and reason.graph_break:
+        raise TraceError(
+            f"the step has a graph break ({reason.reason}), and this door plans one graph at a time; "
+            "remat.checkpoint plans the pieces together"
+        )
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")
+    make = make_backend
+    if options.executor == "inductor":
+        from remat.run.inductor import make_inductor_backend as make
+    inner = make(Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate)
+    return inner(module, example_inputs)  # type: ignore[no-any-return]

@@ -1,0 +1,66 @@
+"""Many graphs and budgets side by side, through joblib: on this machine's cores, or on a Dask or Ray cluster.
+
+A task is one graph under one budget. Graphs and solutions travel as the package's own JSON, so that nothing of them has to
+be pickled, and another version of the package on a worker refuses them instead of misreading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import joblib
+import msgspec
+
+from remat.core.budget import Budget, parse_budget
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.solvers import Solver, make_solver
+
+
+def sweep(
+    graphs: Sequence[Graph],
+    budgets: Sequence[Budget],
+    *,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    n_jobs: int = -1,
+) -> list[list[Solution]]:
+    """Returns a list a graph, with a solution a budget; where nothing was found, the solution's status says so.
+
+    Runs in local processes; inside `with joblib.parallel_config("dask")` (or `"ray"`) on the cluster that is there. Each
+    task has the time limit to itself. To share work between the budgets of one graph, see `frontier`.
+
+    Args:
+        graphs: from `trace`, `Graph.load` or `Graph.from_arrays`.
+        budgets: for each graph: bytes, "8GiB", or "60%" of the peak of keeping everything in that graph.
+        solver: a name or a solver.
+        time_limit_s: how long each solve may take, where the solver is given by name.
+        gap: good enough, where the solver is given by name.
+        n_jobs: solves at the same time; -1 for as many as there are cores, or workers in the cluster.
+
+    Raises:
+        ValueError, TypeError: a malformed budget, an unknown solver; before any work.
+
+    >>> graphs = [Graph.from_arrays([1] * 3, [1] * 3, [(0, 1), (1, 2), (0, 2)])]
+    >>> [[s.cost_s for s in row] for row in sweep(graphs, [3, "200%"], n_jobs=1)]
+    [[3.0, 3.0]]
+    """
+    method = make_solver(solver, time_limit_s=time_limit_s, gap=gap) if isinstance(solver, str) else solver
+    tasks = []
+    for graph in graphs:
+        keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        asked = [parse_budget(budget, keep_all_bytes=keep_all_bytes) for budget in budgets]
+        content = msgspec.json.encode(graph)
+        tasks += [joblib.delayed(_solve)(content, budget_bytes, method) for budget_bytes in asked]
+    answers: Any = joblib.Parallel(n_jobs=n_jobs)(tasks)
+    solutions = [msgspec.json.decode(answer, type=Solution) for answer in answers]
+    count = len(budgets)
+    return [solutions[index * count : (index + 1) * count] for index in range(len(graphs))]
+
+
+def _solve(content: bytes, budget_bytes: int, solver: Solver) -> bytes:
+    graph = msgspec.json.decode(content, type=Graph)
+    return msgspec.json.encode(solver.solve(graph, budget_bytes=budget_bytes))

@@ -1,0 +1,1 @@
+"""Whether a training will fit: devices, optimizers, batch sizes."""

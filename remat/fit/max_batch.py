@@ -1,0 +1,186 @@
+"""The largest batch that fits, and the batch that trains the most samples a second.
+
+The least peak of a step is close to affine in its batch, so the largest batch is found by the secant method between
+a batch that fits and one that does not, each traced and planned for real. A larger batch spreads the fixed cost of
+operators over more samples and makes their products more efficient; recomputation takes that back at some point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from remat.core.budget import Budget, format_bytes
+from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.core.units import Scale
+from remat.fit.fits import Fit, Question, keep_all_bytes
+from remat.solvers.auto.minimum import minimum
+from remat.torch_border.kernels import FakeTensorMode
+
+MakeArgs = Callable[[int], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFit:
+    """A batch, and how its step fits."""
+
+    batch: int
+    fit: Fit
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that forward and backward take in a second, at the cost model's word."""
+        return self.batch / self.fit.step_s
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches that were planned, in ascending order: print them, or read the fields.
+
+    Attributes:
+        rows: each batch with its plan; the first one keeps everything where any can.
+    """
+
+    rows: tuple[BatchFit, ...]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch that fits."""
+        return self.rows[-1].batch
+
+    @property
+    def best(self) -> BatchFit:
+        """The batch with the best predicted throughput."""
+        return max(self.rows, key=lambda row: row.samples_per_s)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the figures for JSON."""
+        rows = [{"batch": row.batch, "samples_per_s": row.samples_per_s, **row.fit.record()} for row in self.rows]
+        return {"largest": self.largest, "best": self.best.batch, "batches": rows}
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        for name in ("batch", "peak", "overhead", "step", "samples/s", ""):
+            table.add_column(name, justify="right" if name else "left")
+        for row in self.rows:
+            best = "best predicted throughput" if row is self.best else "largest that fits" if row.batch == self.largest else ""
+            step_text = Scale.for_largest(row.fit.step_s, "s").text(row.fit.step_s)
+            peak = row.fit.planned.total if row.fit.planned else 0
+            table.add_row(
+                str(row.batch), format_bytes(peak), f"{100 * row.fit.overhead:.2f} %", step_text, f"{row.samples_per_s:,.4g}", best
+            )
+        console = Console(width=80, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
+        fit = self.rows[-1].fit
+        with console.capture() as capture:
+            console.print(f"{fit.model} in {format_bytes(fit.budget_bytes)} of {fit.device}, with {fit.held.optimizer.name}:")
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def max_batch(
+    model: nn.Module, make_args: MakeArgs, budget: Budget | None = None, *, limit: int = 1 << 16, points: int = 5, **options: Any
+) -> Batches:
+    """Returns the largest batch that fits the budget, and others up to it with their predicted throughput.
+
+    Args:
+        model: any module; as for `fits`, it may be on the meta device.
+        make_args: batch -> the tuple of the model's inputs; called under fake tensors, so it allocates nothing.
+        budget: what the step may hold; all of the device's memory by default.
+        limit: the largest batch to think about.
+        points: how many batches are planned, from the largest that needs no recomputation to the largest that fits.
+        **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`, `time_limit_s` for each plan, ...
+
+    Raises:
+        ValueError: a budget that is a percentage, an unknown device or optimizer.
+        BudgetError: not even one sample fits.
+        TraceError: the step can't be captured as one graph.
+    """
+    if isinstance(budget, str) and "%" in budget:
+        raise ValueError(f"budget {budget!r} is a percentage, and every batch would have another; write it in bytes")
+    if limit < 1 or points < 1:
+        raise ValueError(f"limit={limit} and points={points} must be at least 1")
+    search = _Search(Question.of(model, budget=budget, **options), make_args)
+    largest = _largest(search.least_bytes, search.budget_bytes, limit)
+    if largest == 0:
+        raise _nothing_fits(search)
+    first = max(1, _largest(search.keep_all_bytes, search.budget_bytes, largest))
+    rows = [BatchFit(batch, search.question.answer(search.graph_of(batch))) for batch in _between(first, largest, points)]
+    return Batches(tuple(row for row in rows if row.fit))
+
+
+@dataclass
+class _Search:
+    """Traces each batch once."""
+
+    question: Question
+    make_args: MakeArgs
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _least: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.question.budget_bytes(self.graph_of(1))
+
+    def graph_of(self, batch: int) -> Graph:
+        if batch not in self._graphs:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                args = self.make_args(batch)
+            self._graphs[batch] = self.question.trace(args)
+        return self._graphs[batch]
+
+    def keep_all_bytes(self, batch: int) -> int:
+        return self._with_optimizer(batch, keep_all_bytes(self.graph_of(batch)))
+
+    def least_bytes(self, batch: int) -> int:
+        if batch not in self._least:
+            least = minimum(self.graph_of(batch), time_limit_s=self.question.time_limit_s).peak_bytes
+            self._least[batch] = self._with_optimizer(batch, least)
+        return self._least[batch]
+
+    def _with_optimizer(self, batch: int, peak_bytes: int) -> int:
+        return max(peak_bytes + self.question.held.total, self.question.optimizer_step_bytes(self.graph_of(batch)))
+
+
+def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> int:
+    """Returns the largest batch up to `limit` whose bytes are within the budget, 0 if none: secants, halving where they stall."""
+    low, high, batch = 0, limit + 1, 1
+    known: list[tuple[int, int]] = []
+    while high - low > 1:
+        size = bytes_of(batch)
+        known.append((batch, size))
+        before = high - low
+        low, high = (batch, high) if size <= budget_bytes else (low, batch)
+        is_slow = len(known) > 4 and 2 * (high - low) > before
+        batch = (low + high) // 2 if is_slow and high <= limit else _secant(known, budget_bytes)
+        batch = min(max(batch, low + 1), high - 1)
+    return low
+
+
+def _secant(known: list[tuple[int, int]], budget_bytes: int) -> int:
+    """The batch at which the line through the last two sizes meets the budget."""
+    if len(known) < 2:
+        return 2 * known[-1][0]
+    (a, size_a), (b, size_b) = sorted(known[-2:])
+    if size_b <= size_a:
+        return 2 * b
+    return b + int((budget_bytes - size_b) // ((size_b - size_a) / (b - a)))
+
+
+def _between(first: int, last: int, points: int) -> list[int]:
+    """Batches in a geometric row, ends included."""
+    if points == 1:
+        return [last]
+    return sorted({round(first * (last / first) ** (i / (points - 1))) for i in range(points)})
+
+
+def _nothing_fits(search: _Search) -> BudgetError:
+    fit = search.question.answer(search.graph_of(1))
+    is_proved = fit.bound_bytes > fit.budget_bytes
+    return BudgetError(fit.verdict, budget_bytes=fit.budget_bytes, minimum_bytes=fit.minimum_bytes, is_proved=is_proved)

@@ -1,0 +1,203 @@
+"""What an optimizer holds: its state, and the temporaries of its step, measured without allocating anything.
+
+The optimizer really runs, on fake tensors with the shapes and types of the parameters, while
+every storage it makes is counted. So any optimizer that is a `torch.optim.Optimizer` can be asked, those of
+other libraries too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.torch_border.kernels import FakeTensorMode
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """Bytes that an optimizer takes.
+
+    Attributes:
+        name: what it is called.
+        state_bytes: held between steps.
+        step_bytes: held on top while it steps.
+    """
+
+    name: str
+    state_bytes: int
+    step_bytes: int
+
+
+def optimizer_memory(optimizer: str | MakeOptimizer, parameters: Iterable[nn.Parameter], *, device_type: str = "cpu") -> OptimizerMemory:
+    """Returns what an optimizer of these parameters holds from its first step on.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`, or what makes one of parameters: a class, or `lambda ps: SGD(ps, momentum=0.9)`.
+        parameters: real, fake or meta; those without `requires_grad` are left out.
+        device_type: where it will run; on `cuda` torch's optimizers take all parameters at a time (`foreach`), which is
+            quicker and holds more.
+
+    Raises:
+        ValueError: there is no optimizer of this name.
+        TypeError: it makes no optimizer, or none that can run on fake tensors.
+
+    >>> optimizer_memory("adamw", [nn.Parameter(torch.zeros(1000))]).state_bytes  # two of each parameter, and a count
+    8004
+    """
+    make, name = _maker(optimizer)
+    counted = _CountStorages(rounded_to=512 if device_type == "cuda" else 1)
+    needed = [p for p in parameters if p.requires_grad]
+    if not needed:
+        return OptimizerMemory(name, 0, 0)
+    with FakeTensorMode():
+        trained = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in needed]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+            counted.ignore(parameter, parameter.grad)
+        with counted:
+            made = _made(make, trained, name)
+            _take_all_at_once(made, is_cuda=device_type == "cuda")
+            _step(made, name)
+            counted.peak_bytes = state_bytes = counted.held_bytes
+            _step(made, name)
+    return OptimizerMemory(name, state_bytes, counted.peak_bytes - state_bytes)
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Returns the bytes that an optimizer that is there holds, or will hold after its first step.
+
+    Wrappers of other libraries (`accelerate`, Lightning) are looked through.
+    """
+    while not type(optimizer).__module__.startswith("torch.optim") and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return optimizer_memory(lambda ps: type(optimizer)(ps, **defaults), parameters).state_bytes
+
+
+def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or pass its class")
+        return OPTIMIZERS[optimizer.lower()], optimizer.lower()
+    if not callable(optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a name, a class, or `lambda parameters: SGD(parameters)`")
+    return optimizer, getattr(optimizer, "__name__", type(optimizer).__name__)
+
+
+def _made(make: MakeOptimizer, trained: Sequence[nn.Parameter], name: str) -> Optimizer:
+    made = make(trained)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"{name} made a {type(made).__name__}, and a torch.optim.Optimizer is needed")
+    return made
+
+
+def _take_all_at_once(optimizer: Optimizer, *, is_cuda: bool) -> None:
+    """Chooses as torch does on the device: `foreach` on CUDA where neither it nor `fused` was asked for or refused."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = is_cuda
+
+
+def _step(optimizer: Optimizer, name: str) -> None:
+    try:
+        optimizer.step()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise TypeError(
+            f"{name} can't step on fake tensors, where its memory is measured ({error}); give its bytes as reserve_bytes, "
+            'and optimizer="none"'
+        ) from error
+
+
+class _CountStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operators make, while they live."""
+
+    def __init__(self, rounded_to: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounded_to = rounded_to
+        self.held_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.5 if args[0].is_floating_point() else 1  # the value of `step.item()`: only sizes matter
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return result
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Leaves out tensors that were there before."""
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        size_bytes = -(-storage.nbytes() // self.rounded_to) * self.rounded_to
+        self._known.add(storage._cdata)
+        weakref.finalize(storage, self._forget, storage._cdata, size_bytes)
+        self.held_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def _forget(self, key: int, size_bytes: int) -> None:
+        self._known.discard(key)
+        self.held_bytes -= size_bytes
+
+
+class _States(Optimizer):
+    """An optimizer of another library as far as memory goes: the state it keeps of each parameter, nothing else."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], states_of: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__(parameters, {})
+        self.states_of = states_of
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes the state of each parameter at its first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter]["states"] = self.states_of(parameter)
+
+
+def _eight_bit(parameter: nn.Parameter) -> list[torch.Tensor]:
+    """Two states of a byte an element with a 32-bit scale a block of 256; small parameters keep 32 bits.
+
+    Source: bitsandbytes 0.45, optim/optimizer.py: `Optimizer2State.init_state`, `min_8bit_size=4096`, `blocksize=256`.
+    """
+    if parameter.numel() < 4096:
+        return [torch.empty(parameter.shape, dtype=torch.float32) for _ in range(2)]
+    states = [torch.empty(parameter.shape, dtype=torch.uint8) for _ in range(2)]
+    return states + [torch.empty(-(-parameter.numel() // 256), dtype=torch.float32) for _ in range(2)]
+
+
+def _no_states(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return _States(parameters, lambda _: ())
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "none": _no_states,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-8bit": lambda parameters: _States(parameters, _eight_bit),  # bitsandbytes, torchao
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "lion": lambda parameters: _States(parameters, lambda p: [torch.empty_like(p)]),  # one momentum; Chen et al. (2023)
+}

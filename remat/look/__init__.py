@@ -1,0 +1,1 @@
+"""What a person sees: the report, its HTML page, pictures and exports."""

@@ -1,0 +1,189 @@
+"""The report as one HTML file that needs no network: what the plan costs, where the memory goes, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from remat.analysis.composition import Category, Composition
+from remat.analysis.decisions import Decision, decide
+from remat.core.graph import Graph
+from remat.core.solution import Solution
+from remat.core.units import Units
+from remat.look.html_charts import COLOUR_OF, memory_chart, schedule_chart, step_range, tradeoff_chart
+from remat.look.html_table import value_table
+from remat.look.labels import shape_text, short_target
+from remat.look.report import Group, Report
+
+_LARGEST = 12  # values at the peak that are listed one by one
+_GROUPS = 25
+_TOP = "(top)"  # what no module below the outermost one computes
+
+
+class Figure(NamedTuple):
+    """One number at the top of the page."""
+
+    name: str
+    text: str
+    note: str
+
+
+class PeakRow(NamedTuple):
+    """One of the largest values at the peak."""
+
+    colour: str
+    category: str
+    name: str
+    module: str
+    shape: str
+    size: str
+    source: str
+    reason: str
+
+
+def write_html(report: Report, path: str | Path, *, curve: Sequence[Solution] = (), title: str = "") -> None:
+    """Writes a report as one self-contained HTML file.
+
+    Args:
+        report: a planned step.
+        path: where to write it.
+        curve: solutions of the same graph for other budgets, from `remat.frontier`; they make the trade-off curve.
+        title: of the page; the file's name without one.
+
+    Raises:
+        ImportError: Bokeh is not installed; the message names the extra.
+    """
+    Path(path).write_text(render_html(report, curve=curve, title=title or Path(path).stem), encoding="utf-8")
+
+
+def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = "") -> str:
+    """Returns the page that `write_html` writes; about 2 MB, most of it Bokeh's script."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    graph, schedule = report.graph, report.schedule
+    parts, decisions, steps = Composition.of(graph, schedule), decide(graph, schedule), step_range(schedule)
+    units = Units.of(graph)
+    charts = {
+        "tradeoff": tradeoff_chart([*curve, report.solution], report.solution, keep_all_bytes=report.keep_all.peak_bytes, units=units),
+        "memory": memory_chart(parts, schedule, steps, budget_bytes=report.solution.budget_bytes),
+        "schedule": schedule_chart(parts, schedule, decisions, steps),
+        "values": value_table(graph, decisions),
+    }
+    script, divisions = components(charts)
+    environment = Environment(
+        loader=PackageLoader("remat.look"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.jinja").render(
+        title=title,
+        resources=Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
+        script=script,
+        charts=divisions,
+        figures=_figures(report),
+        lead=_lead(report),
+        peak=_peak(report, parts, decisions),
+        has_curve=bool(curve),
+        saved=[_group_row(graph, group) for group in report.saved_groups()[:_GROUPS]],
+        recomputed=[_group_row(graph, group) for group in report.recomputed_groups()[:_GROUPS]],
+        pinned=sorted(report.pinned.items(), key=lambda item: -item[1]),
+        facts=_facts(report),
+    )
+
+
+def _figures(report: Report) -> list[Figure]:
+    solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
+    num_operators = report.graph.num_operators
+    share = f"the plan needs {solution.peak_bytes / keep_all:.0%} of it" if keep_all else ""
+    figures = [
+        Figure("predicted peak", units.size_text(solution.peak_bytes), f"budget {units.size_text(solution.budget_bytes)}"),
+        Figure("keeping everything", units.size_text(keep_all), share),
+        Figure("extra compute", f"{100 * solution.overhead:.2f} %", f"at least {100 * solution.overhead_bound:.2f} %: proved"),
+        Figure(
+            "recomputations",
+            f"{report.schedule.num_recomputations:,}",
+            f"{len(report.recomputed):,} of {num_operators:,} operators run again",
+        ),
+    ]
+    if report.measured_peak_bytes:
+        off = report.measured_peak_bytes - solution.peak_bytes
+        figures.insert(1, Figure("measured peak", units.size_text(report.measured_peak_bytes), f"{off:+,} bytes beside the prediction"))
+    return figures
+
+
+def _lead(report: Report) -> str:
+    solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
+    if not report.recomputed:
+        return f"Everything fits: {units.size_text(keep_all)} are needed, and nothing is computed twice."
+    return (
+        f"This training step needs {units.size_text(keep_all)} where everything is kept. The plan runs it in "
+        f"{units.size_text(solution.peak_bytes)} and computes {100 * solution.overhead:.2f} % more; no schedule in this order of operators "
+        f"and within {units.size_text(solution.budget_bytes)} can do with less than {100 * solution.overhead_bound:.2f} %."
+    )
+
+
+def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> dict[str, Any]:
+    graph, schedule, units = report.graph, report.schedule, Units.of(report.graph)
+    step = int(parts.bytes_of.sum(0).argmax()) if len(schedule.steps) else -1
+    if step < 0:
+        return {}
+    op = graph.operators[schedule.steps[step]]
+    total = int(parts.bytes_of[:, step].sum())
+    shares = [
+        (COLOUR_OF[category], str(category), units.size_text(size), f"{size / max(1, total):.1%}")
+        for category, size in parts.at(step).items()
+        if size
+    ]
+    held = [h for h in parts.held_at(step) if graph.values[h.value].size_bytes]
+    reason_of = {d.value: d.reason for d in decisions}
+    rows = [_peak_row(graph, h.value, h.category, reason_of[h.value]) for h in held[:_LARGEST]]
+    rest = held[_LARGEST:]
+    return {
+        "step": step,
+        "num_steps": len(schedule.steps),
+        "half": "forward" if step < schedule.num_forward_steps else "backward",
+        "operator": short_target(op.target) or op.name,
+        "module": op.module,
+        "source": op.source,
+        "total": units.size_text(total),
+        "shares": shares,
+        "rows": rows,
+        "num_rest": len(rest),
+        "rest": units.size_text(sum(graph.values[h.value].size_bytes for h in rest)),
+    }
+
+
+def _peak_row(graph: Graph, value: int, category: Category, reason: str) -> PeakRow:
+    held, op = graph.values[value], graph.operators[graph.producer[value]]
+    shape, size = shape_text(held.dtype, held.shape), Units.of(graph).size_text(held.size_bytes)
+    return PeakRow(COLOUR_OF[category], str(category), held.name, op.module or _TOP, shape, size, op.source, reason)
+
+
+def _group_row(graph: Graph, group: Group) -> tuple[str, ...]:
+    units = Units.of(graph)
+    shape = shape_text(group.dtype, group.shape)
+    cost = units.cost_text(group.cost_s) if group.cost_s else ""
+    return (
+        group.module or _TOP,
+        short_target(group.target),
+        shape,
+        group.source,
+        f"{group.count:,}",
+        units.size_text(group.size_bytes),
+        cost,
+    )
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    solution, graph = report.solution, report.graph
+    return [
+        ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
+        ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the least"),
+        ("costs", graph.costs or "as given"),
+        ("graph", f"{graph.num_operators:,} operators, {len(graph.values):,} values, fingerprint {graph.fingerprint}"),
+        *(("cut by torch.compile", place) for place in report.breaks),
+        ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by remat {importlib.metadata.version('remat')}"),
+    ]

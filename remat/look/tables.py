@@ -1,0 +1,154 @@
+"""What the command line shows: tables on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from remat.core.graph import Graph, Phase
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.core.units import Units
+from remat.solvers.core.progress import Progress, ProgressCallback
+
+_COLOUR = {Status.OPTIMAL: "green", Status.FEASIBLE: "cyan", Status.INFEASIBLE: "red", Status.NO_SOLUTION: "yellow"}
+_MEANING = {
+    Status.OPTIMAL: "no schedule in this budget costs less, within the asked gap",
+    Status.FEASIBLE: "fits the budget; the gap says how far from the best it can be",
+    Status.INFEASIBLE: "proved: no schedule fits this budget",
+    Status.NO_SOLUTION: "stopped before a schedule was found; one may exist",
+}
+
+
+@contextmanager
+def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallback | None]:
+    """Shows `text`, the time and how far a solver has come on stderr, from the second second on.
+
+    Yields what a solver calls with its progress; None, and silence, where stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task(text, total=None)
+
+    def show(moment: Progress) -> None:
+        bar.update(task, description=f"{text}: {_moment_text(moment, keep_all_cost_s)}")
+
+    timer = threading.Timer(1.0, bar.start)
+    timer.start()
+    try:
+        yield show
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+
+
+def _moment_text(moment: Progress, keep_all_cost_s: float) -> str:
+    if not keep_all_cost_s:
+        return ""
+    found = "nothing found yet" if moment.cost_s is None else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
+    return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} %"
+
+
+def solution_record(solution: Solution) -> dict[str, Any]:
+    """Returns what `--format json` prints of a solution; numbers it does not have are None."""
+    is_solved = solution.is_solved
+    return {
+        "status": str(solution.status),
+        "cost": solution.cost_s if is_solved else None,
+        "peak": solution.peak_bytes if is_solved else None,
+        "overhead_percent": 100 * solution.overhead if is_solved else None,
+        "lower_bound": solution.lower_bound_s if solution.status is not Status.INFEASIBLE else None,
+        "gap_percent": 100 * solution.gap if is_solved else None,
+        "solver": solution.solver,
+        "wall_s": solution.wall_s,
+        "order": list(solution.schedule.steps) if solution.schedule else [],
+    }
+
+
+def write_json(record: Any) -> None:
+    """Writes one JSON document to stdout."""
+    Console(soft_wrap=True, highlight=False, markup=False, emoji=False).out(json.dumps(record))
+
+
+def show_solution(graph: Graph, solution: Solution) -> None:
+    """Writes one solution as a table of what was asked and what came out."""
+    units, rows = Units.of(graph), []
+    rows.append(("status", f"[{_COLOUR[solution.status]}]{solution.status}[/] ({_MEANING[solution.status]})"))
+    rows.append(("budget", units.size_text(solution.budget_bytes)))
+    if solution.schedule is not None:
+        rows.append(("peak", f"{units.size_text(solution.peak_bytes)} ({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)"))
+        rows.append(("overhead", f"{_percent(solution.overhead)} over keeping everything"))
+        rows.append(("cost", f"{units.cost_text(solution.cost_s)}, at least {units.cost_text(solution.lower_bound_s)} is needed"))
+        rows.append(("gap", _percent(solution.gap)))
+        rows.append(("steps", f"{len(solution.schedule.steps):,}, of which {solution.schedule.num_recomputations:,} recompute"))
+    if solution.minimum_bytes:
+        rows.append(("least budget", f"{units.size_text(solution.minimum_bytes)}, the smallest known to work"))
+    rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
+    _show_pairs(rows)
+
+
+def show_solutions(graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = "") -> None:
+    """Writes several solutions as a table, one a row. A budget that all of them share stands above it."""
+    units, rows = Units.of(graph), list(labelled)
+    budgets = {solution.budget_bytes for _, solution in rows}
+    is_shared = len(budgets) == 1 and len(rows) > 1
+    if is_shared:
+        title = f"{title}: {units.size_text(budgets.pop())}" if title else f"budget {units.size_text(budgets.pop())}"
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "status", *(() if is_shared else ("budget",)), "peak", "overhead", "at least", "gap", "time"):
+        table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=True)
+    for label, solution in rows:
+        numbers = ["-"] * 4
+        if solution.is_solved:
+            percents = [_percent(x) for x in (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)]
+            numbers = [units.size_text(solution.peak_bytes), *percents]
+        budget = [] if is_shared else [units.size_text(solution.budget_bytes)]
+        table.add_row(label, f"[{_COLOUR[solution.status]}]{solution.status}[/]", *budget, *numbers, f"{solution.wall_s:.2f} s")
+    Console().print(table)
+
+
+def show_graph(graph: Graph) -> None:
+    """Writes what a graph holds: operators, memory, what is pinned, and the largest values."""
+    units = Units.of(graph)
+    keep_all = simulate(graph, Schedule.keep_all(graph))
+    forward = sum(op.phase is Phase.FORWARD for op in graph.operators)
+    pinned = Counter(op.pinned for op in graph.operators if op.pinned)
+    rows = [
+        ("operators", f"{graph.num_operators:,} ({forward:,} forward, {graph.num_operators - forward:,} backward)"),
+        ("cost", f"{units.cost_text(graph.cost_s)} ({graph.costs or 'as given'})"),
+        ("resident", f"{units.size_text(graph.resident_bytes)} of parameters, buffers and inputs"),
+        ("peak", f"{units.size_text(keep_all.peak_bytes)} where everything is kept"),
+        ("never recomputed", "; ".join(f"{count}: {reason}" for reason, count in pinned.most_common()) or "none"),
+        ("largest values", ", ".join(f"{v.name} ({units.size_text(v.size_bytes)})" for v in _largest(graph, 5)) or "none"),
+    ]
+    _show_pairs(rows)
+
+
+def _largest(graph: Graph, count: int) -> Sequence[Any]:
+    return sorted((v for v in graph.values if not v.is_resident), key=lambda v: -v.size_bytes)[:count]
+
+
+def _show_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in rows:
+        table.add_row(name, text)
+    Console().print(table)
+
+
+def _percent(fraction: float) -> str:
+    return f"{round(100 * fraction, 2) + 0.0:.2f} %"  # + 0.0: no "-0.00"

@@ -1,0 +1,178 @@
+"""One piece of a step in pieces: what dynamo captured of it, and the forward and backward halves of each schedule it was given.
+
+What something outside changes after a piece read it, or after the piece made it, has to be copied, or a recomputation would
+read it changed. Copies are part of the piece's graph, and so of its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat.core.schedule import Schedule
+from remat.pieces.joined_step import Place
+from remat.run.capture import runs_once
+from remat.run.executor import BoxedFunction, compile_graph
+from remat.run.rewrite import split
+from remat.solvers.auto.minimum import minimum
+from remat.torch_border.kernels import is_dense
+from remat.tracers.aot import TracedStep, read_joint
+from remat.tracers.costs import CostModel
+from remat.tracers.phases import is_backward_input
+from remat.tracers.storages import tensors_of
+
+Copied = frozenset[tuple[str, int]]  # ("input" or "result", place): what a piece copies, since something outside changes it
+
+
+class Piece:
+    """A graph that dynamo captured, and its halves under each schedule it was given; a trace runs it on fake tensors."""
+
+    def __init__(
+        self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int], costs: CostModel, *, device_type: str, is_trace: bool
+    ) -> None:
+        self.joint, self.num_forward, self.static_inputs = joint, num_forward, tuple(static_inputs)
+        self.costs, self.device_type, self.is_trace = costs, device_type, is_trace
+        self._steps: dict[Copied, TracedStep] = {}
+        self._numbers: dict[tuple[Copied, Schedule], int] = {}
+        self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
+        self.first: tuple[Copied, Schedule] | None = None  # what it runs before it is planned
+
+    def step(self, copied: Copied) -> TracedStep:
+        """Returns the piece with copies of some inputs and results."""
+        if copied not in self._steps:
+            module = _with_copies(self.joint, self.num_forward, copied)
+            self._steps[copied] = read_joint(module, self.num_forward, self.costs, static_inputs=self.static_inputs)
+        return self._steps[copied]
+
+    def number(self, copied: Copied, schedule: Schedule) -> int:
+        """Returns the number of the halves that run `schedule`; random generators stay as they are."""
+        if (copied, schedule) not in self._numbers:
+            with torch.random.fork_rng([torch.cuda.current_device()] if self.device_type == "cuda" else []):
+                halves = split(self.step(copied), schedule)
+                forward, backward = compile_graph(halves.forward), runs_once(compile_graph(halves.backward))
+            self._numbers[copied, schedule] = len(self._halves)
+            self._halves.append((forward, backward))
+        return self._numbers[copied, schedule]
+
+    def provisional(self, args: Sequence[Any]) -> int:
+        """The halves that hold the least memory, and copy what passes; on fake tensors, those that keep everything."""
+        if self.first is None:
+            copied = frozenset() if self.is_trace else self._all_copied(args)
+            graph = self.step(copied).graph
+            steps = range(graph.num_operators) if self.is_trace else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
+            self.first = (copied, Schedule.from_steps(graph, tuple(steps)))
+        return self.number(*self.first)
+
+    def _all_copied(self, args: Sequence[Any]) -> Copied:
+        """Every tensor that the piece is given or hands over, and that is no parameter."""
+        inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+        given = [("input", i) for i, node in enumerate(inputs) if not isinstance(args[i], nn.Parameter) and _is_dense(node)]
+        results: Any = self.joint.graph.output_node().args[0]
+        made = [("result", i) for i, node in enumerate(results[: self.num_forward]) if _is_dense(node) and node.op == "call_function"]
+        return frozenset(given + made)
+
+    def halves(self, number: int) -> tuple[BoxedFunction, BoxedFunction]:
+        """Returns the forward and the backward that `number` stands for."""
+        return self._halves[number]
+
+    def fill(self, args: list[Any]) -> frozenset[int]:
+        """Puts zeros where no gradient arrived for a backward, which ends in its tangents; returns which of these that were."""
+        first = len(args) - self.num_tangents
+        missing = frozenset(place for place in range(self.num_tangents) if args[first + place] is None)
+        for place in missing:
+            like = self._tangents[place].meta["val"]
+            args[first + place] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+        return missing
+
+    def arriving(self, gradients: Sequence[Any], missing: frozenset[int]) -> list[Any]:
+        """Returns the gradients, none for what is computed from nothing but `missing` ones.
+
+        So it is in plain PyTorch: no zeros, to which an optimizer would apply its weight decay.
+        """
+        return [gradient if self._arrives(place, missing) else None for place, gradient in enumerate(gradients)]
+
+    @property
+    def num_tangents(self) -> int:
+        """How many gradients arrive for its backward."""
+        return len(self._tangents)
+
+    @cached_property
+    def _tangents(self) -> list[fx.Node]:
+        return [node for node in self.joint.graph.find_nodes(op="placeholder") if _is_tangent(node)]
+
+    @cached_property
+    def _leading_to(self) -> list[frozenset[int]]:
+        """For each gradient that the backward returns, the tangents that it is computed from."""
+        leading: dict[fx.Node, frozenset[int]] = {node: frozenset({place}) for place, node in enumerate(self._tangents)}
+        for node in self.joint.graph.nodes:
+            leading.setdefault(node, frozenset().union(*(leading[source] for source in node.all_input_nodes)))
+        results: Any = self.joint.graph.output_node().args[0]
+        return [leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset() for node in results[self.num_forward :]]
+
+    def _arrives(self, place: int, missing: frozenset[int]) -> bool:
+        return not self._leading_to[place] or not self._leading_to[place] <= missing
+
+
+_PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
+
+
+def _is_dense(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and is_dense(value)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a piece runs to copy a tensor that something outside changes; no operator, so that cleaning leaves it."""
+    return tensor.clone()
+
+
+def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.GraphModule:
+    """Returns the joint graph once more, with copies of inputs, and of results, that are dense."""
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
+    results: Any = graph.graph_copy(joint.graph, copy)
+    results = list(results)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+    last = graph.find_nodes(op="placeholder")[-1]
+    for kind, place in sorted(copied):
+        source = inputs[place] if kind == "input" else results[place]
+        with graph.inserting_after(last if kind == "input" else source):
+            made = graph.call_function(copy_of, (source,))
+        if kind == "result":
+            made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
+            results[place] = made
+        else:
+            source.replace_all_uses_with(made, delete_user_cb=lambda user, made=made, source=source: not _writes(user, made, source))
+            # What follows is a view of the copy from now on: the copy takes over the fake memory, and the input gets another one.
+            made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
+            for node in (source, *(user for user in source.users if user is not made)):
+                node.meta["val"] = source.meta["val"].clone() if node is source else source.meta["val"]
+    graph.output(tuple(results))
+    graph.output_node().meta = dict(joint.graph.output_node().meta)
+    return fx.GraphModule(joint, graph)
+
+
+def _writes(user: fx.Node, made: fx.Node, source: fx.Node) -> bool:
+    """True for the copy itself, and for what writes into the input."""
+    return user is made or (user.target is torch.ops.aten.copy_.default and user.args[0] is source)
+
+
+def signature(piece: Piece) -> str:
+    """Returns a text that two pieces share only if they compute the same; empty where constants are part of one."""
+    lines = [f"{piece.num_forward} {piece.static_inputs}"]
+    for node in piece.joint.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output") or isinstance(node.target, torch._ops.HigherOrderOperator):
+            return ""
+        layouts = [Place.of(t).layout for t in tensors_of(node) if t.layout == torch.strided]
+        lines.append(
+            f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} {node.meta.get('desc')} {node.meta.get('partitioner_tag')}"
+        )
+    return "\n".join(lines)

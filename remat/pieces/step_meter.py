@@ -1,0 +1,152 @@
+"""Measures a step that runs in pieces: its forward, each piece's backward, and those of the eager operators between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
+from remat.run.measure import from_events
+from remat.torch_border.allocator import is_profiling, run_counting_allocations, start_counting_allocations, stop_counting_allocations
+from remat.torch_border.autograd import at_end_of_backward, is_compiled_node, saved_tensors
+from remat.torch_border.kernels import StorageWeakRef
+from remat.torch_border.sharded import local_part
+
+
+@dataclass
+class StepMeter:
+    """Measures the first planned step of a model that runs in pieces.
+
+    On CUDA it is the allocator's peak over all of it. On the CPU allocations are counted in the forward, and in the backward of
+    one node after the other, eager or compiled; what is held when a node begins is told by weak references to all that autograd
+    keeps and to the gradients. Sums of gradients that autograd makes between two nodes are seen when they arrive.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        resident_bytes: what the step holds throughout, on the CPU added to what is measured.
+        peak_bytes: the measured peak of the step, None until both halves ran.
+    """
+
+    device: str
+    resident_bytes: int
+    peak_bytes: int | None = None
+    _state: str = field(default="waiting", repr=False)  # "forward": measured; "backward": begun
+    _step: int = field(default=0, repr=False)  # which forward is measured
+    _peak_bytes: int = field(default=0, repr=False)
+    _other_bytes: int = field(default=0, repr=False)  # held at the end of the forward, and not followed
+    _followed: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict, repr=False)
+    _leaves: list[torch.Tensor] = field(default_factory=list, repr=False)  # that get gradients
+    _begun_bytes: int | None = field(default=None, repr=False)  # held when the node began that is counted
+
+    def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        """Runs a forward, measured where no step was yet.
+
+        Args:
+            run: the forward.
+            inputs: its arguments; what made them is not measured.
+        """
+        if self.peak_bytes is not None or is_profiling():
+            return run()
+        self._followed.clear()
+        self._state, self._step = "forward", self._step + 1
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return run()
+        result, events = run_counting_allocations(run)
+        measured = from_events(events, "cpu")
+        self._peak_bytes = measured.peak_bytes
+        results = tensors_of(result)
+        self._follow(results)
+        leaves: dict[int, torch.Tensor] = {}
+        for node in autograd_nodes(results, inputs):
+            self._follow(saved_tensors(node))
+            leaves |= {id(parent.variable): parent.variable for parent, _ in node.next_functions if hasattr(parent, "variable")}
+            if not is_compiled_node(node):
+                node.register_prehook(partial(self._begin_node, self._step))
+                node.register_hook(self._end_node)
+        self._leaves = list(leaves.values())
+        self._follow(leaf.grad for leaf in self._leaves)
+        self._other_bytes = measured.end_bytes - self._followed_bytes()
+        return result
+
+    def forget(self) -> None:
+        """Drops what was measured of a forward, whose backward did not come."""
+        self._state = "waiting"
+
+    def saved(self, tensors: Iterable[Any]) -> None:
+        """Follows what a piece's forward saves for its backward."""
+        if self._state == "forward" and self.device == "cpu":
+            self._follow(tensors)
+
+    def backward(self, run: Callable[[list[Any]], Any], args: list[Any], num_tangents: int) -> Any:
+        """Runs the backward of a piece, whose last `num_tangents` arguments are gradients that arrive, the others what it saved."""
+        if self._state == "waiting" or self.peak_bytes is not None or is_profiling():
+            return run(args)
+        num_saved = len(args) - num_tangents
+        if self.device == "cpu" and not self._is_followed(args[:num_saved]):
+            self.forget()  # it is an earlier forward's
+            return run(args)
+        self._begin_backward()
+        if self.device == "cuda":
+            return run(args)
+        held_bytes = self._held_bytes(args[num_saved:])
+        result, events = run_counting_allocations(lambda: run(args))
+        self._note(held_bytes, events, result)
+        return result
+
+    def _begin_node(self, step: int, gradients: Sequence[Any]) -> None:
+        self._begun_bytes = None
+        if step != self._step or self._state == "waiting" or is_profiling():
+            return
+        self._begin_backward()
+        self._begun_bytes = self._held_bytes(gradients)
+        start_counting_allocations()
+
+    def _end_node(self, made: Sequence[Any], _: Sequence[Any]) -> None:
+        if self._begun_bytes is not None:
+            self._note(self._begun_bytes, stop_counting_allocations(), made)
+
+    def _begin_backward(self) -> None:
+        if self._state == "forward":
+            self._state = "backward"
+            at_end_of_backward(partial(self._end_backward, self._step))
+
+    def _end_backward(self, step: int) -> None:
+        if step != self._step or self._state != "backward":
+            return
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+        else:
+            self.peak_bytes = self.resident_bytes + self._peak_bytes
+        self._followed.clear()
+        self._leaves.clear()
+
+    def _held_bytes(self, gradients: Iterable[Any]) -> int:
+        """What is held when a node begins that is given `gradients`."""
+        self._follow(gradients)
+        self._follow(leaf.grad for leaf in self._leaves)
+        return self._other_bytes + self._followed_bytes()
+
+    def _note(self, held_bytes: int, events: list[tuple[float, int]], made: Iterable[Any]) -> None:
+        self._peak_bytes = max(self._peak_bytes, held_bytes + from_events(events, "cpu").peak_bytes)
+        self._follow(made)
+
+    def _follow(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                storage = local_part(tensor).untyped_storage()
+                if storage._cdata not in self._followed:
+                    self._followed[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def _is_followed(self, tensors: Sequence[Any]) -> bool:
+        strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        return all(local_part(tensor).untyped_storage()._cdata in self._followed for tensor in strided)
+
+    def _followed_bytes(self) -> int:
+        self._followed = {key: entry for key, entry in self._followed.items() if not entry[0].expired()}
+        return sum(size_bytes for _, size_bytes in self._followed.values())

@@ -1,0 +1,94 @@
+"""What is held outside of what is captured: the module's own tensors and gradients, and what eager operators keep for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from remat.core.graph import Value, ValueKind
+from remat.pieces.joined_step import Kept
+from remat.plan.distributed import bucket_bytes
+from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
+from remat.torch_border.sharded import held_bytes, local_part
+from remat.tracers.aot import CUDA_GRANULARITY_BYTES
+
+
+def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
+    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of type `kind` with their bytes."""
+    rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
+    named = [
+        *((name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER) for name, p in module.named_parameters()),
+        *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
+        *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
+    ]
+    found: dict[int, Value] = {}
+    for name, tensor, value_kind in named:
+        if tensor.layout == torch.strided:
+            size_bytes = -(-held_bytes(tensor) // rounded_to) * rounded_to if tensor.device.type == kind else 0
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            storage = local_part(tensor).untyped_storage()
+            found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
+    return found
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets, which are counted apart."""
+    found: dict[int, int] = {}
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            storage = local_part(gradient).untyped_storage()
+            is_alone = storage.nbytes() == local_part(gradient).nbytes
+            if is_alone or not bucket_bytes():
+                found[storage._cdata] = held_bytes(gradient)
+    return sum(found.values())
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Returns the tensors of what a model returned: among its containers, and the attributes of objects in them."""
+    found = []
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, torch.Tensor)]
+    return found
+
+
+def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes of the autograd graph between a forward's results and its inputs, leaves and what made the inputs left out."""
+    seen: set[Any] = {t.grad_fn for t in inputs if isinstance(t, torch.Tensor)} | {None}
+    waiting: list[Any] = [t.grad_fn for t in results]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [parent for parent, _ in node.next_functions]
+        if not hasattr(node, "variable"):
+            yield node
+
+
+def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> list[Kept]:
+    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
+
+    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
+    """
+    runs, eager = [], []
+    for node in autograd_nodes(results, inputs):
+        saved = saved_tensors(node)
+        if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and is_compiled_node(node):
+            runs.append(sequence_number(node))
+        elif saved:
+            eager.append((sequence_number(node), saved))
+    found: dict[tuple[int, int], Kept] = {}
+    for number, saved in eager:
+        gap = sum(run < number for run in runs)
+        for tensor in saved:
+            storage = tensor.untyped_storage()
+            found[gap, storage._cdata] = Kept(gap, storage._cdata, storage.nbytes())
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]

@@ -1,0 +1,1 @@
+"""From a captured step to two functions that run a schedule."""

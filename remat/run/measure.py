@@ -1,0 +1,141 @@
+"""Measured memory: the peak and timeline of a callable, on the CPU's allocator or a CUDA device's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from remat.torch_border.allocator import is_profiling, run_counting_allocations
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Memory that a callable held, above what was held before it.
+
+    Attributes:
+        peak_bytes: the most it held at once.
+        end_bytes: what it left behind.
+        times_s: when each allocation or release happened, from the first one on; shape (num_events,).
+        bytes_held: bytes held after each; shape (num_events,).
+        device: `cpu` or `cuda`.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    times_s: tuple[float, ...]
+    bytes_held: tuple[int, ...]
+    device: str
+
+
+def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
+    """Runs `fn` once and returns the memory it held, on one device's allocator.
+
+    Args:
+        fn: what to run, such as `lambda: model(x).backward()`. Its result is dropped.
+        device: "cpu" or "cuda"; by default CUDA where it is available.
+
+    On the CPU every allocation of torch is counted to the byte (libraries with allocators of their
+    own, such as oneDNN's scratch memory, are not seen). On CUDA allocations are read from the
+    memory history, in the allocator's rounded sizes.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is neither 'cpu' nor 'cuda'")
+    gc.collect()
+    return _measure_cuda(fn) if device == "cuda" else _measure_cpu(fn)
+
+
+def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
+    return from_events(run_counting_allocations(fn)[1], "cpu")
+
+
+def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
+    try:
+        fn()
+        torch.cuda.synchronize()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    signs = {"alloc": 1, "free_completed": -1}
+    events = [(e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
+    measured = from_events(events, "cuda")
+    peak_bytes = torch.cuda.max_memory_allocated() - before  # the allocator's own word
+    return Measurement(peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda")
+
+
+def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
+    """Returns what (seconds, bytes allocated or, negative, released) in order add up to."""
+    held, history, times = 0, [], []
+    for time_s, change in events:
+        held += change
+        history.append(held)
+        times.append(time_s - events[0][0])
+    return Measurement(max([0, *history]), held, tuple(times), tuple(history), device)
+
+
+@dataclass
+class FirstStepMeter:
+    """Measures the first step that really runs: its forward, and its backward.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        resident_bytes: what the step holds throughout, on the CPU added to what is measured.
+        peak_bytes: the measured peak of the step, None until both halves ran.
+    """
+
+    device: str
+    resident_bytes: int
+    peak_bytes: int | None = None
+    _forward_bytes: tuple[int, int] | None = field(default=None, repr=False)
+
+    def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Returns `run`, measured once."""
+        return _boxed(lambda args: run(args) if self._forward_bytes else self._run_forward(run, args))
+
+    def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Returns `run`, measured once, after the forward was."""
+        return _boxed(lambda args: run(args) if self.peak_bytes or not self._forward_bytes else self._run_backward(run, args))
+
+    def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():
+            return run(args)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._forward_bytes = (0, 0)
+            return run(args)
+        result, peak_bytes, end_bytes = _profiled(run, args)
+        self._forward_bytes = (peak_bytes, end_bytes)
+        return result
+
+    def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        assert self._forward_bytes is not None
+        if is_profiling():
+            return run(args)
+        if self.device == "cuda":
+            result = run(args)
+            torch.cuda.synchronize()
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            return result
+        result, peak_bytes, _ = _profiled(run, args)
+        forward_peak, held = self._forward_bytes
+        self.peak_bytes = self.resident_bytes + max(forward_peak, held + peak_bytes)
+        return result
+
+
+def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, int, int]:
+    result, events = run_counting_allocations(lambda: run(args))
+    measured = from_events(events, "cpu")
+    return result, measured.peak_bytes, measured.end_bytes

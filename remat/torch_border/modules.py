@@ -1,0 +1,40 @@
+"""Private names of torch by which `module(...)` is made to run something else.
+
+Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls `module` as `module(...)` does where it was not compiled (`nn.Module._call_impl`, 2.13)."""
+    return module._call_impl(*args, **kwargs)
+
+
+def call_with_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `module` plainly, hooks and all, with another forward (`nn.Module._call_impl` calls `self.forward`, 2.13)."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+
+
+def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes `module(...)` run `call`, as `nn.Module.compile` does (`_compiled_call_impl`, 2.13; not pickled)."""
+    module._compiled_call_impl = call
+
+
+def get_call(module: nn.Module) -> Any:
+    """Returns what `set_call` set, None where nothing was."""
+    return module._compiled_call_impl

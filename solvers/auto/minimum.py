@@ -1,0 +1,154 @@
+"""The least budget: a schedule with a small peak, and a proof of how small no peak can be.
+
+The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
+and the LP relaxation of the window model with the peak as objective. The leanest of these are annealed, and the
+leanest result taken: keep nothing; one segment a block (`per_block`); the other closed-form families (`families`); and greedy
+recomputation with eviction under the smallest budget at which it does not get stuck, looked for with each of its
+rules by ever finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
+
+Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.baselines.families import Families
+from remat.solvers.baselines.per_block import block_schedules
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.core.accounting import Ints, working_set_bytes
+from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
+from remat.solvers.core.incumbent import keeps_regions
+from remat.solvers.core.interrupt import is_past
+from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
+
+MAX_FACTOR = 8.0
+_PRECISION = 1 / 1_000  # of the least peak so far, where the search for a smaller one ends
+_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets at a time
+_LIMIT_S = 1.0
+_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
+_CANDIDATES = 3  # are annealed
+_MOVES = 30_000 if IS_COMPILED else 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The smallest peak that is known to be possible, and the largest that is known not to be beaten.
+
+    Attributes:
+        peak_bytes: simulated peak of `steps`; a budget of so much can be met.
+        lower_bound_bytes: proved: no schedule of the fixed order has a smaller peak.
+        steps: the schedule's operators.
+    """
+
+    peak_bytes: int
+    lower_bound_bytes: int
+    steps: tuple[int, ...]
+
+
+def minimum(graph: Graph, *, time_limit_s: float = math.inf, families: Families | None = None) -> Minimum:
+    """Returns the smallest budget for which a schedule is found, and a proven lower bound on it.
+
+    Args:
+        graph: any graph.
+        time_limit_s: ends the search early; without it the answer depends on the graph alone.
+        families: of the graph, where these were made before.
+
+    Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled code; some 300 schedules of
+    the families, O(E) each.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
+    candidates = _leanest_simple(graph, families or Families(graph))
+    for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
+        lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
+        candidates += [lean] if lean else []
+    candidates = sorted(candidates, key=lambda candidate: candidate[0])[:_CANDIDATES]
+    peak, best_steps = min((_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates), key=lambda found: found[0])
+    return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: float) -> tuple[int, Ints] | None:
+    """Returns peak and steps of the greedy at the smallest budget between `low` and `high` where it does not get stuck.
+
+    It may get stuck with more memory than it needs elsewhere, so several budgets split what is left, of small graphs more.
+    """
+    best, num_budgets = None, min(max(_OPERATORS_TRIED // max(graph.num_operators, 1), 1), _MOST_BUDGETS)
+    while high - low > max(high * _PRECISION, 1) and not is_past(deadline):
+        budgets = [low + (high - low) * part // (num_budgets + 1) for part in range(1, num_budgets + 1)]
+        for middle in budgets:
+            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
+            if steps is not None and keeps_regions(graph, steps.tolist()):
+                high = min(middle, _peak_bytes(graph, steps.tolist()))
+                best = high, steps
+                break
+            low = middle
+            if is_past(deadline):
+                break
+    return best
+
+
+def _leanest_simple(graph: Graph, families: Families) -> list[tuple[int, Ints]]:
+    """Returns peaks and steps of the schedules that take no search: the leanest of the simplest, and leaner ones of the families."""
+    simple = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
+    valid = [steps for k, steps in enumerate(simple) if k == 0 or keeps_regions(graph, steps)]
+    best = min(((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid), key=lambda candidate: candidate[0])
+    leaner = [steps for steps in families.leanest(best[0]) if keeps_regions(graph, steps)]
+    return [best, *((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in leaner)]
+
+
+def _peak_bytes(graph: Graph, steps: Sequence[int]) -> int:
+    return simulate(graph, Schedule.from_steps(graph, list(steps))).peak_bytes
+
+
+def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> tuple[int, Ints]:
+    """Returns peak and steps of a leaner schedule, by annealing under budgets ever closer below the least one so far."""
+    share = _FIRST_SHARE
+    while share > _LAST_SHARE and peak_bytes > floor and not is_past(deadline):
+        target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
+        local = LocalSearch(graph, budget_bytes=target, seed=0)
+        if not local.is_ready and deadline - time.perf_counter() < COMPILER_S:
+            break
+
+        def should_stop(local: LocalSearch = local) -> bool:
+            return local.best_steps is not None or is_past(deadline)
+
+        local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
+        leaner = peak_bytes if local.best_steps is None else _peak_bytes(graph, local.best_steps.tolist())
+        if local.best_steps is None or leaner >= peak_bytes:
+            share /= 3
+            continue
+        peak_bytes, steps = leaner, local.best_steps
+    return peak_bytes, steps
+
+
+def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:
+    """A lower bound on the peak of every schedule of the fixed order: working sets, and the window model (its LP).
+
+    On large graphs the memory rows of the backward alone, with all that can be recomputed: none can be met with less.
+    """
+    floor = min(working_set_bytes(graph), keep_all_bytes)
+    boundary = forward_length(graph)
+    if not 0 < boundary < graph.num_operators:
+        return floor
+    windows = [(0, boundary), (boundary, graph.num_operators)]
+    model = WindowModel(graph, windows, priced=windows, budget_bytes=keep_all_bytes, is_peak=True)
+    if graph.num_operators > MOST_OPERATORS_TO_EVICT:
+        again = model.again[windows[1]]
+        point = np.zeros(model.program.num_columns)
+        point[again[again >= 0]] = 1.0
+        needed = graph.resident_bytes + int(model.usage(point, windows[1]).max())
+        return min(max(floor, needed), keep_all_bytes)
+    outcome = LazyRows(model).solve(deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed)
+    return min(max(floor, model.peak_bytes(outcome)), keep_all_bytes)

@@ -1,0 +1,1 @@
+"""The field's closed-form heuristics, one method a file."""

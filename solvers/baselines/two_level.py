@@ -1,0 +1,78 @@
+"""Checkpoints of two levels: few over the forward's end, more in the run of segments that the backward has reached.
+
+Other names: recursive, multi-level or divide-and-conquer checkpointing.
+Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174, section 4.3; J. M. Siskind,
+B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user annotation", 2018.
+Optimal: never proved; on a chain of equal segments binomial checkpointing (`revolve`) is.
+Complexity: O(E) a schedule; some 40 are made.
+Imperfections: two levels only; costs are not looked at. Of use where one operator, such as the loss, leaves room for few checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.solvers.baselines.chen import stage_ends
+from remat.solvers.baselines.segment_family import Family, borders_by_size
+from remat.solvers.core.accounting import Ints
+from remat.solvers.core.on_demand import forward_length, steps_on_demand, values_always_kept
+
+_SIZES = 8  # of segments; from half of the forward down to single stages
+_MOST_SEGMENTS = 64
+
+
+@final
+@dataclass(frozen=True)
+class Nested(Family):
+    """Segments that end at Chen's stages, of several sizes, with every number of outer borders that is a power of two."""
+
+    def members(self, graph: Graph) -> Iterator[list[int]]:
+        """Yields the schedules of each size of segment and number of outer borders.
+
+        Raises:
+            SolverError: the forward is no sequence of stages.
+        """
+        candidates = stage_ends(graph)
+        ends = _ends_in_backward(graph)
+        divisors = np.geomspace(2, max(3, min(len(candidates), _MOST_SEGMENTS)), _SIZES)
+        for inner in borders_by_size(graph, candidates, divisors.tolist()):
+            for count in (0, *(2**k for k in range(len(inner).bit_length()) if 2**k < len(inner))):
+                outer = [inner[(j + 1) * len(inner) // (count + 1)] for j in range(count)]
+                yield nested_steps(graph, inner, outer, ends)
+
+
+def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends: Ints) -> list[int]:
+    """Returns the schedule that keeps what `outer` borders write, and within the run between two of these what `inner` ones write.
+
+    Args:
+        graph: any graph.
+        inner: forward operators, in order.
+        outer: some of them.
+        ends: see `_ends_in_backward`.
+    """
+    boundary = forward_length(graph)
+    gradients = {v for v, producer in enumerate(graph.producer) if producer >= boundary}
+    later: dict[int, set[int]] = {}
+    for begin, end in zip([-1, *inner], [*inner, boundary - 1], strict=True):  # of a segment, which ends with a border
+        run = max((border for border in outer if border <= begin), default=-1)
+        held = [border for border in inner if border <= end and (border > run or border in outer)]
+        later[int(ends[end])] = gradients.union(*(graph.operators[border].writes for border in held))
+    kept = {v for border in outer for v in graph.operators[border].writes}
+    return steps_on_demand(graph, kept, later={v: held for v, held in later.items() if v > boundary})
+
+
+def _ends_in_backward(graph: Graph) -> Ints:
+    """For each forward operator, the first operator of the backward from which on nothing written after it is read; O(E)."""
+    boundary, always, producer = forward_length(graph), values_always_kept(graph), graph.producer
+    last = np.full(boundary + 1, boundary - 1, np.int64)  # reader, by the operator that writes
+    for index in range(boundary, graph.num_operators):
+        for value in graph.operators[index].reads:
+            if 0 <= producer[value] < boundary and value not in always:
+                last[producer[value]] = index
+    behind = np.maximum.accumulate(last[::-1])[::-1] + 1
+    return np.asarray(behind[1:], np.int64)

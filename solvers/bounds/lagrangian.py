@@ -1,0 +1,285 @@
+"""Prices for memory: the window model's relaxation by minimum cuts, and schedules spliced from them, in near-linear time.
+
+With the memory rows (6) of the window model over forward and backward (`window`) moved into the objective at prices u_v,
+what is left is a minimum cut (`min_cut`), whatever the prices. For every u >= 0
+
+    L(u) = sum c_j + min over cuts (R, S) of [ sum c_j R_j + sum_v u_v (row_v(R, S) - B) ]
+
+is a lower bound on every schedule of the fixed order, and the best one is that of the model's linear relaxation. Prices are
+found by Kelley's cutting planes: a small linear program over the cuts so far proposes the next prices, and its duals mix
+the cuts into a point of the relaxation, at which memory rows are violated or not; the worst are added.
+
+The point mixes a few cuts, some of which need more memory than there is and some less. A schedule takes the first
+operators' values from one and the rest from the other, and holds as many of the heavy one's as fit: where layers repeat,
+the cuts differ from layer to layer not at all, so one solution of a layer serves all of them, and only how many layers
+follow which is searched for. If transients don't let the light one fit either, the same for a smaller budget.
+
+Complexity: some ten cuts of O(V + E) each and as many simulations: seconds for 100,000 operators, where the simplex
+method takes minutes. Sources: Everett (1963) and Geoffrion (1974) for the bound, Kelley (1960) for the prices; the use of
+closures for keeping or recomputing is known, the memory rows and the splicing are this package's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.bounds.window import WindowModel
+from remat.solvers.core.accounting import Bools, Floats
+from remat.solvers.core.interrupt import is_past
+from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.lp.linear import Program
+from remat.solvers.lp.min_cut import Cut, MinCut
+
+_MOST_CUTS = 60
+_PRECISION = 1e-5  # of the cost, where prices are good enough
+_ROWS_A_ROUND = 3
+_VIOLATED = 1e-4  # of the budget
+_HIGHEST_PRICE = 1e3  # the cost of the step for the budget
+HOPELESS = 10.0  # of the cost of the step: no schedule costs so much more
+_SAFETY = 1e-9  # of the bound: what sums of floats may be off
+_MOST_MIXED = 6  # cuts that are tried as schedules
+_FINEST_SPLICE = 500  # of the forward
+_MOST_SHARES = 6  # of the budget, until a schedule fits and no better one is near
+_STEP, _LEAST_STEP = 0.995, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A cut with what it costs and what it needs.
+
+    Attributes:
+        cut: what is computed again in the backward, and what is kept.
+        extra: cost of its recomputations, in costs of the step.
+        usage: left sides of the memory rows by operator, in budgets.
+    """
+
+    cut: Cut
+    extra: float
+    usage: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A memory row: `constant` and what it puts on each R of its window (by operator) and each value held, in budgets."""
+
+    on_again: Floats
+    on_held: Floats
+    constant: float
+
+
+class Lagrangian:
+    """Prices, cuts and bounds for one graph and budget."""
+
+    def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
+        """Builds rows and network; nothing is solved yet. Graphs without a backward have no prices (`is_empty`)."""
+        self.graph, self.budget_bytes = graph, budget_bytes
+        self.first = forward_length(graph)
+        self.bound_s = graph.cost_s
+        self.is_empty = not 0 < self.first < graph.num_operators
+        if self.is_empty:
+            return
+        self._forward, self._backward = (0, self.first), (self.first, graph.num_operators)
+        windows = (self._forward, self._backward)
+        self._model = WindowModel(graph, windows, priced=windows, budget_bytes=budget_bytes)
+        self._network = MinCut(graph, self._model.accounting, self.first)
+        self._points: list[_Point] = []
+        self._rows: dict[int, _Row] = {}
+        self._mix: Floats = np.zeros(0)
+
+    @property
+    def num_cuts(self) -> int:
+        """Minimum cuts found so far."""
+        return 0 if self.is_empty else len(self._points)
+
+    def raise_bound(self, *, deadline: float) -> float:
+        """Returns the best bound found by `deadline` (`time.perf_counter`), on the cost of every schedule."""
+        if not self.is_empty:
+            self._solve(1.0, deadline)
+        return self.bound_s
+
+    def schedules(self, *, deadline: float) -> Iterator[list[int]]:
+        """Yields schedules until `deadline`, of which some fit and none may; call `raise_bound` first.
+
+        Where the lightest cut needs more than the budget when it runs, because of its transients, it is a start for a search,
+        and prices are found for a smaller budget: smaller by as much, then nearer to the whole one.
+        """
+        share, too_much = 1.0, 1.0
+        for _ in range(0 if self.is_empty else _MOST_SHARES):
+            used = self._used()
+            if not used:
+                return
+            peak = self._peak_bytes(used[-1])
+            if peak <= self.budget_bytes:
+                yield from self._spliced(used, deadline)
+                share, fits = (share + too_much) / 2, share
+                if too_much - fits < _LEAST_STEP:
+                    return
+            else:
+                yield self._keeping(used[-1].cut, used[-1].cut, 0, True)
+                share, too_much = share * max(self.budget_bytes / peak, 0.5) * _STEP, share
+            if is_past(deadline):
+                return
+            if not self._solve(share, deadline):
+                return
+
+    def _solve(self, share: float, deadline: float) -> bool:
+        """Finds prices for `share` of the budget, of which only the whole one gives a bound; False where there are none."""
+        if not self._points:
+            self._add_row(self.first - 1)
+            self._price({})
+        for _ in range(_MOST_CUTS):
+            prices, promised = self._master(share)
+            value = self._price(prices, share)
+            if value >= promised - _PRECISION or is_past(deadline):
+                self._mix = self._mixed(share)
+                if is_past(deadline) or not self._add_violated(share):
+                    break
+            if value > HOPELESS:
+                return False
+        return True
+
+    def _add_row(self, v: int) -> None:
+        """Takes the memory row of `v` into account."""
+        model = self._model
+        window = self._forward if v < self.first else self._backward
+        coefficient, constant = model.memory_row(window, v)
+        held = model.values_at(model.kept_columns(self.first), coefficient)
+        if window == self._forward:
+            held = held + model.values_at(model.through[window], coefficient)
+        on_again = model.values_at(model.again[window], coefficient)
+        self._rows[v] = _Row(on_again / model.budget, held / model.budget, constant / model.budget)
+
+    def _price(self, prices: dict[int, float], share: float = 1.0) -> float:
+        """Adds the cut at `prices` and returns L, less the cost of the step, in costs of the step."""
+        cost = self.graph.arrays.cost_s / max(self.graph.cost_s, 1e-300)
+        weight, before, price, at_end = cost.copy(), cost.copy(), np.zeros(len(self.graph.values)), np.zeros(len(self.graph.values))
+        constant = 0.0
+        for v, each in prices.items():
+            row, is_forward = self._rows[v], v < self.first
+            (before if is_forward else weight)[:] += each * row.on_again
+            (price if v < self.first - 1 else at_end)[:] += each * row.on_held
+            constant += each * (row.constant - self._model.relative_limit * share)
+        before[self._model.again[self._forward] < 0] = math.inf
+        cut = self._network.cut(weight, at_end + price * self._share_paid(before, price))
+        is_before = (before < 0) | (self._by_producer(np.where(cut.is_kept, price, 0.0)) > before)
+        self._points.append(self._point(cut, is_before))
+        value = cut.value + constant + float(np.minimum(before, 0.0).sum()) - _SAFETY * (1 + sum(prices.values()))
+        if share == 1.0:
+            self.bound_s = max(self.bound_s, (1 + value) * self.graph.cost_s)
+        return value
+
+    def _by_producer(self, price: Floats) -> Floats:
+        producer = self.graph.arrays.producer
+        is_made = producer >= 0
+        return np.asarray(np.bincount(producer[is_made], price[is_made], self.graph.num_operators), np.float64)
+
+    def _share_paid(self, before: Floats, price: Floats) -> Floats:
+        """By value, what share of `price` is paid where computing its operator again in the forward, at `before`, may be cheaper.
+
+        All values of an operator together never pay more than that, so the cut stays below the model.
+        """
+        total = self._by_producer(price)
+        share = np.ones(len(total))
+        is_cheaper = (total > 0) & (total > before)
+        share[is_cheaper] = np.maximum(before[is_cheaper], 0.0) / total[is_cheaper]
+        return np.asarray(share[np.maximum(self.graph.arrays.producer, 0)])
+
+    def _point(self, cut: Cut, is_before: Bools) -> _Point:
+        model, producer = self._model, np.maximum(self.graph.arrays.producer, 0)
+        point = np.zeros(model.program.num_columns)
+        through = cut.is_kept & ~is_before[producer]
+        again, before = model.again[self._backward], model.again[self._forward]
+        for columns, chosen in (
+            (again, cut.is_again),
+            (before, is_before),
+            (model.keep[self.first], cut.is_kept),
+            (model.through[self._forward], through),
+        ):
+            point[columns[(columns >= 0) & chosen]] = 1.0
+        usage = np.concatenate([model.usage(point, self._forward), model.usage(point, self._backward)])
+        extra = float(np.dot(self.graph.arrays.cost_s, 1.0 * cut.is_again + is_before)) / max(self.graph.cost_s, 1e-300)
+        return _Point(cut, extra, usage / model.budget)
+
+    def _excess(self, v: int, share: float) -> Floats:
+        """By point, what the row of `v` is over, in budgets."""
+        return np.array([point.usage[v] for point in self._points]) - self._model.relative_limit * share
+
+    def _master(self, share: float) -> tuple[dict[int, float], float]:
+        """Returns the prices that promise most by the cuts so far, and what they promise."""
+        rows = sorted(self._rows)
+        excess = np.stack([self._excess(v, share) for v in rows], axis=1)
+        program = Program()
+        program.add_columns(np.array([-1.0]), lower=np.array([-1.0]), upper=math.inf, is_integer=False)
+        program.add_columns(np.zeros(len(rows)), upper=_HIGHEST_PRICE, is_integer=False)
+        for point, over in zip(self._points, excess, strict=True):
+            program.add_row(np.arange(len(rows) + 1), np.concatenate([[1.0], -over]), upper=point.extra)
+        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        if outcome.point is None:
+            return {}, -math.inf
+        return dict(zip(rows, np.maximum(outcome.point[1:], 0.0).tolist(), strict=True)), float(outcome.point[0])
+
+    def _mixed(self, share: float) -> Floats:
+        """Returns the weights of the cuts in the cheapest mixture that keeps all rows, as well as they can be kept."""
+        program, count = Program(), len(self._points)
+        program.add_columns(np.array([point.extra for point in self._points]), is_integer=False)
+        over = program.add_columns(np.array([_HIGHEST_PRICE]), upper=math.inf, is_integer=False)
+        program.add_rows(np.arange(count)[None, :], [1.0] * count, lower=1.0, upper=1.0)
+        for v in sorted(self._rows):
+            program.add_row(np.append(np.arange(count), over), np.append(self._excess(v, share), -1.0), upper=0.0)
+        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        return np.zeros(count) if outcome.point is None else outcome.point[:count]
+
+    def _add_violated(self, share: float) -> int:
+        """Adds the rows that the mixture violates most, some operators apart, and returns how many."""
+        usage = np.asarray(sum(weight * point.usage for weight, point in zip(self._mix, self._points, strict=True)))
+        chosen: list[int] = []
+        for v in np.argsort(-usage, kind="stable").tolist():
+            if usage[v] <= self._model.relative_limit * share + _VIOLATED or len(chosen) == _ROWS_A_ROUND:
+                break
+            if v not in self._rows and all(abs(v - other) > 2 for other in chosen):
+                chosen.append(v)
+                self._add_row(v)
+        return len(chosen)
+
+    def _used(self) -> list[_Point]:
+        """The cuts in the mixture, those that keep more first."""
+        used = [self._points[k] for k in np.argsort(-self._mix, kind="stable")[:_MOST_MIXED].tolist() if self._mix[k] > 0]
+        return sorted(used, key=lambda point: point.extra)
+
+    def _spliced(self, used: list[_Point], deadline: float) -> Iterator[list[int]]:
+        """Yields the best splices of two cuts, in either order: the cheapest that fits, and the next that does not."""
+        light = next(k for k, point in enumerate(used) if self._peak_bytes(point) <= self.budget_bytes)
+        yield self._keeping(used[light].cut, used[light].cut, 0, True)
+        for is_first in (True, False) if light else ():
+            if not is_past(deadline):
+                yield from self._splices(used[light - 1].cut, used[light].cut, is_first)
+
+    def _splices(self, heavy: Cut, light: Cut, is_first: bool) -> Iterator[list[int]]:
+        """Yields ever better schedules that follow `heavy` for as many operators as fit, from the front or the back."""
+        low, high = 0, self.first
+        while high - low > max(1, self.first // _FINEST_SPLICE):
+            middle = (low + high) // 2
+            steps = self._fitting(self._keeping(heavy, light, middle, is_first))
+            if steps is None:
+                high = middle
+            else:
+                low = middle
+                yield steps
+
+    def _keeping(self, heavy: Cut, light: Cut, count: int, is_first: bool) -> list[int]:
+        producer = self.graph.arrays.producer
+        is_heavy = producer < count if is_first else producer >= self.first - count
+        return steps_on_demand(self.graph, np.flatnonzero(np.where(is_heavy, heavy.is_kept, light.is_kept)).tolist())
+
+    def _fitting(self, steps: list[int]) -> list[int] | None:
+        return steps if simulate(self.graph, Schedule.from_steps(self.graph, steps)).peak_bytes <= self.budget_bytes else None
+
+    def _peak_bytes(self, point: _Point) -> int:
+        steps = self._keeping(point.cut, point.cut, 0, True)
+        return simulate(self.graph, Schedule.from_steps(self.graph, steps)).peak_bytes

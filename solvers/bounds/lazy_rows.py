@@ -1,0 +1,143 @@
+"""Solving a window model with few of its memory rows: solve, look where memory is over, add rows there, again.
+
+First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds the full model, as it
+has fewer rows; 20 rows a round, apart from each other, suffice for graphs of 10,000 operators. Where a relaxation violates none,
+it may be cut by what rounding says of the rows it has (`rounding_cuts`), a few rounds as long as these raise it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from remat.solvers.bounds.transient_rows import MomentRows
+from remat.solvers.bounds.window import Window, WindowModel
+from remat.solvers.core.accounting import Floats
+from remat.solvers.core.interrupt import is_past
+from remat.solvers.lp.linear import Outcome
+from remat.solvers.lp.rounding_cuts import rounded
+
+_TOLERANCE = 1e-6
+_ROWS_A_ROUND = 20
+_WORTH = 1e-4  # of the bound; what a round of cuts by rounding must raise it by for another one
+
+
+class LazyRows:
+    """A window model and the memory rows it has so far."""
+
+    def __init__(
+        self,
+        model: WindowModel,
+        rows: Iterable[tuple[Window, int]] = (),
+        moments: Mapping[tuple[int, int], set[int]] = MappingProxyType({}),
+        *,
+        most_roundings: int = 0,
+    ) -> None:
+        """Starts with `rows`: windows of the model, each with one of its operators; and `moments`: (v, j) with their sets.
+
+        `most_roundings` is how many rounds of cuts by rounding a relaxation gets.
+        """
+        self.model, self._most_roundings = model, most_roundings
+        self.rows = set(rows)
+        self.moments = [MomentRows(model, a) for a, b in model.windows if b == a + 1 and a > 0]
+        for window, v in sorted(self.rows):
+            model.add_memory_row(window, v)
+        for (v, j), chosen in moments.items():
+            for rows_of_window in self.moments:
+                if rows_of_window.v == v:
+                    rows_of_window.add(j, chosen)
+
+    @property
+    def sets(self) -> dict[tuple[int, int], set[int]]:
+        """The moments so far: (v, j) with the operators of its set."""
+        return {(moments.v, j): chosen for moments in self.moments for j, (_, chosen) in moments.sets.items()}
+
+    def solve(
+        self,
+        *,
+        deadline: float,
+        relative_gap: float = 1e-4,
+        is_relaxed: bool = False,
+        node_limit: int = 20_000,
+        cutoff: float | None = None,
+        most_rounds: float = math.inf,
+    ) -> Outcome:
+        """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
+
+        The point violates no memory row unless `is_finished` is False, or the relaxation had `most_rounds`. With a `cutoff` (an
+        objective that a schedule is known to reach) the bound is at most that, and there may be no point.
+        """
+        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds)
+        if is_relaxed or best.is_infeasible or not best.is_finished:
+            return best
+        return self._rounds(False, deadline, relative_gap, node_limit, best.bound, cutoff)
+
+    def _rounds(
+        self,
+        is_relaxed: bool,
+        deadline: float,
+        relative_gap: float,
+        node_limit: int,
+        bound: float,
+        cutoff: float | None,
+        most_rounds: float = math.inf,
+    ) -> Outcome:
+        roundings, before = self._most_roundings if is_relaxed else 0, -math.inf
+        while True:
+            left_s = deadline - time.perf_counter()
+            if left_s <= 0:
+                return Outcome(bound, None, False)
+            outcome = self.model.program.minimise(
+                is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit, cutoff=cutoff
+            )
+            bound = max(bound, outcome.bound)
+            is_cut_off = cutoff is not None and bound >= cutoff
+            most_rounds -= 1
+            if outcome.point is None or is_cut_off or most_rounds <= 0:
+                return Outcome(bound, outcome.point, outcome.is_finished)
+            is_more = self._add_violated(outcome.point, deadline) > 0
+            if not is_more and roundings > 0 and outcome.is_finished and outcome.bound - before > _WORTH * abs(outcome.bound):
+                roundings, before = roundings - 1, outcome.bound
+                is_more = self._add_rounded(outcome.point)
+            if not (is_more and outcome.is_finished):
+                return Outcome(bound, outcome.point, outcome.is_finished)
+
+    def _add_violated(self, point: Floats, deadline: float) -> int:
+        """Adds the most violated rows, at least three operators apart, and returns how many."""
+        limit = self.model.limit(point) + _TOLERANCE * self.model.budget
+        found: list[tuple[float, Window, int]] = []
+        for window in self.model.windows:
+            usage = self.model.usage(point, window)
+            found += [(float(usage[i]), window, window[0] + int(i)) for i in np.flatnonzero(usage > limit)]
+        found.sort(key=lambda item: -item[0])
+        chosen: list[tuple[Window, int]] = []
+        for _, window, v in found:
+            is_apart = all(window != other or abs(v - u) > 2 for other, u in chosen)
+            if is_apart and (window, v) not in self.rows:
+                chosen.append((window, v))
+                self.rows.add((window, v))
+                self.model.add_memory_row(window, v)
+            if len(chosen) == _ROWS_A_ROUND:
+                break
+        return len(chosen) + self._add_moments(point, deadline)
+
+    def _add_rounded(self, point: Floats) -> bool:
+        """Adds a cut by rounding for each row that has one which the point violates; False where there is none."""
+        knapsacks = [*self.model.knapsacks, *(knapsack for moments in self.moments for knapsack in moments.knapsacks)]
+        cuts = [cut for knapsack in knapsacks for cut in rounded(knapsack, point)]
+        for cut in cuts:
+            self.model.program.add_row(cut.columns, cut.coefficients, upper=cut.upper)
+        return bool(cuts)
+
+    def _add_moments(self, point: Floats, deadline: float) -> int:
+        """Adds the most violated moment row of each window of one operator, and returns how many; at the deadline one at least."""
+        count = 0
+        for moments in self.moments:
+            for _, j in moments.violated(point, deadline=deadline)[:1]:
+                moments.add_at(j, point)
+                count += 1
+        return max(count, int(is_past(deadline)))  # what was not looked at may be violated

@@ -1,0 +1,88 @@
+"""Schedules from relaxed window models with memory in reserve where the schedules before needed more than the budget.
+
+A relaxation of the window model is solved in milliseconds and says what to keep; the schedule built from it needs a little too
+much memory at a few operators, where values are computed again. That much is taken off the budget at these operators alone
+(their *reserve*), and the model is relaxed again, from its last basis. Where a schedule fits, a part of all reserves is given back, so
+that the search moves along the edge of what fits. It proves nothing: with reserves the model bounds no more.
+
+Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.core.accounting import Floats
+from remat.solvers.core.interrupt import is_past
+
+_ITERATIONS, _MOST_FRUITLESS = 12, 5
+_THRESHOLDS = 0.5, 0.05, 0.2, 0.8, 0.95  # what a point keeps more of than this is kept
+_GIVEN_BACK = 0.3  # of all reserves, where a schedule fits
+_AFTER_NONE = 0.6  # of all reserves stays, where the model has no point
+_STEP = 0.3, 1.1  # of the excess goes into the reserve, at random
+_CREEP = 0.2  # of the excess at least
+
+
+class Reserves:
+    """The search over the present stages of a refinement."""
+
+    def __init__(self, refinement: Refinement, *, seed: int = 0) -> None:
+        """Prepares the search; nothing is solved yet."""
+        self._refinement = refinement
+        self._lazy: LazyRows = refinement.relaxation()
+        self._lazy.model.program.starts_from_last = True
+        self._random = np.random.default_rng(seed)
+
+    def schedules(self, *, deadline: float) -> Iterator[list[int]]:
+        """Yields schedules, within the budget or near it, until some relaxations in a row bring no cheaper one that fits.
+
+        Args:
+            deadline: of `time.perf_counter`, in seconds; most searches end before.
+        """
+        refinement, model = self._refinement, self._lazy.model
+        best_s, fruitless = math.inf, 0
+        for _ in range(_ITERATIONS):
+            if is_past(deadline) or fruitless == _MOST_FRUITLESS:
+                return
+            before_s, fruitless = best_s, fruitless + 1
+            point = self._lazy.solve(deadline=deadline, is_relaxed=True).point
+            if point is None:
+                model.set_reserve(model.reserve * _AFTER_NONE)
+                continue
+            has_fit, cheapest, failures = False, math.inf, dict[int, float]()
+            for least in _THRESHOLDS:
+                steps = refinement.steps_of(model, point, least)
+                excess, cost_s = refinement.excess(steps)
+                has_fit |= not excess
+                if not excess:
+                    best_s = min(best_s, cost_s)
+                elif cost_s < cheapest:
+                    cheapest, failures = cost_s, excess
+                if not excess or least == _THRESHOLDS[0]:
+                    yield steps
+            fruitless = 0 if best_s < before_s else fruitless
+            self._adapt(point, failures, has_fit=has_fit)
+
+    def _adapt(self, point: Floats, failures: dict[int, float], *, has_fit: bool) -> None:
+        """Sets aside what the cheapest schedule that does not fit lacked; less where another one fits."""
+        model = self._lazy.model
+        free = model.budget + model.reserve - self._usage(point)
+        reserve = model.reserve * (1 - _GIVEN_BACK) if has_fit else model.reserve.copy()
+        for v, excess in failures.items():
+            wanted = free[v] + excess * self._random.uniform(*_STEP)
+            reserve[v] = max(reserve[v], wanted / 2) if has_fit else max(reserve[v] + _CREEP * excess, wanted)
+        model.set_reserve(reserve)
+
+    def _usage(self, point: Floats) -> Floats:
+        """The most that the model uses at each operator in any window, reserves included."""
+        model = self._lazy.model
+        usage = np.zeros(model.graph.num_operators)
+        for window in model.windows:
+            part = slice(*window)
+            usage[part] = np.maximum(usage[part], model.usage(point, window))
+        return usage

@@ -1,0 +1,169 @@
+"""A graph as the stage models see it: one stage an operator, recomputations first.
+
+A schedule in fixed order falls into *stages*: stage t is everything after the first computation
+of operator t - 1, up to and including the first computation of operator t. What a schedule does
+is then which values it *keeps* across the start of each stage and which operators it *recomputes*
+inside it. (Jain et al., "Checkmate", MLSys 2020, section 4.3, frontier-advancing stages.)
+
+This module normalises a `Graph` for that reading: resident values leave the budget, values that
+outlive the graph are read by a last operator of no cost (the *sink*), and what can never be of
+use is ruled out. Bytes are exact integers; nothing here knows a MILP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.core.errors import SolverError
+from remat.core.graph import Graph, Phase
+
+MAX_OPERATORS = 2_000
+
+
+@dataclass(frozen=True)
+class StageForm:
+    """Operators 0..n-1, the sink last where there is one; values keep the graph's numbers.
+
+    Attributes:
+        num_steps: operators of the graph; `num_operators` is one more where there is a sink.
+        reads, writes, reuses: values of each operator, resident ones left out.
+        users: operators that read each value.
+        size_bytes: of each value; 0 for resident values and snapshots that nothing can need.
+        is_snapshot: values that take memory only where a reader is recomputed.
+        may_recompute: [t, i]: computing i again in stage t is allowed and can be of use.
+        may_keep: [t, v]: keeping v across the start of stage t can be of use; row n is empty.
+        capacity_bytes: the budget less what is resident.
+    """
+
+    num_steps: int
+    cost_s: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, ...], ...]
+    reuses: tuple[tuple[int, ...], ...]
+    users: tuple[tuple[int, ...], ...]
+    producer: tuple[int, ...]
+    size_bytes: tuple[int, ...]
+    is_snapshot: tuple[bool, ...]
+    may_recompute: NDArray[np.bool_]
+    may_keep: NDArray[np.bool_]
+    capacity_bytes: int
+
+    @property
+    def num_operators(self) -> int:
+        """Number of stages: the graph's operators, and the sink where there is one."""
+        return len(self.cost_s)
+
+    @property
+    def num_values(self) -> int:
+        """Number of values, resident ones included."""
+        return len(self.size_bytes)
+
+    def working_bytes(self, operator: int) -> int:
+        """Returns the least memory in which the operator can run: what it reads and writes, and its workspace.
+
+        Snapshots count nothing, and the largest value it may take over is taken over.
+        """
+        held = sum(self.size_bytes[v] for v in (*self.reads[operator], *self.writes[operator]) if not self.is_snapshot[v])
+        return held + self.workspace_bytes[operator] - self.reusable_bytes(operator)
+
+    @property
+    def fits_every_operator(self) -> bool:
+        """False proves that no schedule fits: an operator's own working memory does not."""
+        return self.capacity_bytes >= max((self.working_bytes(i) for i in range(self.num_operators)), default=0)
+
+    def reusable_bytes(self, operator: int, candidates: Sequence[int] | None = None) -> int:
+        """Returns the size of the largest value among `candidates` (all of its reuses) that the operator can take over."""
+        return max((self.size_bytes[v] for v in (self.reuses[operator] if candidates is None else candidates)), default=0)
+
+    def num_nonzeros(self) -> int:
+        """Returns about how many nonzeros the stage model has."""
+        readers = np.array([len(r) for r in self.reads])
+        return int(3 * (self.may_recompute @ readers).sum() + 4 * self.may_keep.sum())
+
+
+def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
+    """Returns the normal form of `graph` under a budget. Complexity: O(n^2) set operations.
+
+    Raises:
+        SolverError: n^2 is absurdly big.
+    """
+    if graph.num_operators > MAX_OPERATORS:
+        raise SolverError(
+            f"a stage model of {graph.num_operators:,} operators has some {graph.num_operators**2:,} columns; "
+            f"more than {MAX_OPERATORS:,} operators are hopeless for a MILP solver; use solver='auto'"
+        )
+    arrays = graph.arrays
+    outputs = tuple(map(int, arrays.output))
+    sink = [()] if outputs else []
+    resident = {i for i, value in enumerate(graph.values) if value.is_resident}
+    reads = [tuple(v for v in op.reads if v not in resident) for op in graph.operators] + [outputs for _ in sink]
+    writes = [op.writes for op in graph.operators] + sink
+    users: list[list[int]] = [[] for _ in graph.values]
+    for index, values in enumerate(reads):
+        for value in values:
+            users[value].append(index)
+    may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, len(graph.values))
+    can_repeat = [bool(column.any()) for column in may_recompute.T]
+    is_snapshot = [graph.producer[v] >= 0 and graph.operators[graph.producer[v]].is_snapshot for v in range(len(graph.values))]
+    is_void = [is_snapshot[v] and not any(can_repeat[u] for u in users[v]) for v in range(len(graph.values))]
+    return StageForm(
+        num_steps=graph.num_operators,
+        cost_s=(*(op.cost_s for op in graph.operators), *(0.0 for _ in sink)),
+        workspace_bytes=(*(op.workspace_bytes for op in graph.operators), *(0 for _ in sink)),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        reuses=(*(tuple(v for v in op.reuses if v not in resident) for op in graph.operators), *sink),
+        users=tuple(map(tuple, users)),
+        producer=graph.producer,
+        size_bytes=tuple(0 if v in resident or is_void[v] else value.size_bytes for v, value in enumerate(graph.values)),
+        is_snapshot=tuple(s and not void for s, void in zip(is_snapshot, is_void, strict=True)),
+        may_recompute=may_recompute,
+        may_keep=may_keep,
+        capacity_bytes=budget_bytes - graph.resident_bytes,
+    )
+
+
+def _allowed(graph: Graph, num_stages: int) -> NDArray[np.bool_]:
+    """Returns [t, i]: operator i may be computed again in stage t, by pins and regions."""
+    allowed: NDArray[np.bool_] = np.tril(np.ones((num_stages, num_stages), np.bool_), -1)
+    allowed[:, [i for i, op in enumerate(graph.operators) if not op.is_recomputable]] = False
+    spans: dict[tuple[int, Phase], tuple[int, int]] = {}
+    for index, op in enumerate(graph.operators):
+        spans[op.region, op.phase] = (spans.get((op.region, op.phase), (index, index))[0], index)
+    if len({region for region, _ in spans}) > 1:
+        stage = np.arange(num_stages)
+        for index, op in enumerate(graph.operators):
+            own = [spans[op.region, phase] for phase in Phase if (op.region, phase) in spans]
+            inside = np.array([(first < stage) & (stage <= last) for first, last in own])
+            allowed[:, index] &= inside.any(axis=0)
+    return allowed
+
+
+def _useful(
+    allowed: NDArray[np.bool_],
+    reads: Sequence[tuple[int, ...]],
+    writes: Sequence[tuple[int, ...]],
+    num_values: int,
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Returns where recomputing and keeping can be of use: something later reads what it gives. Sets of values are bit masks."""
+    count = len(reads)
+    read, written = ([sum(1 << v for v in values) for values in lists] for lists in (reads, writes))
+    may_recompute = np.zeros((count, count), np.bool_)
+    may_keep = np.zeros((count + 1, num_values), np.bool_)
+    wanted = 0
+    for stage in range(count - 1, -1, -1):
+        wanted = wanted & ~written[stage] | read[stage]
+        useful = []
+        for operator in np.flatnonzero(allowed[stage])[::-1].tolist():
+            if wanted & written[operator]:
+                useful.append(operator)
+                wanted |= read[operator]
+        may_recompute[stage, useful] = True
+        packed = np.frombuffer(wanted.to_bytes((num_values + 7) // 8, "little"), np.uint8)
+        may_keep[stage] = np.unpackbits(packed, count=num_values, bitorder="little")
+    return may_recompute, may_keep

@@ -1,0 +1,107 @@
+"""The state of a search for one graph and budget: best schedule, best bound, and the time that is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.validate import validate
+from remat.solvers.core.interrupt import is_interrupted
+from remat.solvers.core.progress import Progress, ProgressCallback
+
+_SHARE = 0.95  # of the time limit; the rest is for checking the answer
+_MOST_STARTS = 8
+
+
+class Search:
+    """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid.
+
+    Steps that don't fit are starts for a search by moves: the best of them cost little and are little above the budget.
+    """
+
+    def __init__(
+        self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: ProgressCallback | None = None
+    ) -> None:
+        """Starts the clock."""
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.gap = gap
+        self.started_s = time.perf_counter()
+        self.deadline_s = self.started_s + _SHARE * time_limit_s
+        self.progress = progress
+        self.bound_s = graph.cost_s
+        self.cost_s: float | None = None
+        self.steps: list[int] | None = None
+        self.num_starts = 0  # that were offered so far
+        self._starts: list[tuple[float, list[int]]] = []
+        self._lock = threading.RLock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self.started_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the time limit; none after Ctrl-C."""
+        return 0.0 if is_interrupted() else self.deadline_s - time.perf_counter()
+
+    @property
+    def is_proved(self) -> bool:
+        """True where the best schedule is within the gap of the bound."""
+        return self.is_within(self.gap)
+
+    def is_within(self, gap: float) -> bool:
+        """True where the best schedule is within `gap`, a fraction of its cost, of the bound."""
+        return self.cost_s is not None and self.cost_s - self.bound_s <= (gap + 1e-9) * self.cost_s
+
+    @property
+    def is_over(self) -> bool:
+        """True where the gap is closed or the time is up."""
+        return self.is_proved or self.left_s <= 0
+
+    def starts(self, count: int) -> list[list[int]]:
+        """Returns the best steps that were offered and did not fit, each of another cost and peak."""
+        return [steps for _, steps in self._starts[:count]]
+
+    def _add_start(self, steps: Sequence[int], cost_s: float, peak_bytes: int) -> None:
+        distance = cost_s / max(self.graph.cost_s, 1e-300) + peak_bytes / max(self.budget_bytes, 1)
+        with self._lock:
+            if all(distance != known for known, _ in self._starts):
+                self.num_starts += 1
+                self._starts = sorted([*self._starts, (distance, list(steps))])[:_MOST_STARTS]
+
+    def offer(self, steps: Sequence[int]) -> bool:
+        """Takes `steps` over where they fit the budget and cost less than the best; returns whether they fit."""
+        schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
+        simulation = simulate(self.graph, schedule)
+        if not keeps_regions(self.graph, schedule.steps):
+            return False
+        if simulation.peak_bytes > self.budget_bytes:
+            self._add_start(schedule.steps, simulation.cost_s, simulation.peak_bytes)
+            return False
+        with self._lock:
+            if self.cost_s is None or simulation.cost_s < self.cost_s:
+                self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
+                self._report()
+        return True
+
+    def raise_bound(self, bound_s: float) -> None:
+        """Takes `bound_s` over where it is better."""
+        with self._lock:
+            if bound_s > self.bound_s:
+                self.bound_s = float(bound_s)
+                self._report()
+
+    def _report(self) -> None:
+        if self.progress is not None:
+            self.progress(Progress(self.elapsed_s, self.cost_s, self.bound_s))
+
+
+def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:
+    """True where no step leaves its region; a graph of one region, as most are, costs O(V) to tell."""
+    is_one = len({op.region for op in graph.operators}) <= 1
+    return is_one or not validate(graph, Schedule.from_steps(graph, list(steps)))

@@ -1,0 +1,130 @@
+"""Mixed-integer rounding: memory is held by whole values, so a row of bytes says more than its linear relaxation.
+
+A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`, `transient_rows`). Values of a network come
+in few sizes, and the budget is no multiple of the large ones: a point of the linear relaxation fills the rest with a part of one
+more. With some columns replaced by their complements, any unit d > 0 and f the rest of b divided by d, every 0/1 point has
+
+    sum_i ( floor(a_i / d) + max(0, a_i mod d - f) / (d - f) ) x_i  <=  floor(b / d)
+
+(Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and Wolsey, 1990). As there, columns above
+a half are complemented, then one fractional one less or more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
+
+A point escapes such a cut by dropping a little of what is complemented, and there is much that is cheap to drop. So the same cut is given
+with few complements too: columns that are there in full are left as they are, those written first before the others, as long as the
+rest stays on its side of a multiple of the unit. Of these it then says nothing, and what remains is dear, such as gradients.
+
+Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same. Everything is computed in integers
+but the last quotient.
+Complexity: of one row, O(units * (fractional columns)^2), and O(columns) for the cut itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.solvers.core.accounting import Bools, Floats, Ints
+
+_FRACTIONAL = 1e-5
+_DIVISORS = np.array([1, 2, 4, 8])
+_LEAST_VIOLATION = 1e-3  # Euclidean distance, over the columns that are not at their nearer end
+_LEAST_EXCESS = 1e-5  # of the largest coefficient, over the upper side
+_TINY = 1e-7  # of the largest coefficient; what is smaller is left out, on the safe side
+_MOST_FLIPS = 10  # complements tried one by one, those nearest to a half
+_MOST_SIZES = 16  # that units are made of, those of the columns nearest to a half
+_SLACK = 1e-9  # of a cut's coefficients, which are rounded twice
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """The row `bytes @ x[columns] <= upper` over columns that are 0 or 1 for every schedule.
+
+    Attributes:
+        columns: no column twice.
+        bytes: exact, of any sign.
+        upper: exact.
+        written: by which operator each column's bytes are written; where bytes must be missing, those written early are cheap to miss.
+    """
+
+    columns: Ints
+    bytes: Ints
+    upper: int
+    written: Ints
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The row `coefficients @ x[columns] <= upper`, whose largest coefficient is 1."""
+
+    columns: Ints
+    coefficients: Floats
+    upper: float
+
+
+def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
+    """Returns the cut that `point` violates most, of those tried, and the same one with few complements; none where it violates none.
+
+    Args:
+        knapsack: holds for every schedule.
+        point: values of all columns.
+    """
+    value = np.clip(point[knapsack.columns], 0.0, 1.0)
+    is_complement = value > 0.5
+    fractional = np.flatnonzero(np.abs(value - is_complement) > _FRACTIONAL)
+    fractional = fractional[knapsack.bytes[fractional] != 0]
+    fractional = fractional[np.argsort(np.abs(value[fractional] - 0.5), kind="stable")]
+    sizes = np.abs(knapsack.bytes[fractional])
+    if not len(fractional) or knapsack.upper - float(np.dot(knapsack.bytes, value)) > sizes.max():
+        return []
+    sizes = np.unique(sizes[:_MOST_SIZES])
+    units = np.unique((sizes[:, None] // _DIVISORS)[sizes[:, None] % _DIVISORS == 0])
+    flips = np.arange(-1, min(len(fractional), _MOST_FLIPS))  # -1 for none
+    complement = is_complement[fractional] ^ (np.arange(len(fractional)) == flips[:, None])
+    signed = np.where(complement, -knapsack.bytes[fractional], knapsack.bytes[fractional])
+    others = is_complement.copy()
+    others[fractional] = False
+    upper = knapsack.upper - int(knapsack.bytes[others].sum()) + np.where(complement, signed, 0).sum(axis=1)
+    weight = _weights(signed[:, None, :], upper[:, None, None], units[:, None])
+    inside = np.where(complement, 1 - value[fractional], value[fractional])
+    excess = np.einsum("fuc,fc->fu", weight, inside) - upper[:, None] // units
+    excess /= np.maximum(np.sqrt((weight**2).sum(axis=2)), 1e-9)
+    flip, unit = np.unravel_index(int(np.argmax(excess)), excess.shape)
+    if excess[flip, unit] <= _LEAST_VIOLATION:
+        return []
+    is_complement[fractional] = complement[flip]
+    spare = _spare(knapsack, int(units[unit]), is_complement, value)
+    cuts = [_cut(knapsack, int(units[unit]), chosen) for chosen in (is_complement, is_complement ^ spare)[: 1 + int(spare.any())]]
+    return [cut for cut in cuts if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS]
+
+
+def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -> Bools:
+    """Returns columns whose bytes are there in full and which the cut needn't name, those written first."""
+    missing = unit - (knapsack.upper - int(knapsack.bytes[is_complement].sum())) % unit
+    is_full = np.where(knapsack.bytes > 0, is_complement & (value >= 1 - _FRACTIONAL), ~is_complement & (value <= _FRACTIONAL))
+    size = np.abs(knapsack.bytes)
+    chosen = np.flatnonzero(is_full & (size < missing))
+    chosen = chosen[np.argsort(knapsack.written[chosen], kind="stable")]
+    result = np.zeros(len(size), np.bool_)
+    result[chosen[np.cumsum(size[chosen]) < missing]] = True
+    return result
+
+
+def _weights(bytes_: Ints, upper: Ints, unit: Ints) -> Floats:
+    """floor(a / d) + max(0, a mod d - f) / (d - f)."""
+    rest = upper % unit
+    whole, part = np.divmod(bytes_, unit)
+    return np.asarray(whole + np.maximum(part - rest, 0) / (unit - rest))
+
+
+def _cut(knapsack: Knapsack, unit: int, complement: Bools) -> Cut:
+    upper = knapsack.upper - int(knapsack.bytes[complement].sum())
+    weight = _weights(np.where(complement, -knapsack.bytes, knapsack.bytes), np.array(upper), np.array(unit))
+    coefficient = np.where(complement, -weight, weight)
+    limit = float(upper // unit) - float(weight[complement].sum())
+    scale = float(np.abs(weight).max()) or 1.0
+    is_tiny = np.abs(coefficient) < _TINY * scale
+    limit += float(np.maximum(-coefficient[is_tiny], 0).sum())
+    slack = _SLACK * (abs(limit) + float(np.abs(weight).sum()))
+    used = np.flatnonzero(~is_tiny)
+    return Cut(knapsack.columns[used], coefficient[used] / scale, (limit + slack) / scale)

@@ -1,0 +1,1 @@
+"""Dynamic programming over segments, as Rockmate and rotor do it."""

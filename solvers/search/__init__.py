@@ -1,0 +1,1 @@
+"""Upper bounds: sequences, annealing, eviction, neighbourhoods and recombination."""

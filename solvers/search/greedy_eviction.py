@@ -1,0 +1,367 @@
+"""Greedy recomputation with eviction: run the operators in order, make room by forgetting, recompute on demand.
+
+Other names: dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with full knowledge of the graph instead of
+an online guess. Before each computation, values are evicted until it fits: those that nothing will need first, then by
+the smallest (cost of getting it back) / (bytes * time until it is needed). A value that is missing is recomputed, its
+missing inputs first, everything the chain needs held fixed meanwhile.
+
+What cannot be computed again and nothing needs now stays while something computed from it may be (the state of a random generator,
+for a dropout that is computed again): else all that depends on it could never be evicted. The rules differ in what goes first.
+
+With a plan of what to keep at some operators (`kept`), the rest is forgotten there, before that at no cost where room is needed, and
+evicted is what the plan holds beyond the budget: plans from relaxed models need a little more than the budget near the least one.
+
+It fails where what is held fixed does not fit, so its smallest budget is near the least there is, not the least.
+Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost are capped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.solvers.core.accounting import Bools, Floats, Ints
+from remat.solvers.core.compiled import IS_COMPILED, compiled, in_time, inner, is_ready
+from remat.solvers.core.on_demand import values_always_kept
+from remat.solvers.search.sequence import users
+
+MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
+_FAR = 1 << 40
+_MOST_OPERATORS_IN_PYTHON = 2_000  # a few seconds, in place of those of the compiler
+
+
+class Rule(IntEnum):
+    """What makes a value the one to evict."""
+
+    CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
+    FAR = 1  # needed last
+    LARGE = 2  # most bytes, per cost of getting it back
+    ANY = 3  # as CHEAP, of what the backward writes too: getting that back takes much of the backward
+    LOOSE = 4  # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed from it then stays
+    ENOUGH = 5  # least cost of getting it back, per byte that is missing: more than that counts for nothing
+
+
+def is_compiled() -> bool:
+    """True where it takes milliseconds and does not wait for the compiler."""
+    return IS_COMPILED and is_ready(_run)
+
+
+def steps_with_eviction(
+    graph: Graph,
+    budget_bytes: int,
+    rule: Rule = Rule.CHEAP,
+    *,
+    max_factor: float = 8.0,
+    left_s: float = math.inf,
+    kept: Mapping[int, Collection[int]] = MappingProxyType({}),
+) -> Ints | None:
+    """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
+
+    Args:
+        graph: any graph.
+        budget_bytes: resident bytes included.
+        rule: which value goes first.
+        max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
+        left_s: where it was never compiled on this machine and this is too short for that, small graphs run in plain Python,
+            large ones get None.
+        kept: by operator, what of the values written before it stays when it is reached; the rest is forgotten where it can be
+            computed again, and what stays may be evicted later.
+
+    Operators work in place only where they must, snapshots count in full: the simulated peak can be lower.
+    """
+    arrays = graph.arrays
+    room, run = budget_bytes - graph.resident_bytes, in_time(_run, left_s)
+    if room < 0 or (run is not _run and graph.num_operators > _MOST_OPERATORS_IN_PYTHON):
+        return None
+    size = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
+    user_start, user = users(graph)
+    read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))  # the end reads the outputs
+    write_start = np.append(arrays.write_start, arrays.write_start[-1])
+    read = np.concatenate([arrays.read, arrays.output])
+    reuse_start = np.append(arrays.reuse_start, arrays.reuse_start[-1])
+    steps = np.zeros(int(max_factor * graph.num_operators) + 1, np.int64)
+    drop_at = np.array(sorted(kept), np.int64)
+    stays = np.zeros((len(drop_at), len(size)), np.bool_)
+    for index, target in enumerate(drop_at.tolist()):
+        stays[index, list(kept[target])] = True
+    stays[:, list(values_always_kept(graph)) if kept else []] = True
+    cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
+    is_fixed = is_pinned if rule in (Rule.ANY, Rule.LOOSE) else np.append(arrays.is_pinned | arrays.is_backward, True)
+    possible = np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph, is_fixed)
+    length = run(
+        cost, size, possible, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
+        user_start, user, is_pinned, is_fixed, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
+    )  # fmt: skip
+    return steps[:length].copy() if length >= 0 else None
+
+
+def _last_possible_needs(graph: Graph, is_fixed: Bools) -> Ints:
+    """For each value, the last operator that needs it, itself or for something computed again on the way; O(E).
+
+    What operators of `is_fixed` write is not evicted, and not computed again.
+    """
+    arrays = graph.arrays
+    last = np.full(len(arrays.size_bytes), -1, np.int64)
+    last[arrays.output] = graph.num_operators
+    for op in range(graph.num_operators - 1, -1, -1):
+        written = arrays.write[arrays.write_start[op] : arrays.write_start[op + 1]]
+        latest = op if is_fixed[op] else max(op, last[written].max(initial=-1))
+        read = arrays.read[arrays.read_start[op] : arrays.read_start[op + 1]]
+        last[read] = np.maximum(last[read], latest)
+    return last
+
+
+@compiled
+def _run(
+    cost: Floats,
+    size: Ints,
+    possible: Ints,
+    workspace: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    write_start: Ints,
+    write: Ints,
+    reuse_start: Ints,
+    reuse: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    is_fixed: Bools,
+    room: int,
+    rule: int,
+    max_cost: float,
+    drop_at: Ints,
+    stays: Bools,
+    steps: Ints,
+) -> int:
+    end, num_values = len(cost) - 1, len(size)
+    held, length, spent, stage = 0, 0, 0.0, 0
+    in_memory = producer < 0
+    locks = np.zeros(num_values, np.int64)
+    need = np.zeros(num_values, np.int64)
+    again = np.zeros(num_values)
+    stack = np.zeros(end + 2, np.int64)
+    for target in range(end + 1):
+        if stage < len(drop_at) and drop_at[stage] == target:
+            for value in range(num_values):
+                if in_memory[value] and not stays[stage, value]:
+                    held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+            stage += 1
+        _find_needs(target, producer, read_start, read, write_start, write, user_start, user, is_pinned, in_memory, need)
+        depth = 1
+        stack[0] = target
+        while depth > 0:
+            op = stack[depth - 1]
+            missing = -1
+            for k in range(read_start[op], read_start[op + 1]):
+                if not in_memory[read[k]]:
+                    missing = read[k]
+                    break
+            for k in range(read_start[op], read_start[op + 1]):
+                locks[read[k]] += 1
+            if missing >= 0:
+                if depth > end or is_pinned[producer[missing]]:
+                    return -1
+                stack[depth] = producer[missing]
+                depth += 1
+                continue
+            wanted = workspace[op]
+            for k in range(write_start[op], write_start[op + 1]):
+                if not in_memory[write[k]]:
+                    wanted += size[write[k]]
+                locks[write[k]] += 1
+            held = _make_room(
+                room - wanted,
+                held,
+                rule,
+                target,
+                stage,
+                drop_at,
+                stays,
+                cost,
+                size,
+                possible,
+                producer,
+                read_start,
+                read,
+                is_pinned,
+                is_fixed,
+                in_memory,
+                locks,
+                need,
+                again,
+            )
+            taken = -1
+            if held > room - wanted:
+                taken = _take_over(op, target, size, producer, reuse_start, reuse, user_start, user, is_pinned, locks)
+                if taken < 0 or held > room - wanted + size[taken]:
+                    return -1
+            if op < end:
+                spent += cost[op]
+                if length >= len(steps) or spent > max_cost:
+                    return -1
+                steps[length] = op
+                length += 1
+            for k in range(write_start[op], write_start[op + 1]):
+                locks[write[k]] -= 1
+                if not in_memory[write[k]]:
+                    in_memory[write[k]] = True
+                    held += size[write[k]]
+            for k in range(read_start[op], read_start[op + 1]):
+                locks[read[k]] -= 1
+            if taken >= 0:
+                held -= _forget(taken, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+            depth -= 1
+            if depth > 0:
+                above = stack[depth - 1]
+                for k in range(read_start[above], read_start[above + 1]):
+                    locks[read[k]] -= 1
+    return length
+
+
+@inner
+def _take_over(
+    op: int,
+    target: int,
+    size: Ints,
+    producer: Ints,
+    reuse_start: Ints,
+    reuse: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    locks: Ints,
+) -> int:
+    """The largest input that `op` may work in place of, at the price of forgetting it; -1 if none."""
+    best = -1
+    for k in range(reuse_start[op], reuse_start[op + 1]):
+        value = reuse[k]
+        is_lost = is_pinned[producer[value]] and user[user_start[value + 1] - 1] > target
+        if locks[value] == 1 and not is_lost and (best < 0 or size[value] > size[best]):
+            best = value
+    return best
+
+
+@inner
+def _forget(
+    value: int,
+    cost: Floats,
+    size: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    is_pinned: Bools,
+    in_memory: Bools,
+    again: Floats,
+) -> int:
+    """Takes `value` out of memory, notes what getting it back costs (what is pinned never comes back), and returns its bytes."""
+    p = producer[value]
+    again[value] = np.inf if is_pinned[p] else cost[p]
+    for k in range(read_start[p], read_start[p + 1]):
+        if not in_memory[read[k]]:
+            again[value] += again[read[k]]
+    in_memory[value] = False
+    num_bytes: int = size[value]
+    return num_bytes
+
+
+@inner
+def _find_needs(
+    target: int,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    write_start: Ints,
+    write: Ints,
+    user_start: Ints,
+    user: Ints,
+    is_pinned: Bools,
+    in_memory: Bools,
+    need: Ints,
+) -> None:
+    """Fills `need`: the operator from `target` on for which each value is needed next, through missing values too."""
+    for value in range(len(need)):
+        need[value] = _FAR
+        if producer[value] < 0:
+            continue
+        for k in range(user_start[value], user_start[value + 1]):
+            if user[k] >= target:
+                need[value] = user[k]
+                break
+    for op in range(target - 1, -1, -1):
+        first = _FAR
+        for k in range(write_start[op], write_start[op + 1]):
+            if not in_memory[write[k]] and need[write[k]] < first:
+                first = need[write[k]]
+        if first < _FAR and not is_pinned[op]:
+            for k in range(read_start[op], read_start[op + 1]):
+                need[read[k]] = min(need[read[k]], first)
+
+
+@inner
+def _make_room(
+    room: int,
+    held: int,
+    rule: int,
+    target: int,
+    stage: int,
+    drop_at: Ints,
+    stays: Bools,
+    cost: Floats,
+    size: Ints,
+    possible: Ints,
+    producer: Ints,
+    read_start: Ints,
+    read: Ints,
+    is_pinned: Bools,
+    is_fixed: Bools,
+    in_memory: Bools,
+    locks: Ints,
+    need: Ints,
+    again: Floats,
+) -> int:
+    """Evicts until at most `room` bytes are held; returns the bytes held, more where nothing is left to evict."""
+    if held <= room:
+        return held
+    for value in range(len(size)):
+        if not in_memory[value] or producer[value] < 0 or locks[value] > 0:
+            continue
+        is_planned_out = stage < len(drop_at) and not stays[stage, value] and need[value] >= drop_at[stage]
+        is_useless = need[value] >= _FAR and (not is_pinned[producer[value]] or possible[value] < target)
+        if is_planned_out or is_useless:
+            held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+    while held > room:
+        best, best_score = -1, np.inf
+        for value in range(len(size)):
+            p = producer[value]
+            if p < 0 or not in_memory[value] or locks[value] > 0 or size[value] == 0 or is_fixed[p]:
+                continue
+            back = cost[p]
+            for k in range(read_start[p], read_start[p + 1]):
+                if not in_memory[read[k]]:
+                    back += again[read[k]]
+            distance = need[value] - target + 1.0
+            if rule in (0, 3, 4):
+                score = (back + 1e-30) / (size[value] * distance)
+            elif rule == 1:
+                score = -distance - size[value] * 1e-18
+            elif rule == 5:
+                score = (back + 1e-30) / min(size[value], held - room)
+            else:
+                score = (back + 1e-30) / size[value]
+            if score < best_score:
+                best, best_score = value, score
+        if best < 0:
+            break
+        p = producer[best]
+        held -= _forget(best, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+        first = need[best]
+        for k in range(read_start[p], read_start[p + 1]):
+            need[read[k]] = min(need[read[k]], first)
+    return held

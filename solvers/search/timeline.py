@@ -1,0 +1,321 @@
+"""Changing a sequence in place: insert or remove one recomputation, with the bytes at every slot kept up to date.
+
+When a value is last read is not stored but looked up over its readers' slots, so a change only touches the intervals
+that change: those of what the operator writes and reads. Any insertion after the first computation is valid, and so is
+any removal but the first one's: the graph's rules are kept by construction, and what is judged is memory alone. Bytes
+agree with `simulate` to the byte, in-place operators and snapshots included.
+
+A change of bytes over many slots is written down once a block; a block's slots are looked at where its bounds do not tell how much
+more, or less, it is over the budget.
+
+Complexity: O(degree * times + changed slots) a change, of the slots in blocks that lie on one side of the budget one in `BLOCK`. Compiled
+where numba is installed (see `compiled`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from remat.solvers.core.accounting import Floats, Ints
+from remat.solvers.core.compiled import compiled, inner
+from remat.solvers.search.sequence import (  # fmt: skip
+    ADDED,
+    BLOCK,
+    FAR,
+    HELD,
+    IN_PLACE,
+    LEAST,
+    MAX_TIMES,
+    MOST,
+    NOW,
+    OVER,
+    PINNED,
+    PRODUCER,
+    READ_FROM,
+    READ_TO,
+    REPEATED,
+    REUSE_FROM,
+    REUSE_TO,
+    ROOM,
+    SAVED,
+    SIZE,
+    SLOT,
+    SNAPSHOT,
+    SPACING,
+    SPAN,
+    TIMES,
+    USER_FROM,
+    USER_TO,
+    WHERE,
+    WORKSPACE,
+    WRITE_FROM,
+    WRITE_TO,
+    State,
+    with_empty_slots,
+)
+
+
+def lay_out(state: State, steps: Ints) -> State:
+    """Returns the sequence `steps` in slots, and at its end the step that reads the outputs. O(E log S)."""
+    result = with_empty_slots(state, len(steps) + 1)
+    fill(*result, np.append(steps, len(state.operators) - 1))
+    return result
+
+
+@inner
+def computed_before(operators: Ints, op: int, q: int) -> int:
+    """The last slot before `q` that computes `op`, -1 if none."""
+    for i in range(operators[op, TIMES] - 1, -1, -1):
+        if operators[op, WHERE + i] < q:
+            position: int = operators[op, WHERE + i]
+            return position
+    return -1
+
+
+@inner
+def computed_after(operators: Ints, op: int, q: int) -> int:
+    """The first slot after `q` that computes `op`, `FAR` if none."""
+    for i in range(operators[op, TIMES]):
+        if operators[op, WHERE + i] > q:
+            position: int = operators[op, WHERE + i]
+            return position
+    return FAR
+
+
+@inner
+def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int, end: int) -> int:
+    """The last slot inside (begin, end) that reads `value`, `begin` if none."""
+    last = begin
+    for k in range(values[value, USER_FROM], values[value, USER_TO]):
+        u = links[k]
+        for i in range(operators[u, TIMES] - 1, -1, -1):
+            position = operators[u, WHERE + i]
+            if position < end:
+                last = max(last, position)
+                break
+    return last
+
+
+@inner
+def held(slots: Ints, q: int) -> int:
+    """The bytes held at slot `q`."""
+    total: int = slots[HELD, q] + slots[ADDED, q // BLOCK]
+    return total
+
+
+@inner
+def shift(slots: Ints, sums: Ints, begin: int, end: int, change: int) -> None:
+    """Adds `change` bytes to the slots from `begin` to before `end`, to whole blocks at once."""
+    if begin >= end or change == 0:
+        return
+    first, last = (begin + BLOCK - 1) // BLOCK, end // BLOCK
+    if first > last:
+        shift_part(slots, sums, last, begin, end, change)
+        return
+    if begin < first * BLOCK:
+        shift_part(slots, sums, first - 1, begin, first * BLOCK, change)
+    if first < last:
+        shift_blocks(slots, sums, first, last, change)
+    if last * BLOCK < end:
+        shift_part(slots, sums, last, last * BLOCK, end, change)
+
+
+@inner
+def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change: int) -> None:
+    """Adds `change` bytes to slots of one block."""
+    over, room, part = 0, sums[ROOM] - slots[ADDED, block], slots[HELD, begin:end]
+    most, least = slots[MOST, block], slots[LEAST, block]
+    for k in range(len(part)):  # from 0 on, so that the compiler sees no negative index and vectorises
+        old = part[k]
+        new = old + change
+        over += max(new - room, 0) - max(old - room, 0)
+        most, least = max(most, new), min(least, new)
+        part[k] = new
+    slots[MOST, block], slots[LEAST, block] = most, least
+    sums[OVER] += over
+
+
+@inner
+def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) -> None:
+    """Adds `change` bytes to whole blocks, whose slots are looked at only where some are over the budget and some are not."""
+    added, most, least = slots[ADDED, first:last], slots[MOST, first:last], slots[LEAST, first:last]
+    over, total, more, less = 0, sums[ROOM], max(change, 0), min(change, 0)
+    for b in range(len(added)):
+        room = total - added[b]
+        added[b] += change
+        if most[b] + more <= room:
+            continue
+        if least[b] + less >= room:
+            over += BLOCK * change
+            continue
+        part = slots[HELD, (first + b) * BLOCK : (first + b + 1) * BLOCK]
+        high, low = part[0], part[0]
+        for k in range(len(part)):
+            over += max(part[k] + change - room, 0) - max(part[k] - room, 0)
+            high, low = max(high, part[k]), min(low, part[k])
+        most[b], least[b] = high, low
+    sums[OVER] += over
+
+
+@inner
+def refresh(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, q: int) -> None:
+    """Sets what the operator at `q` saves by working in place."""
+    op = slots[SLOT, q]
+    if op < 0 or operators[op, REUSE_FROM] == operators[op, REUSE_TO]:
+        return
+    best = 0
+    for k in range(operators[op, REUSE_FROM], operators[op, REUSE_TO]):
+        value = links[k]
+        p = values[value, PRODUCER]
+        begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
+        if values[value, NOW] > best and last_read(values, operators, links, value, begin, end) == q:
+            best = values[value, NOW]
+    shift(slots, sums, q, q + 1, slots[SAVED, q] - best)
+    slots[SAVED, q] = best
+
+
+@inner
+def refresh_around(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, q: int) -> None:
+    """Refreshes the slots whose reads became or ceased to be last ones by a change of `op` at `q`."""
+    if sums[IN_PLACE] == 0:
+        return
+    before = computed_before(operators, op, q)
+    for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
+        refresh(values, operators, links, slots, sums, last_read(values, operators, links, links[k], before, q))
+    for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
+        value = links[k]
+        if values[value, NOW] == 0:
+            continue
+        begin = computed_before(operators, values[value, PRODUCER], q)
+        refresh(values, operators, links, slots, sums, last_read(values, operators, links, value, begin, q))
+    refresh(values, operators, links, slots, sums, q)
+
+
+@inner
+def toggle(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, sign: int) -> None:
+    """Lets the snapshots that `op` reads take memory (+1) or not (-1) as `op` starts or ceases to be repeated."""
+    for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
+        value = links[k]
+        if values[value, SNAPSHOT] == 0:
+            continue
+        values[value, REPEATED] += sign
+        if values[value, REPEATED] == (1 if sign > 0 else 0):
+            p = values[value, PRODUCER]
+            values[value, NOW] = values[value, SIZE] if sign > 0 else 0
+            for i in range(operators[p, TIMES]):
+                begin = operators[p, WHERE + i]
+                end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
+                last = last_read(values, operators, links, value, begin, end)
+                shift(slots, sums, begin, last + 1, sign * values[value, SIZE])
+                refresh(values, operators, links, slots, sums, last)  # which may work in place of it
+
+
+@inner
+def may_be_at(operators: Ints, op: int, q: int) -> bool:
+    """True where `op` may be computed again in slot `q`."""
+    if operators[op, PINNED] != 0 or operators[op, TIMES] >= MAX_TIMES or operators[op, WHERE] > q:
+        return False
+    is_first = operators[operators[op, SPAN], WHERE] < q < operators[operators[op, SPAN + 1], WHERE]
+    is_second = operators[operators[op, SPAN + 2], WHERE] < q < operators[operators[op, SPAN + 3], WHERE]
+    return bool(is_first or is_second)
+
+
+@inner
+def insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int) -> None:
+    """Computes `op` again in the empty slot `q`, which lies after its first computation."""
+    before, after = computed_before(operators, op, q), computed_after(operators, op, q)
+    for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
+        value = links[k]
+        if last_read(values, operators, links, value, before, after) > q:
+            shift(slots, sums, last_read(values, operators, links, value, before, q) + 1, q, -values[value, NOW])
+        else:
+            shift(slots, sums, q, q + 1, values[value, NOW])
+    for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
+        value = links[k]
+        if values[value, NOW] == 0:
+            continue
+        p = values[value, PRODUCER]
+        last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
+        shift(slots, sums, last + 1, q + 1, values[value, NOW])
+    shift(slots, sums, q, q + 1, operators[op, WORKSPACE])
+    i = operators[op, TIMES]
+    while operators[op, WHERE + i - 1] > q:
+        operators[op, WHERE + i] = operators[op, WHERE + i - 1]
+        i -= 1
+    operators[op, WHERE + i] = q
+    operators[op, TIMES] += 1
+    slots[SLOT, q] = op
+    costs[-1] += costs[op]
+    refresh_around(values, operators, links, slots, sums, op, q)
+    if operators[op, TIMES] == 2:
+        toggle(values, operators, links, slots, sums, op, 1)
+
+
+@inner
+def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int) -> None:
+    """Takes the computation of `op` out of slot `q`; it is not the first one."""
+    if operators[op, TIMES] == 2:
+        toggle(values, operators, links, slots, sums, op, -1)
+    shift(slots, sums, q, q + 1, slots[SAVED, q] - operators[op, WORKSPACE])
+    slots[SAVED, q] = 0
+    i = 0
+    while operators[op, WHERE + i] != q:
+        i += 1
+    operators[op, TIMES] -= 1
+    for m in range(i, operators[op, TIMES]):
+        operators[op, WHERE + m] = operators[op, WHERE + m + 1]
+    slots[SLOT, q] = -1
+    costs[-1] -= costs[op]
+    before, after = computed_before(operators, op, q), computed_after(operators, op, q)
+    for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
+        value = links[k]
+        if last_read(values, operators, links, value, before, after) > q:
+            shift(slots, sums, last_read(values, operators, links, value, before, q) + 1, q, values[value, NOW])
+        else:
+            shift(slots, sums, q, q + 1, -values[value, NOW])
+    for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
+        value = links[k]
+        if values[value, NOW] == 0:
+            continue
+        p = values[value, PRODUCER]
+        last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
+        shift(slots, sums, last + 1, q + 1, -values[value, NOW])
+    refresh_around(values, operators, links, slots, sums, op, q)
+
+
+@compiled
+def fill(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, steps: Ints) -> None:
+    """Puts `steps` into empty slots."""
+    capacity, room = slots.shape[1], sums[ROOM]
+    for index in range(len(steps)):
+        op, q = steps[index], SPACING * index + SPACING - 1
+        if operators[op, TIMES] < MAX_TIMES:
+            slots[SLOT, q] = op
+            operators[op, WHERE + operators[op, TIMES]] = q
+            operators[op, TIMES] += 1
+            costs[-1] += costs[op]
+            slots[HELD, q] += operators[op, WORKSPACE]
+    for value in range(len(values)):
+        if values[value, SNAPSHOT] != 0:
+            for k in range(values[value, USER_FROM], values[value, USER_TO]):
+                values[value, REPEATED] += operators[links[k], TIMES] > 1
+            if values[value, REPEATED] == 0:
+                values[value, NOW] = 0
+    change = np.zeros(capacity + 1, np.int64)
+    for op in range(len(operators)):
+        for i in range(operators[op, TIMES]):
+            begin = operators[op, WHERE + i]
+            end = operators[op, WHERE + i + 1] if i + 1 < operators[op, TIMES] else FAR
+            for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
+                change[begin] += values[links[k], NOW]
+                change[last_read(values, operators, links, links[k], begin, end) + 1] -= values[links[k], NOW]
+    alive = 0
+    for q in range(capacity):
+        alive += change[q]
+        slots[HELD, q] += alive
+        sums[OVER] += max(slots[HELD, q] - room, 0)
+    for block in range(-(-capacity // BLOCK)):
+        part = slots[HELD, block * BLOCK : (block + 1) * BLOCK]
+        slots[MOST, block], slots[LEAST, block] = part.max(), part.min()
+    for q in range(capacity):
+        refresh(values, operators, links, slots, sums, q)
