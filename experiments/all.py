@@ -1,9 +1,11 @@
-"""Runs the scripts of the field's figures and of the front page one after the other, and says how long each took: `make experiments`.
+"""Runs the scripts of the field's figures and of the front page one after the other, and says how
+long each took: `make experiments`.
 
     python -m experiments.all [--only NAME ...]
 
-A script that fails does not stop the others, but the exit status is 1 then. A run of all of them that went well writes
-`results/experiments_time.json`: seconds on the clock and of CPU by script, and their sums.
+A script that fails does not stop the others, but the exit status is 1 then. A run of all of them
+that went well writes `results/experiments_time.json`: seconds on the clock and of CPU by script,
+and their sums.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from experiments.browser import installed_browser
 from experiments.figures import RESULTS, write
 
 FIGURES = (
-    "lecture_chain", "static_memory", "transformer_arithmetic", "reverse_price", "attention", "depth_growth", "sharding", "side_by_side",
+    "lecture_chain", "static_memory", "transformer_arithmetic", "reverse_price", "attention",
+    "depth_growth", "sharding", "side_by_side",
     "checkmate_figures",
 )  # fmt: skip
 FRONT_PAGE = ("demo", "front_page", "speed")
@@ -37,34 +40,58 @@ class Took:
 
     def line(self, name: str) -> str:
         """Returns a line of the summary."""
-        return f"{name:<24}{self.wall_s:>9.1f} s{self.cpu_s:>9.1f} s of CPU{'' if self.is_done else '   FAILED'}"
+        return (
+            f"{name:<24}{self.wall_s:>9.1f} s{self.cpu_s:>9.1f} s of "
+            f"CPU{'' if self.is_done else '   FAILED'}"
+        )
 
 
 def timed(name: str) -> Took:
     """Runs a script."""
     start, before = time.perf_counter(), os.times()
-    command = ["remat", "demo", "--output", str(RESULTS / "demo")] if name == "demo" else [f"experiments.{name}"]
+    command = (
+        ["remat", "demo", "--output", str(RESULTS / "demo")]
+        if name == "demo"
+        else [f"experiments.{name}"]
+    )
     done = subprocess.run([sys.executable, "-m", *command], check=False)
     after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu_s = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return Took(round(time.perf_counter() - start, 1), round(cpu_s, 1), done.returncode == 0)
 
 
 def main() -> int:
     """Runs, prints, and writes what a complete run took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
-    parser.add_argument("--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these")
+    parser.add_argument(
+        "--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these"
+    )
     took = {}
     for name in parser.parse_args().only:
         print(f"== {name}", flush=True)
         took[name] = timed(name)
         print(took[name].line(name), flush=True)
-    total = Took(round(sum(t.wall_s for t in took.values()), 1), round(sum(t.cpu_s for t in took.values()), 1))
-    print("== how long they took", *(t.line(name) for name, t in took.items()), total.line("all"), sep="\n")
+    total = Took(
+        round(sum(t.wall_s for t in took.values()), 1),
+        round(sum(t.cpu_s for t in took.values()), 1),
+    )
+    print(
+        "== how long they took",
+        *(t.line(name) for name, t in took.items()),
+        total.line("all"),
+        sep="\n",
+    )
     is_done = all(t.is_done for t in took.values())
     if is_done and set(every) <= set(took):
-        write("experiments_time", {"scripts": {name: asdict(t) for name, t in took.items()}, "total": asdict(total)})
+        write(
+            "experiments_time",
+            {"scripts": {name: asdict(t) for name, t in took.items()}, "total": asdict(total)},
+        )
     return 0 if is_done else 1
 
 

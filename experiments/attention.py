@@ -2,15 +2,17 @@
 
     python -m experiments.attention [--longest T] [--redraw]
 
-Softmax(Q K' / sqrt(d)) V for 4 heads of 64, one sequence of T tokens, float32, forward and backward on this machine's CPU, one thread.
+Softmax(Q K' / sqrt(d)) V for 4 heads of 64, one sequence of T tokens, float32, forward and backward
+on this machine's CPU, one thread.
 
-*Tiled* is FlashAttention's algorithm (Dao et al., 2022, arXiv:2205.14135, algorithms 1 and 4; Milakov and Gimelshein, 2018,
-for the online softmax) written out in PyTorch: tiles of keys, a running maximum and sum, and a backward that computes each
-tile again from the row's log-sum-exp. It keeps T d numbers where the written-out form keeps T x T. Its error against float64 is
-compared with the written-out form's, in units of the last place of the largest entry.
+*Tiled* is FlashAttention's algorithm (Dao et al., 2022, arXiv:2205.14135, algorithms 1 and 4;
+Milakov and Gimelshein, 2018, for the online softmax) written out in PyTorch: tiles of keys, a
+running maximum and sum, and a backward that computes each tile again from the row's log-sum-exp. It
+keeps T d numbers where the written-out form keeps T x T. Its error against float64 is compared with
+the written-out form's, in units of the last place of the largest entry.
 
-*What remains*: bytes that a layer of a GPT keeps for the backward with attention written out and fused, from traces: with the T x T
-matrices gone, what is left to rematerialize grows with T alone.
+*What remains*: bytes that a layer of a GPT keeps for the backward with attention written out and
+fused, from traces: with the T x T matrices gone, what is left to rematerialize grows with T alone.
 
 Writes `results/attention.json` and `.png`.
 """
@@ -49,7 +51,10 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Running maximum m, sum l and output; the log-sum-exp of each row is kept for the backward."""
+        """Running maximum m, sum l and output.
+
+        The log-sum-exp of each row is kept for the backward.
+        """
         scale = q.shape[-1] ** -0.5
         out, total = torch.zeros_like(q), q.new_zeros(*q.shape[:-1], 1)
         highest = q.new_full((*q.shape[:-1], 1), -torch.inf)
@@ -57,7 +62,11 @@ class Tiled(torch.autograd.Function):
             scores = q @ keys.transpose(-1, -2) * scale
             new = torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights, shrink = torch.exp(scores - new), torch.exp(highest - new)
-            out, total, highest = out * shrink + weights @ values, total * shrink + weights.sum(-1, keepdim=True), new
+            out, total, highest = (
+                out * shrink + weights @ values,
+                total * shrink + weights.sum(-1, keepdim=True),
+                new,
+            )
         out = out / total
         ctx.save_for_backward(q, k, v, out, highest + torch.log(total))
         return out
@@ -90,13 +99,20 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
 
-WAYS: dict[str, Attention] = {"written out": written_out, "tiled, online softmax": tiled, "scaled_dot_product_attention": fused}
+WAYS: dict[str, Attention] = {
+    "written out": written_out,
+    "tiled, online softmax": tiled,
+    "scaled_dot_product_attention": fused,
+}
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Returns queries, keys and values from the fixed seed."""
     torch.manual_seed(SEED)
-    return [torch.randn(HEADS, tokens, WIDTH, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
+    return [
+        torch.randn(HEADS, tokens, WIDTH, dtype=torch.float64).to(dtype).requires_grad_()
+        for _ in range(3)
+    ]
 
 
 def results(way: Attention, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -104,13 +120,25 @@ def results(way: Attention, tokens: int, dtype: torch.dtype) -> list[torch.Tenso
     leaves = inputs(tokens, dtype)
     out = way(*leaves)
     (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum().backward()
-    return [out.detach().double(), *(leaf.grad.double() for leaf in leaves if leaf.grad is not None)]
+    return [
+        out.detach().double(),
+        *(leaf.grad.double() for leaf in leaves if leaf.grad is not None),
+    ]
 
 
 def error_ulp(way: Attention, tokens: int) -> float:
-    """Returns the largest error against float64, in units of the last place of each result's largest entry."""
-    pairs = zip(results(way, tokens, torch.float32), results(written_out, tokens, torch.float64), strict=True)
-    return max(((a - b).abs().max() / (torch.finfo(torch.float32).eps * b.abs().max())).item() for a, b in pairs)
+    """Returns the largest error against float64, in units of the last place of each result's
+    largest entry.
+    """
+    pairs = zip(
+        results(way, tokens, torch.float32),
+        results(written_out, tokens, torch.float64),
+        strict=True,
+    )
+    return max(
+        ((a - b).abs().max() / (torch.finfo(torch.float32).eps * b.abs().max())).item()
+        for a, b in pairs
+    )
 
 
 def measured(longest: int) -> Iterator[dict[str, Any]]:
@@ -150,17 +178,39 @@ def remaining() -> Iterator[dict[str, Any]]:
     """Yields the bytes that a layer keeps for the backward, by length and kind of attention."""
     for tokens in (128, 256, 512, 1024):
         for is_fused in (False, True):
-            shape: dict[str, Any] = {"width": 256, "num_heads": 4, "vocabulary": 1000, "dropout": 0.0}
-            pair = [traced(tokens, 4, is_fused=is_fused, num_layers=layers, **shape) for layers in (2, 3)]
+            shape: dict[str, Any] = {
+                "width": 256,
+                "num_heads": 4,
+                "vocabulary": 1000,
+                "dropout": 0.0,
+            }
+            pair = [
+                traced(tokens, 4, is_fused=is_fused, num_layers=layers, **shape)
+                for layers in (2, 3)
+            ]
             two, three = (
-                sum(kept_bytes(graph, Schedule.keep_all(graph), tokens=tokens, matrices=16, vocabulary=1000).values()) for graph in pair
+                sum(
+                    kept_bytes(
+                        graph, Schedule.keep_all(graph), tokens=tokens, matrices=16, vocabulary=1000
+                    ).values()
+                )
+                for graph in pair
             )
-            yield {"tokens": tokens, "attention": "fused" if is_fused else "written out", "layer_bytes": three - two}
+            yield {
+                "tokens": tokens,
+                "attention": "fused" if is_fused else "written out",
+                "layer_bytes": three - two,
+            }
 
 
 def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
-    """Returns the tokens from which tiled attention takes less than the written-out form up to the longest; between lengths on log axes."""
-    written, tiles = ({row["tokens"]: row[field] for row in rows if row["way"] == way} for way in ("written out", "tiled, online softmax"))
+    """Returns the tokens from which tiled attention takes less than the written-out form up to the
+    longest; between lengths on log axes.
+    """
+    written, tiles = (
+        {row["tokens"]: row[field] for row in rows if row["way"] == way}
+        for way in ("written out", "tiled, online softmax")
+    )
     tokens = sorted(written)
     above = [math.log(tiles[t] / written[t]) for t in tokens]  # positive where tiles take more
     last = max((i for i, height in enumerate(above) if height >= 0), default=-1)
@@ -176,7 +226,10 @@ def picture(record: Mapping[str, Any]) -> None:
     """Draws memory, time, and what remains."""
     rows, kept = record["rows"], record["remaining"]
     figure = new_figure(
-        "Attention: written out, tiled and fused (CPU, one thread; 4 heads of 64, forward and backward)", width=14, height=4.8
+        "Attention: written out, tiled and fused (CPU, one thread; 4 heads of 64, forward and "
+        "backward)",
+        width=14,
+        height=4.8,
     )
     left, middle, right = figure.subplots(1, 3)
     panels = (
@@ -187,22 +240,45 @@ def picture(record: Mapping[str, Any]) -> None:
         quiet(axes, x_label="tokens T", y_label=label, grid="both")
         for (name, _), colour in zip(WAYS.items(), (ORANGE, "#7b4fa3", BLUE), strict=True):
             mine = [row for row in rows if row["way"] == name]
-            axes.loglog([row["tokens"] for row in mine], [row[field] / unit for row in mine], "o-", color=colour, label=name)
+            axes.loglog(
+                [row["tokens"] for row in mine],
+                [row[field] / unit for row in mine],
+                "o-",
+                color=colour,
+                label=name,
+            )
         ticks = sorted({row["tokens"] for row in rows})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
         axes.minorticks_off()
         at = record["crossover_tokens"][field]
-        titled(axes, f"tiled takes {what} than written out from T = {at:,.0f}" if at else "tiled: no crossover")
+        titled(
+            axes,
+            f"tiled takes {what} than written out from T = {at:,.0f}"
+            if at
+            else "tiled: no crossover",
+        )
         if at:
             axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
     ends = [row for row in rows if row["way"] == "written out"]
     x = np.array([ends[0]["tokens"], ends[-1]["tokens"]])
-    left.plot(x, ends[-1]["peak_bytes"] / 2**20 * (x / x[-1]) ** 2, ":", color=GREY, label="slope of T squared")
+    left.plot(
+        x,
+        ends[-1]["peak_bytes"] / 2**20 * (x / x[-1]) ** 2,
+        ":",
+        color=GREY,
+        label="slope of T squared",
+    )
     quiet(right, x_label="tokens T", y_label="kept for the backward, a GPT layer (MiB)")
     lengths = sorted({row["tokens"] for row in kept})
     for place, (kind, colour) in enumerate((("written out", ORANGE), ("fused", BLUE))):
         heights = [row["layer_bytes"] / 2**20 for row in kept if row["attention"] == kind]
-        bars = right.bar(np.arange(len(lengths)) + 0.4 * (place - 0.5), heights, 0.38, color=colour, label=f"GPT layer, attention {kind}")
+        bars = right.bar(
+            np.arange(len(lengths)) + 0.4 * (place - 0.5),
+            heights,
+            0.38,
+            color=colour,
+            label=f"GPT layer, attention {kind}",
+        )
         right.bar_label(bars, fmt="%.0f", fontsize=8)
     right.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     titled(right, "what remains to drop (bf16, batch 4, width 256)")
@@ -219,12 +295,19 @@ def main() -> None:
         torch.set_num_threads(1)
         rows, kept = list(measured(options.longest)), list(remaining())
         crossings = {field: crossing(rows, field) for field in ("peak_bytes", "step_s")}
-        write("attention", {"rows": rows, "remaining": kept, "crossover_tokens": crossings}, seed=SEED)
+        write(
+            "attention", {"rows": rows, "remaining": kept, "crossover_tokens": crossings}, seed=SEED
+        )
     record = read("attention")
     picture(record)
     rows = record["rows"]
     cells = [
-        [f"{r['tokens']:,}, {r['way']}", f"{r['peak_bytes'] / 2**20:.1f} MiB", f"{1000 * r['step_s']:.1f} ms", f"{r['error_ulp']:.1f}"]
+        [
+            f"{r['tokens']:,}, {r['way']}",
+            f"{r['peak_bytes'] / 2**20:.1f} MiB",
+            f"{1000 * r['step_s']:.1f} ms",
+            f"{r['error_ulp']:.1f}",
+        ]
         for r in rows
     ]
     print(table(cells, ["tokens", "memory", "CPU time", "error (ulp)"]))

@@ -1,17 +1,20 @@
-"""The benchmark: every set of instances as one table, results as JSON and CSV, and pictures of them.
+"""The benchmark: every set of instances as one table, results as JSON and CSV, and pictures of
+them.
 
     python -m experiments.bench                                  everything, an hour or more
     python -m experiments.bench published --time-limit 60        one set
     python -m experiments.bench real --names gpt2_12 unet        a part of it
     python -m experiments.bench tables pictures                  from the results that are there
 
-Sets: `published` (instances of papers beside what was printed for them), `proof` (the networks among them, until the cost is proved to be
-within 0.2 % of the optimum, U-Net within 0.5 %), `random` (layered graphs, three seeds of the
-generator and of the solver), `real` (traced training steps, beside every baseline of the field at the same simulated peak),
-`real_proof` (points among them that a minute does not prove within 1 %, in ten minutes),
-`frontier` (20 budgets for the price of a few solves), `scale` (time and memory against size, to 100,000 operators).
+Sets: `published` (instances of papers beside what was printed for them), `proof` (the networks
+among them, until the cost is proved to be within 0.2 % of the optimum, U-Net within 0.5 %),
+`random` (layered graphs, three seeds of the generator and of the solver), `real` (traced training
+steps, beside every baseline of the field at the same simulated peak), `real_proof` (points among
+them that a minute does not prove within 1 %, in ten minutes), `frontier` (20 budgets for the price
+of a few solves), `scale` (time and memory against size, to 100,000 operators).
 
-A row is written when it is finished, and an interrupted run goes on where it was; `--fresh` makes all rows again.
+A row is written when it is finished, and an interrupted run goes on where it was; `--fresh` makes
+all rows again.
 """
 
 from __future__ import annotations
@@ -55,8 +58,13 @@ _LOG = logging.getLogger("bench")
 
 
 def instances_folder(given: Path | None) -> Path:
-    """Returns where the published instances are looked for: what is given, the environment's, or beside the checkout."""
-    return given or Path(os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances")
+    """Returns where the published instances are looked for.
+
+    What is given, the environment's, or beside the checkout.
+    """
+    return given or Path(
+        os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances"
+    )
 
 
 def run_set(name: str, options: argparse.Namespace) -> bool:
@@ -66,7 +74,11 @@ def run_set(name: str, options: argparse.Namespace) -> bool:
     gap = options.gap if options.gap is not None else module.GAP
     folder = instances_folder(options.instances) if name in _OF_PUBLISHED else options.graphs
     if name in _OF_PUBLISHED and not any(folder.glob("*.json")):
-        _LOG.error("%s has no published instances; give their folder with --instances or %s", folder, INSTANCES_VARIABLE)
+        _LOG.error(
+            "%s has no published instances; give their folder with --instances or %s",
+            folder,
+            INSTANCES_VARIABLE,
+        )
         return False
     rows = Rows(options.output, name, {"time_limit_s": limit_s, "gap": gap}, is_fresh=options.fresh)
     module.run(rows, folder=folder, time_limit_s=limit_s, gap=gap, names=options.names)
@@ -95,19 +107,42 @@ def draw(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for; 2 where the instances of a set are not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join([*SETS, 'tables', 'pictures'])} (default: everything)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="WHAT",
+        help=f"of {', '.join([*SETS, 'tables', 'pictures'])} (default: everything)",
+    )
     parser.add_argument("--time-limit", type=float, help="seconds a solve (default: the set's own)")
-    parser.add_argument("--gap", type=float, help="fraction at which a solve stops (default: the set's own)")
+    parser.add_argument(
+        "--gap", type=float, help="fraction at which a solve stops (default: the set's own)"
+    )
     parser.add_argument("--names", nargs="+", default=[], help="only these instances of the sets")
-    parser.add_argument("--instances", type=Path, help=f"folder of the published instances (or the variable {INSTANCES_VARIABLE})")
-    parser.add_argument("--graphs", type=Path, default=platformdirs.user_cache_path("remat") / "bench", help="where traced graphs are kept")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "results", help="folder of the results")
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        help=f"folder of the published instances (or the variable {INSTANCES_VARIABLE})",
+    )
+    parser.add_argument(
+        "--graphs",
+        type=Path,
+        default=platformdirs.user_cache_path("remat") / "bench",
+        help="where traced graphs are kept",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "results", help="folder of the results"
+    )
     parser.add_argument("--fresh", action="store_true", help="make rows again that are there")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _LOG.setLevel(logging.INFO)
-    steps: dict[str, Callable[[], object]] = {"tables": lambda: show_results(options.output), "pictures": lambda: draw(options.output)}
+    steps: dict[str, Callable[[], object]] = {
+        "tables": lambda: show_results(options.output),
+        "pictures": lambda: draw(options.output),
+    }
     asked = options.what or [*SETS, "pictures"]
     if unknown := sorted(set(asked) - {*SETS, *steps}):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join([*SETS, *steps])}")

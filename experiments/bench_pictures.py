@@ -1,4 +1,7 @@
-"""Pictures of benchmark results: a hard instance over time, time against size, and the curves of all methods."""
+"""Pictures of benchmark results.
+
+A hard instance over time, time against size, and the curves of all methods.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,32 @@ def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
 
 
 def _hard_instance(rows: Sequence[Row]) -> Figure | None:
-    """Cost and bound over time where the gap is largest in the end, of instances with a published cost where there are any."""
+    """Cost and bound over time where the gap is largest in the end, of instances with a published
+    cost where there are any.
+    """
     candidates = [row for row in rows if row["gap_percent"] is not None and len(row["moments"]) > 1]
-    hardest = max(candidates, key=lambda row: (bool(row.get("published_cost")), row["gap_percent"]), default=None)
+    hardest = max(
+        candidates,
+        key=lambda row: (bool(row.get("published_cost")), row["gap_percent"]),
+        default=None,
+    )
     if hardest is None:
         return None
     keep_all = hardest["cost"] / (1 + hardest["overhead_percent"] / 100)
-    figure = new_figure(f"{hardest['instance']} at {hardest['budget']}: what is found and what is proved, over time")
+    figure = new_figure(
+        f"{hardest['instance']} at {hardest['budget']}: what is found and what is proved, over time"
+    )
     axes = figure.subplots()
-    found = [(seconds, 100 * (cost / keep_all - 1)) for seconds, cost, _ in hardest["moments"] if cost is not None]
+    found = [
+        (seconds, 100 * (cost / keep_all - 1))
+        for seconds, cost, _ in hardest["moments"]
+        if cost is not None
+    ]
     proved = [(seconds, 100 * (bound / keep_all - 1)) for seconds, _, bound in hardest["moments"]]
-    for points, colour, label in ((found, BLUE, "found"), (proved, GREEN, "proved: less is impossible")):
+    for points, colour, label in (
+        (found, BLUE, "found"),
+        (proved, GREEN, "proved: less is impossible"),
+    ):
         _steps(axes, [*points, (hardest["seconds"], points[-1][1])], colour, label)
     top = found[-1][1]
     if hardest.get("published_cost"):
@@ -58,7 +76,14 @@ def _hard_instance(rows: Sequence[Row]) -> Figure | None:
 
 
 def _steps(axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str) -> None:
-    axes.step([max(x, 1e-3) for x, _ in points], [y for _, y in points], where="post", color=colour, linewidth=1.6, label=label)
+    axes.step(
+        [max(x, 1e-3) for x, _ in points],
+        [y for _, y in points],
+        where="post",
+        color=colour,
+        linewidth=1.6,
+        label=label,
+    )
 
 
 def _scale(rows: Sequence[Row]) -> Figure | None:
@@ -67,12 +92,28 @@ def _scale(rows: Sequence[Row]) -> Figure | None:
         return None
     figure = new_figure("Time against size, budget 70 % of the peak")
     axes = figure.subplots()
-    kinds = (("seconds_to_first", "o-", "first schedule"), ("seconds_to_1_percent", "D--", "within 1 % of the bound"))
+    kinds = (
+        ("seconds_to_first", "o-", "first schedule"),
+        ("seconds_to_1_percent", "D--", "within 1 % of the bound"),
+    )
     for family, colour in zip(dict.fromkeys(row["family"] for row in rows), LINES, strict=False):
-        mine = sorted((row for row in rows if row["family"] == family), key=lambda row: row["operators"])
+        mine = sorted(
+            (row for row in rows if row["family"] == family), key=lambda row: row["operators"]
+        )
         for column, style, label in kinds:
-            points = [(row["operators"], max(row[column], 1e-3)) for row in mine if row[column] is not None]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, color=colour, markersize=4, label=f"{family}: {label}")
+            points = [
+                (row["operators"], max(row[column], 1e-3))
+                for row in mine
+                if row[column] is not None
+            ]
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                style,
+                color=colour,
+                markersize=4,
+                label=f"{family}: {label}",
+            )
     quiet(axes, x_label="operators", y_label="time (s)", grid="both")
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -86,18 +127,58 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
     if curve is None:
         return None
     gib = 2**30
-    figure = new_figure(f"{DRAWN.replace('_', ', ')} layers: what memory costs in compute, by method")
+    figure = new_figure(
+        f"{DRAWN.replace('_', ', ')} layers: what memory costs in compute, by method"
+    )
     axes = figure.subplots()
     points = [point for point in curve["points"] if point[2] is not None]
-    axes.plot([peak / gib for _, peak, _, _ in points], [over for _, _, over, _ in points], "o-", color=BLUE, markersize=4, label="auto")
+    axes.plot(
+        [peak / gib for _, peak, _, _ in points],
+        [over for _, _, over, _ in points],
+        "o-",
+        color=BLUE,
+        markersize=4,
+        label="auto",
+    )
     proved = [(budget / gib, bound) for budget, _, _, bound in points]
     axes.step(
-        [x for x, _ in proved], [y for _, y in proved], where="pre", color=GREEN, linewidth=1.4, linestyle=(0, (4, 2)), label="proved"
+        [x for x, _ in proved],
+        [y for _, y in proved],
+        where="pre",
+        color=GREEN,
+        linewidth=1.4,
+        linestyle=(0, (4, 2)),
+        label="proved",
     )
-    peers = [row for row in rows if row["kind"] == "peer" and row["graph"] == DRAWN and row["peak_bytes"] is not None]
-    for peer, colour in zip(dict.fromkeys(row["peer"] for row in peers), LINES[1:] * 2, strict=False):
-        mine = sorted({(row["peak_bytes"] / gib, row["overhead_percent"]) for row in peers if row["peer"] == peer})
-        axes.plot([x for x, _ in mine], [y for _, y in mine], "D:", color=colour, markersize=4, linewidth=0.8, label=peer)
-    quiet(axes, x_label="simulated peak of the whole step (GiB)", y_label="extra compute over keeping everything (%)", grid="both")
+    peers = [
+        row
+        for row in rows
+        if row["kind"] == "peer" and row["graph"] == DRAWN and row["peak_bytes"] is not None
+    ]
+    for peer, colour in zip(
+        dict.fromkeys(row["peer"] for row in peers), LINES[1:] * 2, strict=False
+    ):
+        mine = sorted(
+            {
+                (row["peak_bytes"] / gib, row["overhead_percent"])
+                for row in peers
+                if row["peer"] == peer
+            }
+        )
+        axes.plot(
+            [x for x, _ in mine],
+            [y for _, y in mine],
+            "D:",
+            color=colour,
+            markersize=4,
+            linewidth=0.8,
+            label=peer,
+        )
+    quiet(
+        axes,
+        x_label="simulated peak of the whole step (GiB)",
+        y_label="extra compute over keeping everything (%)",
+        grid="both",
+    )
     legend(figure, axes)
     return figure

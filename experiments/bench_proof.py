@@ -1,7 +1,10 @@
-"""Published networks at published budgets: how long it takes until the cost is proved to be within a given gap of the optimum.
+"""Published networks at published budgets.
 
-`bench_published` gives each point a minute and no gap, which shows what a minute is worth; here each has ten and stops as soon as the
-proof is there. A point that isn't proved in that time is reported with the gap that is left.
+How long it takes until the cost is proved to be within a given gap of the optimum.
+
+`bench_published` gives each point a minute and no gap, which shows what a minute is worth; here
+each has ten and stops as soon as the proof is there. A point that isn't proved in that time is
+reported with the gap that is left.
 """
 
 from __future__ import annotations
@@ -18,25 +21,49 @@ _NETWORKS = "checkmate_"
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves every network of `folder` (those in `names` where there are any) at every budget until it is within `gap`."""
-    found = [path.stem for path in folder.glob(f"{_NETWORKS}*.json") if not names or path.stem in names]
-    bench_published.solve_all(rows, folder, {name: max(gap, _WIDER.get(name, 0.0)) for name in found}, time_limit_s)
+    """Solves every network of `folder` (those in `names` where there are any) at every budget until
+    it is within `gap`.
+    """
+    found = [
+        path.stem for path in folder.glob(f"{_NETWORKS}*.json") if not names or path.stem in names
+    ]
+    bench_published.solve_all(
+        rows, folder, {name: max(gap, _WIDER.get(name, 0.0)) for name in found}, time_limit_s
+    )
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
     """Prints the table, geometric means last."""
     table = new_table(
-        f"Published networks, until it is proved, {time_limit_s:g} s at most: % over keeping everything",
+        f"Published networks, until it is proved, {time_limit_s:g} s at most: % over keeping "
+        "everything",
         ("instance", "budget", "overhead", "bound", "gap %", "asked %", "s", "cost", "is"),
         num_left=2,
     )
     for row in rows:
         name = row["instance"].removeprefix(_NETWORKS)
-        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
+        numbers = (
+            percent(row["overhead_percent"]),
+            percent(row["bound_percent"]),
+            percent(row["gap_percent"], is_signed=False),
+        )
         cost = row["status"] if row["cost"] is None else bench_published.cost_text(row["cost"])
         asked = percent(100 * row["gap"], is_signed=False)
-        table.add_row(name, row["budget"], *numbers, asked, f"{row['seconds']:.1f}", cost, "proved" if is_proved(row) else "not proved")
-    mean_row(table, rows, "mean", {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"})
+        table.add_row(
+            name,
+            row["budget"],
+            *numbers,
+            asked,
+            f"{row['seconds']:.1f}",
+            cost,
+            "proved" if is_proved(row) else "not proved",
+        )
+    mean_row(
+        table,
+        rows,
+        "mean",
+        {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"},
+    )
     CONSOLE.print(table)
     open_ = [row for row in rows if not is_proved(row)]
     CONSOLE.print(f"not proved: {len(open_)} of {len(rows)}; {overrun_text(rows, time_limit_s)}\n")
@@ -44,4 +71,6 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
 def is_proved(row: Row) -> bool:
     """True where the gap is what was asked for, or no schedule can fit."""
-    return row["status"] == "infeasible" or (row["cost"] is not None and row["gap_percent"] <= 100 * row["gap"])
+    return row["status"] == "infeasible" or (
+        row["cost"] is not None and row["gap_percent"] <= 100 * row["gap"]
+    )

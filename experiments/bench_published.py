@@ -1,7 +1,10 @@
-"""Published instances at published budgets: our cost, bound and time beside what was printed for them.
+"""Published instances at published budgets.
 
-Every schedule is judged by the referee that lies beside the instances and knows nothing of this package. Only results in
-fixed order are compared; where a paper prints an overhead with one digit, its cost is known to that digit only.
+Our cost, bound and time beside what was printed for them.
+
+Every schedule is judged by the referee that lies beside the instances and knows nothing of this
+package. Only results in fixed order are compared; where a paper prints an overhead with one digit,
+its cost is known to that digit only.
 """
 
 from __future__ import annotations
@@ -16,12 +19,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments.bench_rows import CONSOLE, Row, Rows, geometric_mean, mean_row, new_table, overrun_text, percent, solve
+from experiments.bench_rows import (
+    CONSOLE,
+    Row,
+    Rows,
+    geometric_mean,
+    mean_row,
+    new_table,
+    overrun_text,
+    percent,
+    solve,
+)
 from remat.core.instance import read_instance
 from remat.core.solution import Solution
 
 TIME_LIMIT_S, GAP = 60.0, 0.0
-_NOT_COMPARED = ("free_order", "griewank", "checkpoint_all", "chen")  # another class of schedules, or a heuristic
+# another class of schedules, or a heuristic
+_NOT_COMPARED = ("free_order", "griewank", "checkpoint_all", "chen")
 _LOG = logging.getLogger("bench")
 
 
@@ -43,24 +57,42 @@ class Published:
 
 
 def best_published(instance: Mapping[str, Any], label: str) -> Published:
-    """Returns the cheapest comparable result of an instance at one of its budgets; the fastest one on ties."""
+    """Returns the cheapest comparable result of an instance at one of its budgets.
+
+    The fastest one on ties.
+    """
     found = []
     for system, result in instance["published"].get(label, {}).items():
         if any(word in system for word in _NOT_COMPARED):
             continue
         is_rounded = "cost" not in result
-        cost = instance["total_cost"] * (1 + result["overhead_percent"] / 100) if is_rounded else result["cost"]
-        found.append(Published(system, None if cost == "infeasible" else cost, is_rounded, result.get("seconds")))
+        cost = (
+            instance["total_cost"] * (1 + result["overhead_percent"] / 100)
+            if is_rounded
+            else result["cost"]
+        )
+        found.append(
+            Published(
+                system, None if cost == "infeasible" else cost, is_rounded, result.get("seconds")
+            )
+        )
     return min(found, key=lambda one: (one.cost or 0.0, one.seconds or 0.0), default=Published())
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
     """Solves every instance of `folder` (those in `names` where there are any) at every budget."""
-    solve_all(rows, folder, {path.stem: gap for path in folder.glob("*.json") if not names or path.stem in names}, time_limit_s)
+    solve_all(
+        rows,
+        folder,
+        {path.stem: gap for path in folder.glob("*.json") if not names or path.stem in names},
+        time_limit_s,
+    )
 
 
 def solve_all(rows: Rows, folder: Path, gaps: Mapping[str, float], time_limit_s: float) -> None:
-    """Solves the instances of `folder` that are named in `gaps`, each to its gap, at every budget, largest first."""
+    """Solves the instances of `folder` that are named in `gaps`, each to its gap, at every budget,
+    largest first.
+    """
     referee = _referee(folder.parent / "referee.py")
     for name in sorted(gaps):
         path = folder / f"{name}.json"
@@ -70,7 +102,14 @@ def solve_all(rows: Rows, folder: Path, gaps: Mapping[str, float], time_limit_s:
             rows.row({"instance": name, "budget": label}, point)
 
 
-def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleType | None, time_limit_s: float, gap: float) -> Row:
+def _point(
+    path: Path,
+    instance: Mapping[str, Any],
+    label: str,
+    referee: ModuleType | None,
+    time_limit_s: float,
+    gap: float,
+) -> Row:
     graph, budget = read_instance(path), int(instance["budgets"][label])
     solution, row = solve(graph, budget, time_limit_s=time_limit_s, gap=gap)
     published = best_published(instance, label)
@@ -88,7 +127,9 @@ def _point(path: Path, instance: Mapping[str, Any], label: str, referee: ModuleT
 
 def _referee(path: Path) -> ModuleType | None:
     if not path.is_file():
-        _LOG.warning("%s is not there: schedules are checked by the package's own validator only", path)
+        _LOG.warning(
+            "%s is not there: schedules are checked by the package's own validator only", path
+        )
         return None
     spec = importlib.util.spec_from_file_location("referee", path)
     assert spec is not None and spec.loader is not None
@@ -102,7 +143,9 @@ def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution)
     if solution.schedule is None:
         return "no schedule"
     try:
-        peak, cost = referee.referee(instance["cost"], instance["size"], instance["edges"], list(solution.schedule.steps))
+        peak, cost = referee.referee(
+            instance["cost"], instance["size"], instance["edges"], list(solution.schedule.steps)
+        )
     except ValueError as reason:
         return str(reason)
     if peak > solution.budget_bytes:
@@ -114,22 +157,59 @@ def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution)
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
     """Prints the table, geometric means last."""
     table = new_table(
-        f"Published instances, {time_limit_s:g} s each: % over keeping everything, peak in % of the budget",
-        ("instance", "budget", "overhead", "bound", "gap %", "s", "peak %", "cost", "published", "in s", "ours is"),
+        f"Published instances, {time_limit_s:g} s each: % over keeping everything, peak in % "
+        "of the budget",
+        (
+            "instance",
+            "budget",
+            "overhead",
+            "bound",
+            "gap %",
+            "s",
+            "peak %",
+            "cost",
+            "published",
+            "in s",
+            "ours is",
+        ),
         num_left=2,
     )
     for row in rows:
         is_solved = row["cost"] is not None
         peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
         cost = cost_text(row["cost"]) if is_solved else row["status"]
-        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
+        numbers = (
+            percent(row["overhead_percent"]),
+            percent(row["bound_percent"]),
+            percent(row["gap_percent"], is_signed=False),
+        )
         name = row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
-        table.add_row(name, row["budget"], *numbers, f"{row['seconds']:.1f}", peak, cost, *_published_cells(row))
-    mean_row(table, rows, "mean", {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"})
+        table.add_row(
+            name,
+            row["budget"],
+            *numbers,
+            f"{row['seconds']:.1f}",
+            peak,
+            cost,
+            *_published_cells(row),
+        )
+    mean_row(
+        table,
+        rows,
+        "mean",
+        {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"},
+    )
     CONSOLE.print(table)
-    ratios = [row["cost"] / row["published_cost"] for row in rows if row["cost"] and row["published_cost"]]
-    above = [row for row in rows if row["cost"] and row["published_cost"] and row["cost"] > _allowed(row)]
-    CONSOLE.print(f"cost over the published one, geometric mean of {len(ratios)}: {geometric_mean(ratios):.5f}; above it: {len(above)}")
+    ratios = [
+        row["cost"] / row["published_cost"] for row in rows if row["cost"] and row["published_cost"]
+    ]
+    above = [
+        row for row in rows if row["cost"] and row["published_cost"] and row["cost"] > _allowed(row)
+    ]
+    CONSOLE.print(
+        f"cost over the published one, geometric mean of {len(ratios)}: "
+        f"{geometric_mean(ratios):.5f}; above it: {len(above)}"
+    )
     refused = [row for row in rows if row["referee"] not in ("valid", "no schedule", "absent")]
     CONSOLE.print(f"refused by the referee: {len(refused)}; {overrun_text(rows, time_limit_s)}\n")
 
@@ -151,7 +231,9 @@ def _published_cells(row: Row) -> Iterator[str]:
     yield mark + cost_text(row["published_cost"])
     yield seconds
     change = 100 * (row["cost"] / row["published_cost"] - 1)
-    is_equal = row["cost"] == row["published_cost"] or (row["is_published_rounded"] and abs(change) < 0.05)
+    is_equal = row["cost"] == row["published_cost"] or (
+        row["is_published_rounded"] and abs(change) < 0.05
+    )
     yield "equal" if is_equal else f"{change:+.2f} %"
 
 

@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from experiments.bench_rows import CONSOLE, Row, Rows, mean_row, new_table, overrun_text, percent, solve
+from experiments.bench_rows import (
+    CONSOLE,
+    Row,
+    Rows,
+    mean_row,
+    new_table,
+    overrun_text,
+    percent,
+    solve,
+)
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import random_layered
 
 TIME_LIMIT_S, GAP = 30.0, 0.0
-_KINDS: Mapping[str, tuple[int, bool]] = {"layered": (100, False), "training": (125, True)}  # nodes drawn, mirrored or not
+# nodes drawn, mirrored or not
+_KINDS: Mapping[str, tuple[int, bool]] = {"layered": (100, False), "training": (125, True)}
 _SHARES = (90, 80, 70)  # % of the peak of keeping everything
 _SEEDS = (0, 1, 2)
 
@@ -26,20 +36,36 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
         if names and name not in names:
             continue
         graph = random_layered(count, seed=generator_seed, is_training=is_training)
-        key = {"instance": name, "generator_seed": generator_seed, "budget": f"{share}%", "seed": seed}
-        rows.row(key, lambda graph=graph, share=share, seed=seed: _point(graph, share, seed, time_limit_s, gap))  # type: ignore[misc]
+        key = {
+            "instance": name,
+            "generator_seed": generator_seed,
+            "budget": f"{share}%",
+            "seed": seed,
+        }
+        rows.row(
+            key,
+            lambda graph=graph, share=share, seed=seed: _point(  # type: ignore[misc]
+                graph, share, seed, time_limit_s, gap
+            ),
+        )
 
 
 def _point(graph: Graph, share: int, seed: int, time_limit_s: float, gap: float) -> Row:
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    _, row = solve(graph, keep_all_bytes * share // 100, time_limit_s=time_limit_s, gap=gap, seed=seed)
+    _, row = solve(
+        graph, keep_all_bytes * share // 100, time_limit_s=time_limit_s, gap=gap, seed=seed
+    )
     return row | {"operators": graph.num_operators}
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints a row a graph and budget: the median of the solver's seeds, and how far they spread."""
+    """Prints a row a graph and budget.
+
+    The median of the solver's seeds, and how far they spread.
+    """
     table = new_table(
-        f"Random layered graphs, {len(_SEEDS)} seeds of the solver, {time_limit_s:g} s each: % over keeping everything",
+        f"Random layered graphs, {len(_SEEDS)} seeds of the solver, {time_limit_s:g} s each: "
+        "% over keeping everything",
         ("instance", "graph", "budget", "overhead, median", "least", "most", "bound", "gap %", "s"),
     )
     groups: dict[tuple[str, int, str], list[Row]] = {}
@@ -51,16 +77,38 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             table.add_row(name, str(generator_seed), budget, group[0]["status"])
             continue
         overheads = [row["overhead_percent"] for row in solved]
-        middle = [statistics.median(row[column] for row in solved) for column in ("bound_percent", "gap_percent", "seconds")]
-        spread = (percent(statistics.median(overheads)), percent(min(overheads)), percent(max(overheads)))
+        middle = [
+            statistics.median(row[column] for row in solved)
+            for column in ("bound_percent", "gap_percent", "seconds")
+        ]
+        spread = (
+            percent(statistics.median(overheads)),
+            percent(min(overheads)),
+            percent(max(overheads)),
+        )
         table.add_row(
-            name, str(generator_seed), budget, *spread, percent(middle[0]), percent(middle[1], is_signed=False), f"{middle[2]:.1f}"
+            name,
+            str(generator_seed),
+            budget,
+            *spread,
+            percent(middle[0]),
+            percent(middle[1], is_signed=False),
+            f"{middle[2]:.1f}",
         )
     mean_row(
         table,
         rows,
         f"mean of {len(rows)}",
-        {"graph": "", "budget": "", "overhead": "overhead", "least": "", "most": "", "bound": "bound", "gap": "gap", "s": "seconds"},
+        {
+            "graph": "",
+            "budget": "",
+            "overhead": "overhead",
+            "least": "",
+            "most": "",
+            "bound": "bound",
+            "gap": "gap",
+            "s": "seconds",
+        },
     )
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")

@@ -1,9 +1,12 @@
-"""Traced training steps of real size, roofline costs of an H100, bf16: our overhead and bound from 90 % to the least budget.
+"""Traced training steps of real size, roofline costs of an H100, bf16.
 
-Every baseline of the field runs on the same graph at the same budgets. What it reaches is compared at *its own simulated
-peak*: we are solved again with that peak as the budget, so that nobody is charged for memory he did not use.
-The time limit is of graphs with up to 2,000 operators, at the budgets of the first table in proportion to their number above;
-baselines, and we at their peaks, have 20 s at most.
+Our overhead and bound from 90 % to the least budget.
+
+Every baseline of the field runs on the same graph at the same budgets. What it reaches is compared
+at *its own simulated peak*: we are solved again with that peak as the budget, so that nobody is
+charged for memory he did not use. The time limit is of graphs with up to 2,000 operators, at the
+budgets of the first table in proportion to their number above; baselines, and we at their peaks,
+have 20 s at most.
 """
 
 from __future__ import annotations
@@ -80,17 +83,28 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
         for peer in PEERS:
             for label, size in budgets.items():
                 key = {"graph": name, "kind": "peer", "peer": peer, "budget": label}
-                found = rows.row(key, lambda case=case, peer=peer, size=size: _peer(case, peer, size))  # type: ignore[misc]
+                found = rows.row(
+                    key,
+                    lambda case=case, peer=peer, size=size: _peer(case, peer, size),  # type: ignore[misc]
+                )
                 if found["cost"] is not None:
-                    key = {"graph": name, "kind": "auto at a peer's peak", "budget_bytes": found["peak_bytes"]}
+                    key = {
+                        "graph": name,
+                        "kind": "auto at a peer's peak",
+                        "budget_bytes": found["peak_bytes"],
+                    }
                     rows.row(key, lambda case=case, size=found["peak_bytes"]: _meet(case, size))  # type: ignore[misc]
 
 
 def budgets_of(rows: Rows, name: str, graph: Graph) -> dict[str, int]:
-    """Returns the budgets that can be met in bytes, shares of the peak of keeping everything, the least one last."""
+    """Returns the budgets that can be met in bytes, shares of the peak of keeping everything, the
+    least one last.
+    """
     row = rows.row({"graph": name, "kind": "least"}, lambda: _least(graph))
     budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
-    return {label: size for label, size in budgets.items() if size >= row["peak_bytes"]} | {LEAST: row["peak_bytes"]}
+    return {label: size for label, size in budgets.items() if size >= row["peak_bytes"]} | {
+        LEAST: row["peak_bytes"]
+    }
 
 
 def _least(graph: Graph) -> Row:
@@ -114,20 +128,52 @@ def _own(case: _Case, label: str, budget_bytes: int) -> Row:
 
 
 def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
-    found, seconds, reason = solve_as_peer(peer, case.graph, budget_bytes, time_limit_s=case.meet_limit_s)
-    numbers = facts(found) if found else {"status": "no_solution", "cost": None, "budget_bytes": budget_bytes, "reason": reason}
+    found, seconds, reason = solve_as_peer(
+        peer, case.graph, budget_bytes, time_limit_s=case.meet_limit_s
+    )
+    numbers = (
+        facts(found)
+        if found
+        else {"status": "no_solution", "cost": None, "budget_bytes": budget_bytes, "reason": reason}
+    )
     return numbers | {"seconds": round(seconds, 3)}
 
 
 def _meet(case: _Case, budget_bytes: int) -> Row:
-    """Solves at a baseline's peak; what is known of other budgets helps, as it would a user who asks again."""
+    """Solves at a baseline's peak.
+
+    What is known of other budgets helps, as it would a user who asks again.
+    """
     known = case.known_plans()
-    steps = [plan.schedule.steps for plan in known if plan.schedule is not None and plan.peak_bytes <= budget_bytes]
-    bound_s = max((plan.lower_bound_s for plan in known if plan.budget_bytes >= budget_bytes), default=0.0)
-    least = min((plan for plan in known if plan.schedule is not None), key=lambda plan: plan.peak_bytes, default=None)
-    floor = Minimum(least.peak_bytes, 0, least.schedule.steps) if least is not None and least.schedule is not None else None
-    solver, shared = Auto(gap=min(case.gap, _MEET_GAP), time_limit_s=case.meet_limit_s), Shared(case.graph, floor)
-    solution = solver.improve(case.graph, budget_bytes=budget_bytes, known_steps=steps, known_bound_s=bound_s, shared=shared)
+    steps = [
+        plan.schedule.steps
+        for plan in known
+        if plan.schedule is not None and plan.peak_bytes <= budget_bytes
+    ]
+    bound_s = max(
+        (plan.lower_bound_s for plan in known if plan.budget_bytes >= budget_bytes), default=0.0
+    )
+    least = min(
+        (plan for plan in known if plan.schedule is not None),
+        key=lambda plan: plan.peak_bytes,
+        default=None,
+    )
+    floor = (
+        Minimum(least.peak_bytes, 0, least.schedule.steps)
+        if least is not None and least.schedule is not None
+        else None
+    )
+    solver, shared = (
+        Auto(gap=min(case.gap, _MEET_GAP), time_limit_s=case.meet_limit_s),
+        Shared(case.graph, floor),
+    )
+    solution = solver.improve(
+        case.graph,
+        budget_bytes=budget_bytes,
+        known_steps=steps,
+        known_bound_s=bound_s,
+        shared=shared,
+    )
     return facts(solution) | {"seconds": round(solution.wall_s, 3)}
 
 
@@ -136,7 +182,8 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     least = {row["graph"]: row for row in rows if row["kind"] == "least"}
     own = [row for row in rows if row["kind"] == "auto"]
     table = new_table(
-        f"Traced training steps, {time_limit_s:g} s for {_USUAL_OPERATORS:,} operators: % over keeping everything, peak in % of the budget",
+        f"Traced training steps, {time_limit_s:g} s for {_USUAL_OPERATORS:,} operators: % "
+        "over keeping everything, peak in % of the budget",
         ("graph", "operators", "budget", "GiB", "overhead", "bound", "gap %", "s", "peak %"),
     )
     latest = ""
@@ -145,11 +192,38 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         head = (name, f"{least[name]['operators']:,}") if name != latest else ("", "")
         latest = name
         label = row["budget"]
-        label = f"least {100 * row['budget_bytes'] / least[name]['keep_all_bytes']:.1f}%" if label == LEAST else label
-        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
-        peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if row["peak_bytes"] else row["status"]
-        table.add_row(*head, label, f"{row['budget_bytes'] / 2**30:.2f}", *numbers, f"{row['seconds']:.1f}", peak)
-    kinds = {"operators": "", "budget": "", "GiB": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"}
+        label = (
+            f"least {100 * row['budget_bytes'] / least[name]['keep_all_bytes']:.1f}%"
+            if label == LEAST
+            else label
+        )
+        numbers = (
+            percent(row["overhead_percent"]),
+            percent(row["bound_percent"]),
+            percent(row["gap_percent"], is_signed=False),
+        )
+        peak = (
+            f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}"
+            if row["peak_bytes"]
+            else row["status"]
+        )
+        table.add_row(
+            *head,
+            label,
+            f"{row['budget_bytes'] / 2**30:.2f}",
+            *numbers,
+            f"{row['seconds']:.1f}",
+            peak,
+        )
+    kinds = {
+        "operators": "",
+        "budget": "",
+        "GiB": "",
+        "overhead": "overhead",
+        "bound": "bound",
+        "gap": "gap",
+        "s": "seconds",
+    }
     mean_row(table, own, f"mean of {len(own)}", kinds)
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(own, time_limit_s)}\n")
@@ -157,31 +231,73 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Returns each result of a baseline with ours at its peak; a schedule that it gives for several budgets once."""
-    ours = {(row["graph"], row["budget_bytes"]): row for row in rows if row["kind"] == "auto at a peer's peak"}
+    """Returns each result of a baseline with ours at its peak.
+
+    A schedule that it gives for several budgets once.
+    """
+    ours = {
+        (row["graph"], row["budget_bytes"]): row
+        for row in rows
+        if row["kind"] == "auto at a peer's peak"
+    }
     pairs: dict[tuple[str, str, int], tuple[Row, Row]] = {}
     for row in rows:
-        if row["kind"] == "peer" and row["cost"] is not None and (row["graph"], row["peak_bytes"]) in ours:
-            pairs[row["graph"], row["peer"], row["peak_bytes"]] = (row, ours[row["graph"], row["peak_bytes"]])
+        if (
+            row["kind"] == "peer"
+            and row["cost"] is not None
+            and (row["graph"], row["peak_bytes"]) in ours
+        ):
+            pairs[row["graph"], row["peer"], row["peak_bytes"]] = (
+                row,
+                ours[row["graph"], row["peak_bytes"]],
+            )
     return list(pairs.values())
 
 
 def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
     table = new_table(
         "The field at its own simulated peaks: % over keeping everything, geometric means",
-        ("graph", "baseline", "points", "theirs", "ours", "theirs/ours", "ours above", "least peak", "s"),
+        (
+            "graph",
+            "baseline",
+            "points",
+            "theirs",
+            "ours",
+            "theirs/ours",
+            "ours above",
+            "least peak",
+            "s",
+        ),
         num_left=2,
     )
     pairs = _pairs(rows)
     for name in least:
         for peer in PEERS:
             mine = [pair for pair in pairs if pair[0]["graph"] == name and pair[0]["peer"] == peer]
-            tried = [row for row in rows if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer]
+            tried = [
+                row
+                for row in rows
+                if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer
+            ]
             if mine:
-                lowest = min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
-                table.add_row(name, peer, *_comparison(mine), f"{100 * lowest:.1f} %", f"{mean_seconds(tried):.1f}")
+                lowest = (
+                    min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
+                )
+                table.add_row(
+                    name,
+                    peer,
+                    *_comparison(mine),
+                    f"{100 * lowest:.1f} %",
+                    f"{mean_seconds(tried):.1f}",
+                )
             elif tried and tried[0]["cost"] is None:
-                reason = "too large" if "MILP" in tried[0]["reason"] else "no blocks" if "block" in tried[0]["reason"] else "none fits"
+                reason = (
+                    "too large"
+                    if "MILP" in tried[0]["reason"]
+                    else "no blocks"
+                    if "block" in tried[0]["reason"]
+                    else "none fits"
+                )
                 table.add_row(name, peer, "0", *["-"] * 4, reason, f"{mean_seconds(tried):.1f}")
     table.add_section()
     for peer in PEERS:
@@ -195,8 +311,21 @@ def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, s
     """Returns points, their overhead, ours, the ratio of costs, and at how many ours is above."""
     both = [(theirs, ours) for theirs, ours in pairs if ours["cost"] is not None]
     theirs_percent, ours_percent = (
-        100 * (geometric_mean(1 + pair[side]["overhead_percent"] / 100 for pair in both) - 1) if both else None for side in (0, 1)
+        100 * (geometric_mean(1 + pair[side]["overhead_percent"] / 100 for pair in both) - 1)
+        if both
+        else None
+        for side in (0, 1)
     )
     ratio = geometric_mean(theirs["cost"] / ours["cost"] for theirs, ours in both)
-    above = len(pairs) - len(both) + sum(ours["cost"] > theirs["cost"] * (1 + 1e-9) for theirs, ours in both)
-    return str(len(pairs)), percent(theirs_percent), percent(ours_percent), f"{ratio:.4f}", str(above)
+    above = (
+        len(pairs)
+        - len(both)
+        + sum(ours["cost"] > theirs["cost"] * (1 + 1e-9) for theirs, ours in both)
+    )
+    return (
+        str(len(pairs)),
+        percent(theirs_percent),
+        percent(ours_percent),
+        f"{ratio:.4f}",
+        str(above),
+    )

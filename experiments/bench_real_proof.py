@@ -1,7 +1,10 @@
-"""Traced training steps at budgets where a minute leaves a gap above 1 %: whether ten minutes close it.
+"""Traced training steps at budgets where a minute leaves a gap above 1 %.
 
-`bench_real` gives each budget about a minute; here each solve stops as soon as the cost is proved to be within 1 % of the optimum.
-A point that isn't proved in that time is reported with the gap that is left. What is not among `POINTS` was not tried.
+Whether ten minutes close it.
+
+`bench_real` gives each budget about a minute; here each solve stops as soon as the cost is proved
+to be within 1 % of the optimum. A point that isn't proved in that time is reported with the gap
+that is left. What is not among `POINTS` was not tried.
 """
 
 from __future__ import annotations
@@ -11,7 +14,16 @@ from pathlib import Path
 
 from experiments.bench_proof import is_proved
 from experiments.bench_real import LEAST, budgets_of
-from experiments.bench_rows import CONSOLE, Row, Rows, mean_row, new_table, overrun_text, percent, solve
+from experiments.bench_rows import (
+    CONSOLE,
+    Row,
+    Rows,
+    mean_row,
+    new_table,
+    overrun_text,
+    percent,
+    solve,
+)
 from experiments.real_graphs import cached_graph
 from remat.core.graph import Graph
 
@@ -20,13 +32,18 @@ POINTS = (("gpt2_48", LEAST), ("unet", "40%"), ("unet", LEAST))
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves every point (those of the graphs in `names` where there are any) until it is within `gap`."""
+    """Solves every point (those of the graphs in `names` where there are any) until it is within
+    `gap`.
+    """
     for name, label in POINTS:
         if not names or name in names:
             graph = cached_graph(name, folder)
             budget = budgets_of(rows, name, graph)[label]
             key = {"graph": name, "kind": "auto", "budget": label}
-            rows.row(key, lambda graph=graph, budget=budget: _point(graph, budget, time_limit_s, gap))  # type: ignore[misc]
+            rows.row(
+                key,
+                lambda graph=graph, budget=budget: _point(graph, budget, time_limit_s, gap),  # type: ignore[misc]
+            )
 
 
 def _point(graph: Graph, budget_bytes: int, time_limit_s: float, gap: float) -> Row:
@@ -37,15 +54,40 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     """Prints the table, geometric means last."""
     own = [row for row in rows if row["kind"] == "auto"]
     table = new_table(
-        f"Traced training steps, until it is proved, {time_limit_s:g} s at most: % over keeping everything",
+        f"Traced training steps, until it is proved, {time_limit_s:g} s at most: % over "
+        "keeping everything",
         ("graph", "budget", "GiB", "overhead", "bound", "gap %", "asked %", "s", "is"),
         num_left=2,
     )
     for row in own:
-        numbers = (percent(row["overhead_percent"]), percent(row["bound_percent"]), percent(row["gap_percent"], is_signed=False))
-        asked, state = percent(100 * row["gap"], is_signed=False), "proved" if is_proved(row) else "not proved"
+        numbers = (
+            percent(row["overhead_percent"]),
+            percent(row["bound_percent"]),
+            percent(row["gap_percent"], is_signed=False),
+        )
+        asked, state = (
+            percent(100 * row["gap"], is_signed=False),
+            "proved" if is_proved(row) else "not proved",
+        )
         size = f"{row['budget_bytes'] / 2**30:.2f}"
-        table.add_row(row["graph"], row["budget"], size, *numbers, asked, f"{row['seconds']:.1f}", state)
-    mean_row(table, own, "mean", {"budget": "", "GiB": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"})
+        table.add_row(
+            row["graph"], row["budget"], size, *numbers, asked, f"{row['seconds']:.1f}", state
+        )
+    mean_row(
+        table,
+        own,
+        "mean",
+        {
+            "budget": "",
+            "GiB": "",
+            "overhead": "overhead",
+            "bound": "bound",
+            "gap": "gap",
+            "s": "seconds",
+        },
+    )
     CONSOLE.print(table)
-    CONSOLE.print(f"not proved: {sum(not is_proved(row) for row in own)} of {len(own)}; {overrun_text(own, time_limit_s)}\n")
+    CONSOLE.print(
+        f"not proved: {sum(not is_proved(row) for row in own)} of {len(own)}; "
+        f"{overrun_text(own, time_limit_s)}\n"
+    )

@@ -1,4 +1,7 @@
-"""Rows of a benchmark: kept as soon as they are made, so that an interrupted run goes on where it was; one solve as a row."""
+"""Rows of a benchmark.
+
+Kept as soon as they are made, so that an interrupted run goes on where it was; one solve as a row.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,13 @@ _LOG = logging.getLogger("bench")
 class Rows:
     """The rows of one set: `FOLDER/bench_NAME.json`, with a CSV of their plain columns beside it.
 
-    Rows may be of different runs: each has its commit, date and processor, the file has the environment of the last run.
+    Rows may be of different runs: each has its commit, date and processor, the file has the
+    environment of the last run.
     """
 
-    def __init__(self, folder: Path, name: str, options: Mapping[str, Any], *, is_fresh: bool) -> None:
+    def __init__(
+        self, folder: Path, name: str, options: Mapping[str, Any], *, is_fresh: bool
+    ) -> None:
         """Takes over the rows that were made with the same options, unless `is_fresh`."""
         self._path = folder / f"bench_{name}.json"
         self._options = dict(options)
@@ -43,9 +49,17 @@ class Rows:
             kept = json.loads(self._path.read_text())
             if kept["options"] == self._options:
                 self.rows = kept["rows"]
-                _LOG.info("%s: %d rows were there and are kept (--fresh makes them again)", self._path.name, len(self.rows))
+                _LOG.info(
+                    "%s: %d rows were there and are kept (--fresh makes them again)",
+                    self._path.name,
+                    len(self.rows),
+                )
             else:
-                _LOG.info("%s was made with other options (%s) and is made again", self._path.name, kept["options"])
+                _LOG.info(
+                    "%s was made with other options (%s) and is made again",
+                    self._path.name,
+                    kept["options"],
+                )
         self._environment = environment()  # before the solves: others may commit while they run
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
@@ -54,18 +68,30 @@ class Rows:
             if all(row.get(name) == value for name, value in key.items()):
                 return row
         _LOG.info("%s", ", ".join(f"{name} {value}" for name, value in key.items()))
-        self.rows.append({**key, **make(), **{name: self._environment[name] for name in ("commit", "date", "processor")}})
+        self.rows.append(
+            {
+                **key,
+                **make(),
+                **{name: self._environment[name] for name in ("commit", "date", "processor")},
+            }
+        )
         self._write()
         return self.rows[-1]
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        head = f'{{"environment": {json.dumps(self._environment)},\n"options": {json.dumps(self._options)},\n"rows": [\n'
+        environment, options = json.dumps(self._environment), json.dumps(self._options)
+        head = f'{{"environment": {environment},\n"options": {options},\n"rows": [\n'
         _replace(self._path, head + ",\n".join(json.dumps(row) for row in self.rows) + "\n]}\n")
         self._write_csv(self._path.with_suffix(".csv"))
 
     def _write_csv(self, path: Path) -> None:
-        columns = dict.fromkeys(name for row in self.rows for name, value in row.items() if not isinstance(value, list | dict))
+        columns = dict.fromkeys(
+            name
+            for row in self.rows
+            for name, value in row.items()
+            if not isinstance(value, list | dict)
+        )
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(columns), extrasaction="ignore")
             writer.writeheader()
@@ -81,20 +107,35 @@ def _replace(path: Path, text: str) -> None:
 
 def warm_up() -> None:
     """Waits for the compiler, so that no row does."""
-    chain = Graph.from_arrays([1.0] * 12, [1] * 12, [(i, i + 1) for i in range(11)] + [(i, 11 - i) for i in range(5)], first_backward=6)
+    chain = Graph.from_arrays(
+        [1.0] * 12,
+        [1] * 12,
+        [(i, i + 1) for i in range(11)] + [(i, 11 - i) for i in range(5)],
+        first_backward=6,
+    )
     Auto(gap=0.0, rounds=2, time_limit_s=240.0).solve(chain, budget_bytes=5)
 
 
-def solve(graph: Graph, budget_bytes: int, *, time_limit_s: float, gap: float, seed: int = 0) -> tuple[Solution, Row]:
+def solve(
+    graph: Graph, budget_bytes: int, *, time_limit_s: float, gap: float, seed: int = 0
+) -> tuple[Solution, Row]:
     """Runs `Auto` and returns its solution with the row that says how it went."""
     moments: list[Progress] = []
     began, cpu = time.perf_counter(), time.process_time()
-    solution = Auto(gap=gap, time_limit_s=time_limit_s, seed=seed, progress=moments.append).solve(graph, budget_bytes=budget_bytes)
+    solution = Auto(gap=gap, time_limit_s=time_limit_s, seed=seed, progress=moments.append).solve(
+        graph, budget_bytes=budget_bytes
+    )
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    row = facts(solution) | {"seconds": round(wall_s, 3), "cpu_seconds": round(cpu_s, 3), "solver": solution.solver}
+    row = facts(solution) | {
+        "seconds": round(wall_s, 3),
+        "cpu_seconds": round(cpu_s, 3),
+        "solver": solution.solver,
+    }
     found = [m.elapsed_s for m in moments if m.cost_s is not None]
     row["seconds_to_first"] = round(found[0], 3) if found else None
-    return solution, row | {"moments": [_moment(m) for m in moments[:: 1 + len(moments) // _MOST_MOMENTS]]}
+    return solution, row | {
+        "moments": [_moment(m) for m in moments[:: 1 + len(moments) // _MOST_MOMENTS]]
+    }
 
 
 def _moment(moment: Progress) -> list[float | None]:
@@ -126,25 +167,43 @@ def geometric_mean(numbers: Iterable[float]) -> float:
 
 
 def mean_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the geometric mean of the rows' seconds, each counted as a millisecond at least: they are rounded to that."""
+    """Returns the geometric mean of the rows' seconds, each counted as a millisecond at least.
+
+    They are rounded to that.
+    """
     return geometric_mean(max(row["seconds"], 1e-3) for row in rows)
 
 
 def percent(number: float | None, *, is_signed: bool = True) -> str:
     """Returns a number of percent for a table."""
-    return "-" if number is None else f"{round(number, 3) + 0.0:+.3f}" if is_signed else f"{number:.3f}"
+    return (
+        "-"
+        if number is None
+        else f"{round(number, 3) + 0.0:+.3f}"
+        if is_signed
+        else f"{number:.3f}"
+    )
 
 
 def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
     """Says how the solve that took most of its time limit kept it: its row's own, or `limit_s`."""
-    limits = [(row["seconds"], row.get("time_limit_s", limit_s)) for row in rows if row.get("seconds") is not None]
+    limits = [
+        (row["seconds"], row.get("time_limit_s", limit_s))
+        for row in rows
+        if row.get("seconds") is not None
+    ]
     seconds, limit_s = max(limits, key=lambda pair: pair[0] / pair[1], default=(0.0, limit_s))
     is_kept = seconds <= 1.1 * limit_s
-    return f"longest solve {seconds:.1f} s of {limit_s:.3g} s: the limit is {'kept within 10 %' if is_kept else 'NOT kept within 10 %'}"
+    return (
+        f"longest solve {seconds:.1f} s of {limit_s:.3g} s: the limit is "
+        f"{'kept within 10 %' if is_kept else 'NOT kept within 10 %'}"
+    )
 
 
 def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str, str]) -> None:
-    """Ends a table with means: geometric ones of time and of cost over keeping everything, the plain one of the gap.
+    """Ends a table with means.
+
+    Geometric ones of time and of cost over keeping everything, the plain one of the gap.
 
     Args:
         table: with `columns` in order.
@@ -156,8 +215,12 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
     if not solved:
         return
     numbers = {
-        "overhead": percent(100 * (geometric_mean(1 + row["overhead_percent"] / 100 for row in solved) - 1)),
-        "bound": percent(100 * (geometric_mean(1 + row["bound_percent"] / 100 for row in solved) - 1)),
+        "overhead": percent(
+            100 * (geometric_mean(1 + row["overhead_percent"] / 100 for row in solved) - 1)
+        ),
+        "bound": percent(
+            100 * (geometric_mean(1 + row["bound_percent"] / 100 for row in solved) - 1)
+        ),
         "gap": percent(sum(row["gap_percent"] for row in solved) / len(solved), is_signed=False),
         "seconds": f"{mean_seconds(solved):.2f}",
         "": "",
@@ -168,7 +231,9 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
 
 def new_table(title: str, columns: Sequence[str], *, num_left: int = 1) -> Table:
     """Returns an empty table as wide as the others; numbers stand right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH, title_style="bold")
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH, title_style="bold"
+    )
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < num_left else "right", no_wrap=True)
     return table

@@ -1,9 +1,11 @@
-"""Opens a page in a headless Chromium or Chrome without a network, runs a script in it, and takes its picture.
+"""Opens a page in a headless Chromium or Chrome without a network, runs a script in it, and takes
+its picture.
 
     python -m experiments.browser PAGE.html PICTURE.png [WIDTH HEIGHT]
 
-The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`). It is spoken to over a pipe in its
-own protocol (https://chromedevtools.github.io/devtools-protocol), which needs no driver, no port and no package.
+The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`). It
+is spoken to over a pipe in its own protocol (https://chromedevtools.github.io/devtools-protocol),
+which needs no driver, no port and no package.
 """
 
 from __future__ import annotations
@@ -21,12 +23,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-_NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome", "microsoft-edge")
+_NAMES = (
+    "chromium-headless-shell",
+    "chrome-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "microsoft-edge",
+)
 _OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
 )  # fmt: skip
-_ON_PIPES = 'exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>&2'  # the protocol is spoken on descriptors 3 and 4
+# the protocol is spoken on descriptors 3 and 4
+_ON_PIPES = 'exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>&2'
 _POLL_S, _PATIENCE_S = 0.2, 60.0
 
 
@@ -47,10 +58,18 @@ class Seen:
     def note(self, method: str, event: dict[str, Any]) -> None:
         """Keeps what an event of the browser says of errors and requests."""
         if method == "Runtime.exceptionThrown":
-            self.errors.append(event["exceptionDetails"].get("exception", event["exceptionDetails"]).get("description", ""))
+            self.errors.append(
+                event["exceptionDetails"]
+                .get("exception", event["exceptionDetails"])
+                .get("description", "")
+            )
         elif method == "Runtime.consoleAPICalled" and event["type"] == "error":
-            self.errors.append(" ".join(str(a.get("value", a.get("description", ""))) for a in event["args"]))
-        elif method == "Network.requestWillBeSent" and not event["request"]["url"].startswith(("file:", "data:", "blob:")):
+            self.errors.append(
+                " ".join(str(a.get("value", a.get("description", ""))) for a in event["args"])
+            )
+        elif method == "Network.requestWillBeSent" and not event["request"]["url"].startswith(
+            ("file:", "data:", "blob:")
+        ):
             self.requests.append(event["request"]["url"])
 
 
@@ -59,8 +78,11 @@ def installed_browser() -> str | None:
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
-def look(page: Path, script: str, picture: Path | None = None, *, width: int = 1280, height: int = 1600) -> Seen:
-    """Opens a page, runs a script until it returns text, which is JSON, and takes a picture of the window.
+def look(
+    page: Path, script: str, picture: Path | None = None, *, width: int = 1280, height: int = 1600
+) -> Seen:
+    """Opens a page, runs a script until it returns text, which is JSON, and takes a picture of the
+    window.
 
     Raises:
         FileNotFoundError: no browser is installed.
@@ -72,7 +94,9 @@ def look(page: Path, script: str, picture: Path | None = None, *, width: int = 1
         text = ""
         while not text and time.monotonic() < end:
             time.sleep(_POLL_S)
-            text = tab.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value", "")
+            text = tab.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
+                "value", ""
+            )
         seen.value = json.loads(text) if text else None
         if picture:
             picture.write_bytes(base64.b64decode(tab.ask("Page.captureScreenshot")["data"]))
@@ -92,7 +116,12 @@ class _Tab:
     def ask(self, method: str, **parameters: Any) -> Any:
         """Sends a command and returns its result; events that come before it are noted."""
         self.num_asked += 1
-        self.to.write(json.dumps({"id": self.num_asked, "method": method, "params": parameters, **self.session}).encode() + b"\0")
+        self.to.write(
+            json.dumps(
+                {"id": self.num_asked, "method": method, "params": parameters, **self.session}
+            ).encode()
+            + b"\0"
+        )
         self.to.flush()
         while True:
             message = self._heard()
@@ -119,15 +148,31 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
         raise FileNotFoundError(f"no browser: none of {', '.join(_NAMES)} is installed")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = ["sh", "-c", _ON_PIPES, browser, *_OPTIONS, f"--user-data-dir={folder}"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
             assert process.stdin and process.stdout
             tab = _Tab(process.stdin, process.stdout, seen)
             target = tab.ask("Target.createTarget", url="about:blank")["targetId"]
-            tab.session["sessionId"] = tab.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            tab.session["sessionId"] = tab.ask(
+                "Target.attachToTarget", targetId=target, flatten=True
+            )["sessionId"]
             for domain in ("Page", "Runtime", "Network"):
                 tab.ask(f"{domain}.enable")
-            tab.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
-            tab.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+            tab.ask(
+                "Network.emulateNetworkConditions",
+                offline=True,
+                latency=0,
+                downloadThroughput=0,
+                uploadThroughput=0,
+            )
+            tab.ask(
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=height,
+                deviceScaleFactor=1,
+                mobile=False,
+            )
             yield tab
             del tab.session["sessionId"]
             tab.ask("Browser.close")
@@ -135,4 +180,11 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
 
 if __name__ == "__main__":
     size = dict(zip(("width", "height"), map(int, sys.argv[3:5]), strict=False))
-    print(look(Path(sys.argv[1]), "document.readyState == 'complete' ? '1' : ''", Path(sys.argv[2]), **size))
+    print(
+        look(
+            Path(sys.argv[1]),
+            "document.readyState == 'complete' ? '1' : ''",
+            Path(sys.argv[2]),
+            **size,
+        )
+    )

@@ -1,27 +1,35 @@
-"""Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653), on traced training steps.
+"""Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653), on traced
+training steps.
 
     python -m experiments.checkmate_figures [--time-limit S] [--models NAME ...] [--redraw]
 
-*Figure 5*: extra compute against memory, float32, roofline costs, at the paper's batch sizes and resolutions: VGG16 (256
-images of 224 x 224), MobileNet (512; V2 here, V1 there), U-Net (32 of 416 x 608). Every heuristic, rounding and the MILP
-of the paper on V100 costs, beside `auto` and its proved bound; `auto` and its bound on A100 and H100 costs.
-*Table 2*: cost over the best proved bound, geometric mean over the budgets that a strategy can meet. The paper divides by
-the optimum of its MILP.
-*Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass above keeping everything, by strategy.
-Sizes and costs are linear in the batch: traced at two batch sizes, and interpolated.
+*Figure 5*: extra compute against memory, float32, roofline costs, at the paper's batch sizes and
+resolutions: VGG16 (256 images of 224 x 224), MobileNet (512; V2 here, V1 there), U-Net (32 of 416 x
+608). Every heuristic, rounding and the MILP of the paper on V100 costs, beside `auto` and its
+proved bound; `auto` and its bound on A100 and H100 costs. *Table 2*: cost over the best proved
+bound, geometric mean over the budgets that a strategy can meet. The paper divides by the optimum of
+its MILP. *Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass
+above keeping everything, by strategy. Sizes and costs are linear in the batch: traced at two batch
+sizes, and interpolated.
 
-What differs from the paper, by cause: costs are computed from the device's rates and not measured; graphs have every
-operator of PyTorch's backward and not one node a layer; a budget bounds the whole step, gradients and workspace included.
-With 4 seconds for each solve (the committed results; the paper gave Gurobi an hour):
+What differs from the paper, by cause: costs are computed from the device's rates and not measured;
+graphs have every operator of PyTorch's backward and not one node a layer; a budget bounds the whole
+step, gradients and workspace included. With 4 seconds for each solve (the committed results; the
+paper gave Gurobi an hour):
 
-- Figure 6: the largest MobileNet at 16 GB is 5.0 times keep-all's (984 to 197), 5.1 in the paper for V1. Over the best heuristic it
-  is 1.36 times (1.73 in the paper, "up to"): on a graph of operators the heuristics free more than on one of layers.
-- Table 2: `ap-sqrt` 1.22, 1.27 and 1.27 on VGG16, MobileNet and U-Net (1.28, 1.14, 1.27 in the paper), `ap-greedy` 1.04,
-  1.08 and 1.17 (1.06, 1.07, 1.23): within 0.06 but for `ap-sqrt` on MobileNet, which is another version of the network.
-- LP rounding meets 3, 1 and 5 of 7 budgets in that time, and is 22 % above the bound on U-Net (3 % in the paper): the linear program of
-  n² columns is stopped early. The MILP is stopped early too, wherever it is above `auto`.
-- U-Net's least budgets: `auto` is at 144 % in 4 seconds, cut off in the picture; the bound says 29 %.
-Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_figure6.png` and prints the tables.
+- Figure 6: the largest MobileNet at 16 GB is 5.0 times keep-all's (984 to 197), 5.1 in the paper
+  for V1. Over the best heuristic it is 1.36 times (1.73 in the paper, "up to"): on a graph of
+  operators the heuristics free more than on one of layers.
+- Table 2: `ap-sqrt` 1.22, 1.27 and 1.27 on VGG16, MobileNet and U-Net (1.28, 1.14, 1.27 in the
+  paper), `ap-greedy` 1.04, 1.08 and 1.17 (1.06, 1.07, 1.23): within 0.06 but for `ap-sqrt` on
+  MobileNet, which is another version of the network.
+- LP rounding meets 3, 1 and 5 of 7 budgets in that time, and is 22 % above the bound on U-Net (3 %
+  in the paper): the linear program of n² columns is stopped early. The MILP is stopped early too,
+  wherever it is above `auto`.
+- U-Net's least budgets: `auto` is at 144 % in 4 seconds, cut off in the picture; the bound says 29
+  %.
+Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_figure6.png` and prints
+the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +42,16 @@ from typing import Any
 import numpy as np
 
 import remat
-from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
+from experiments.figures import (
+    arguments,
+    draw,
+    fake_tensors,
+    legend_below,
+    read,
+    table,
+    titled,
+    write,
+)
 from experiments.vision import PUBLISHED_BATCH, STEPS
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
@@ -86,7 +103,12 @@ def curves(graph: Graph, methods: Sequence[str], time_limit_s: float) -> dict[st
             found[method] = frontier_solutions(graph, budgets, solver)
         else:
             found[method] = [solver.solve(graph, budget_bytes=budget) for budget in budgets]
-        print(f"  {method}: {[round(100 * s.overhead, 2) if s.is_solved else None for s in found[method]]} %", flush=True)
+        print(
+            f"  {method}: "
+            f"{[round(100 * s.overhead, 2) if s.is_solved else None for s in found[method]]} "
+            "%",
+            flush=True,
+        )
     return found
 
 
@@ -96,10 +118,17 @@ def bounds_of(found: dict[str, list[Solution]]) -> list[float]:
 
 
 def ratios(found: dict[str, list[Solution]]) -> dict[str, float | None]:
-    """Returns each method's cost over the best bound: the geometric mean over the budgets that it meets."""
+    """Returns each method's cost over the best bound.
+
+    The geometric mean over the budgets that it meets.
+    """
     bounds, result = bounds_of(found), {}
     for method, solutions in found.items():
-        logs = [math.log(s.cost_s / bound) for s, bound in zip(solutions, bounds, strict=True) if s.is_solved]
+        logs = [
+            math.log(s.cost_s / bound)
+            for s, bound in zip(solutions, bounds, strict=True)
+            if s.is_solved
+        ]
         result[method] = math.exp(math.fsum(logs) / len(logs)) if logs else None
     return result
 
@@ -113,17 +142,31 @@ def at_batch(small: Graph, large: Graph, batches: tuple[int, int], batch: int) -
 
     pairs = zip(small.operators, large.operators, strict=True)
     operators = tuple(
-        replace(a, cost_s=between(a.cost_s, b.cost_s), workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes)))
+        replace(
+            a,
+            cost_s=between(a.cost_s, b.cost_s),
+            workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes)),
+        )
         for a, b in pairs
     )
     values = tuple(
-        replace(a, size_bytes=round(between(a.size_bytes, b.size_bytes))) for a, b in zip(small.values, large.values, strict=True)
+        replace(a, size_bytes=round(between(a.size_bytes, b.size_bytes)))
+        for a, b in zip(small.values, large.values, strict=True)
     )
     return replace(small, operators=operators, values=values)
 
 
-def largest_batch(pair: tuple[Graph, Graph], batches: tuple[int, int], method: str, memory: int, time_limit_s: float) -> int:
-    """Returns the largest batch that fits with at most one more forward pass of compute; bisection."""
+def largest_batch(
+    pair: tuple[Graph, Graph],
+    batches: tuple[int, int],
+    method: str,
+    memory: int,
+    time_limit_s: float,
+) -> int:
+    """Returns the largest batch that fits with at most one more forward pass of compute.
+
+    Bisection.
+    """
     solver = make_solver(method, time_limit_s=time_limit_s)
 
     def is_good(batch: int) -> bool:
@@ -160,14 +203,24 @@ _TOP = 45.0  # percent; a schedule that computes more than that is no answer
 
 
 def draw_figure_5(panels: list[dict[str, Any]]) -> None:
-    """Draws extra compute against memory, a column a network: every strategy on V100 costs above, ours on three devices below."""
+    """Draws extra compute against memory, a column a network.
+
+    Every strategy on V100 costs above, ours on three devices below.
+    """
     names = list(dict.fromkeys(panel["model"] for panel in panels))
-    figure = new_figure("Extra compute against memory (Checkmate, figure 5), roofline costs", width=14, height=9.6)
+    figure = new_figure(
+        "Extra compute against memory (Checkmate, figure 5), roofline costs", width=14, height=9.6
+    )
     grid = figure.subplots(2, len(names), squeeze=False)
     for column, name in enumerate(names):
         mine = [panel for panel in panels if panel["model"] == name]
         for axes in grid[:, column]:
-            quiet(axes, x_label="memory of the whole step (GB)", y_label="extra compute over keeping everything (%)", grid="both")
+            quiet(
+                axes,
+                x_label="memory of the whole step (GB)",
+                y_label="extra compute over keeping everything (%)",
+                grid="both",
+            )
         _draw_strategies(grid[0, column], mine[0])
         _draw_devices(grid[1, column], mine)
     legend_below(figure, list(grid.flat), columns=5)
@@ -177,18 +230,45 @@ def draw_figure_5(panels: list[dict[str, Any]]) -> None:
 def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
     titled(axes, f"{panel['model']}, batch {panel['batch']}: every strategy, {panel['device']}")
     x = [budget / 1e9 for budget in panel["budgets"]]
-    axes.plot(x, panel["bound_percent"], color=GREEN, linewidth=2, linestyle=(0, (4, 2)), label="proved: less is impossible")
+    axes.plot(
+        x,
+        panel["bound_percent"],
+        color=GREEN,
+        linewidth=2,
+        linestyle=(0, (4, 2)),
+        label="proved: less is impossible",
+    )
     for method, points in panel["overhead_percent"].items():
         y = [np.nan if point is None else point for point in points]
         style = _MARKERS[method] + ("-" if method == "auto" else "")
-        axes.plot(x, y, style, color=_COLOURS[method], markersize=7 if method in ("auto", "milp") else 5, label=_NAME.get(method, method))
-    axes.axvline(panel["keep_all_bytes"] / 1e9, color=GREY, linestyle=":", linewidth=1.2, label="keeping everything")
+        axes.plot(
+            x,
+            y,
+            style,
+            color=_COLOURS[method],
+            markersize=7 if method in ("auto", "milp") else 5,
+            label=_NAME.get(method, method),
+        )
+    axes.axvline(
+        panel["keep_all_bytes"] / 1e9,
+        color=GREY,
+        linestyle=":",
+        linewidth=1.2,
+        label="keeping everything",
+    )
     ours = panel["overhead_percent"]["auto"]
     axes.set_ylim(-1, min(_TOP, axes.get_ylim()[1]))
     for at, height in zip(x, ours, strict=True):
         if height is not None and height > _TOP:
             note = f"{height:.0f} % at\n{at:.1f} GB"
-            axes.annotate(note, (at, _TOP), xytext=(-6, -22), textcoords="offset points", fontsize=7.5, color=BLUE)
+            axes.annotate(
+                note,
+                (at, _TOP),
+                xytext=(-6, -22),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=BLUE,
+            )
 
 
 def _draw_devices(axes: Any, panels: list[dict[str, Any]]) -> None:
@@ -205,24 +285,42 @@ def _draw_devices(axes: Any, panels: list[dict[str, Any]]) -> None:
 def draw_figure_6(rows: list[dict[str, Any]]) -> None:
     """Draws the largest batches as bars."""
     names = list(dict.fromkeys(row["model"] for row in rows))
-    figure = new_figure("Largest batch with at most one more forward pass of compute (Checkmate, figure 6)", width=14, height=5.6)
+    figure = new_figure(
+        "Largest batch with at most one more forward pass of compute (Checkmate, figure 6)",
+        width=14,
+        height=5.6,
+    )
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
         quiet(axes, x_label="images a step", grid="x")
         titled(axes, name)
         for place, (memory, colour) in enumerate(zip(MEMORIES, (BLUE, ORANGE), strict=True)):
-            widths = [row["batch"] for row in rows if row["model"] == name and row["memory"] == memory]
-            bars = axes.barh(np.arange(len(widths)) + 0.4 * place, widths, 0.38, color=colour, label=f"{memory} of memory")
+            widths = [
+                row["batch"] for row in rows if row["model"] == name and row["memory"] == memory
+            ]
+            bars = axes.barh(
+                np.arange(len(widths)) + 0.4 * place,
+                widths,
+                0.38,
+                color=colour,
+                label=f"{memory} of memory",
+            )
             axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
         axes.set_xlim(right=1.13 * axes.get_xlim()[1])
-    panels[0].set_yticks(np.arange(len(IN_FIGURE_6)) + 0.2, [_NAME.get(method, method) for method in IN_FIGURE_6])
+    panels[0].set_yticks(
+        np.arange(len(IN_FIGURE_6)) + 0.2, [_NAME.get(method, method) for method in IN_FIGURE_6]
+    )
     panels[0].invert_yaxis()
     legend_below(figure, list(panels))
     draw("checkmate_figure6", figure)
 
 
-def figure_5(name: str, device: str, time_limit_s: float) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Returns a panel's points, all methods on the paper's device and `auto` on the others, and the row of table 2."""
+def figure_5(
+    name: str, device: str, time_limit_s: float
+) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Returns a panel's points, all methods on the paper's device and `auto` on the others, and the
+    row of table 2.
+    """
     graph = traced(name, PUBLISHED_BATCH[name], device)
     print(f"{name} on {device}: {graph.num_operators} operators", flush=True)
     found = curves(graph, METHODS if device == "V100" else ("auto",), time_limit_s)
@@ -235,7 +333,9 @@ def figure_5(name: str, device: str, time_limit_s: float) -> tuple[dict[str, Any
         "keep_all_bytes": keep_all_bytes(graph),
         "budgets": [s.budget_bytes for s in found["auto"]],
         "bound_percent": [100 * (bound / graph.cost_s - 1) for bound in bounds_of(found)],
-        "overhead_percent": {m: [100 * s.overhead if s.is_solved else None for s in f] for m, f in found.items()},
+        "overhead_percent": {
+            m: [100 * s.overhead if s.is_solved else None for s in f] for m, f in found.items()
+        },
         "seconds": {m: [round(s.wall_s, 2) for s in f] for m, f in found.items()},
     }
     return record, ratios(found)
@@ -251,18 +351,35 @@ def run(models: Sequence[str], time_limit_s: float) -> None:
             if device == "V100":
                 table_2[name] = row
     batches = [row for name in models for row in figure_6(name, min(4.0, time_limit_s))]
-    content = {"figure_5": panels, "table_2": table_2, "table_2_published": PUBLISHED_RATIOS, "figure_6": batches}
+    content = {
+        "figure_5": panels,
+        "table_2": table_2,
+        "table_2_published": PUBLISHED_RATIOS,
+        "figure_6": batches,
+    }
     write("checkmate_figures", {"time_limit_s": time_limit_s, **content})
 
 
 def cells_of_table_2(record: Mapping[str, Any]) -> list[list[str]]:
-    """Returns a row a strategy: its ratio by network, how many budgets it met, and the paper's ratio where it has one."""
-    met = {panel["model"]: panel["overhead_percent"] for panel in record["figure_5"] if panel["device"] == "V100"}
+    """Returns a row a strategy.
+
+    Its ratio by network, how many budgets it met, and the paper's ratio where it has one.
+    """
+    met = {
+        panel["model"]: panel["overhead_percent"]
+        for panel in record["figure_5"]
+        if panel["device"] == "V100"
+    }
 
     def cell(name: str, method: str) -> str:
-        ratio, published = record["table_2"][name][method], record["table_2_published"][name].get(method)
+        ratio, published = (
+            record["table_2"][name][method],
+            record["table_2_published"][name].get(method),
+        )
         count = sum(point is not None for point in met[name][method])
-        return (f"{ratio:.3f} ({count})" if ratio else "none") + (f"; {published:.2f}" if published else "")
+        return (f"{ratio:.3f} ({count})" if ratio else "none") + (
+            f"; {published:.2f}" if published else ""
+        )
 
     return [[method, *(cell(name, method) for name in record["table_2"])] for method in METHODS]
 
@@ -270,7 +387,9 @@ def cells_of_table_2(record: Mapping[str, Any]) -> list[list[str]]:
 def main() -> None:
     """Runs, draws and prints."""
     parser = arguments(__doc__)
-    parser.add_argument("--time-limit", type=float, default=4.0, help="seconds for each solve (default: 4)")
+    parser.add_argument(
+        "--time-limit", type=float, default=4.0, help="seconds for each solve (default: 4)"
+    )
     parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
     options = parser.parse_args()
     if not options.redraw:
@@ -278,7 +397,15 @@ def main() -> None:
     record = read("checkmate_figures")
     draw_figure_5(record["figure_5"])
     draw_figure_6(record["figure_6"])
-    print(table(cells_of_table_2(record), [f"cost over the best bound (budgets met, of {NUM_BUDGETS}); published", *record["table_2"]]))
+    print(
+        table(
+            cells_of_table_2(record),
+            [
+                f"cost over the best bound (budgets met, of {NUM_BUDGETS}); published",
+                *record["table_2"],
+            ],
+        )
+    )
 
 
 if __name__ == "__main__":

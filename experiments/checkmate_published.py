@@ -1,11 +1,13 @@
-"""The Checkmate MILP on the graphs of the Checkmate paper, against the costs that were published for them.
+"""The Checkmate MILP on the graphs of the Checkmate paper, against the costs that were published
+for them.
 
-usage: python -m experiments.checkmate_published [--instances FOLDER] [--time-limit SECONDS] [--output FILE]
+usage: python -m experiments.checkmate_published [--instances FOLDER] [--time-limit SECONDS]
+[--output FILE]
 
-VGG-19 in FLOP at one 224x224 image (Checkmate's own notebook) and VGG-16 at batch 176 on a P100 (the logs
-of utsaslab/monet-schedules), each at the budgets of the logs, where Gurobi proved the optimum on 12 threads.
-Writes one JSON file: per point our cost, bound, status and seconds beside the published ones, and where and
-when that was.
+VGG-19 in FLOP at one 224x224 image (Checkmate's own notebook) and VGG-16 at batch 176 on a P100
+(the logs of utsaslab/monet-schedules), each at the budgets of the logs, where Gurobi proved the
+optimum on 12 threads. Writes one JSON file: per point our cost, bound, status and seconds beside
+the published ones, and where and when that was.
 """
 
 from __future__ import annotations
@@ -24,14 +26,24 @@ from remat.solvers.checkmate.milp import MILP
 
 log = logging.getLogger("checkmate_published")
 
-POINTS = (("checkmate_vgg19", "51380224"), ("checkmate_vgg16", "8GB"), ("checkmate_vgg16", "9GB"), ("checkmate_vgg16", "10GB"))
+POINTS = (
+    ("checkmate_vgg19", "51380224"),
+    ("checkmate_vgg16", "8GB"),
+    ("checkmate_vgg16", "9GB"),
+    ("checkmate_vgg16", "10GB"),
+)
 PUBLISHED_BY = "checkmate_milp_gurobi_12_threads"
 HERE = Path(__file__).resolve()
 
 
 def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[str, Any]:
     """Returns one row of the table: the MILP on one instance at one budget."""
-    graph = Graph.from_arrays(instance["cost"], instance["size"], instance["edges"], first_backward=instance.get("first_backward"))
+    graph = Graph.from_arrays(
+        instance["cost"],
+        instance["size"],
+        instance["edges"],
+        first_backward=instance.get("first_backward"),
+    )
     budget = instance["budgets"][label]
     began = time.perf_counter()
     solution = MILP(time_limit_s=time_limit_s).solve(graph, budget_bytes=budget)
@@ -58,15 +70,32 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
 
 def main() -> int:
     """Runs all points and writes the file; 2 where the instances are not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=Path, default=HERE.parents[2] / "shared" / "instances", help="folder of the published graphs")
-    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds a point (default: 3600)")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        default=HERE.parents[2] / "shared" / "instances",
+        help="folder of the published graphs",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds a point (default: 3600)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json"
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    missing = sorted({name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()})
+    missing = sorted(
+        {name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()}
+    )
     if missing:
-        log.error("%s: no %s; give the folder of the published instances with --instances", options.instances, ", ".join(missing))
+        log.error(
+            "%s: no %s; give the folder of the published instances with --instances",
+            options.instances,
+            ", ".join(missing),
+        )
         return 2
     rows = []
     for name, label in POINTS:
@@ -75,10 +104,28 @@ def main() -> int:
         rows.append(row)
         log.info(
             "%s %s: %s, cost %s (published %s), bound %s, %.2f s (published %s s)",
-            *(row[key] for key in ("instance", "budget", "status", "cost", "published_cost", "bound", "seconds", "published_seconds")),
+            *(
+                row[key]
+                for key in (
+                    "instance",
+                    "budget",
+                    "status",
+                    "cost",
+                    "published_cost",
+                    "bound",
+                    "seconds",
+                    "published_seconds",
+                )
+            ),
         )
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"environment": environment(), "time_limit_s": options.time_limit, "rows": rows}, indent=1) + "\n")
+    options.output.write_text(
+        json.dumps(
+            {"environment": environment(), "time_limit_s": options.time_limit, "rows": rows},
+            indent=1,
+        )
+        + "\n"
+    )
     return 0
 
 

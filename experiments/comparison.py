@@ -22,7 +22,11 @@ def is_same_step(one: Workload, other: Workload, seed: int) -> bool:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal to the bit; what is no number is equal to itself."""
-    return one.shape == other.shape and one.dtype == other.dtype and bool(((one == other) | ((one != one) & (other != other))).all())
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and bool(((one == other) | ((one != one) & (other != other))).all())
+    )
 
 
 def state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
@@ -33,7 +37,12 @@ def state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
     np.random.seed(seed)  # noqa: NPY002  # transformers draws the masks of speech models from it
     loss = workload.step()
     gradients = [torch.empty(0) if p.grad is None else p.grad for p in workload.model.parameters()]
-    return [loss, torch.get_rng_state(), *gradients, *(buffer.clone() for buffer in workload.model.buffers())]
+    return [
+        loss,
+        torch.get_rng_state(),
+        *gradients,
+        *(buffer.clone() for buffer in workload.model.buffers()),
+    ]
 
 
 def peak_bytes(workload: Workload) -> int:
@@ -46,7 +55,9 @@ def peak_bytes(workload: Workload) -> int:
 def _resident_bytes(workload: Workload) -> int:
     inputs = [leaf for leaf in tree_leaves(dict(workload.kwargs)) if isinstance(leaf, torch.Tensor)]
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *inputs]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 

@@ -2,8 +2,9 @@
 
     python -m experiments.compiled_search [--output FILE]
 
-Annealing moves a second and one greedy schedule with eviction, each in a process of its own, on random layered training
-graphs at 70 % of the peak. CPU time of one thread, after the compiler is done.
+Annealing moves a second and one greedy schedule with eviction, each in a process of its own, on
+random layered training graphs at 70 % of the peak. CPU time of one thread, after the compiler is
+done.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def measure(way: str) -> list[dict[str, Any]]:
         graph = random_layered(num_nodes, seed=SEED)
         budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 70 // 100
         start = np.arange(graph.num_operators)
-        LocalSearch(graph, budget_bytes=budget, seed=SEED).run(start, Round(20, 1e-3, 1e-6))  # waits for the compiler
+        # waits for the compiler
+        LocalSearch(graph, budget_bytes=budget, seed=SEED).run(start, Round(20, 1e-3, 1e-6))
         local, began = LocalSearch(graph, budget_bytes=budget, seed=SEED), time.process_time()
         local.run(start, Round(_MOVES[way], 1e-3, 1e-6))
         annealing_s = time.process_time() - began
@@ -51,13 +53,23 @@ def measure(way: str) -> list[dict[str, Any]]:
             steps_with_eviction(graph, budget, Rule.CHEAP)
             eviction_s.append(time.process_time() - began)
         moves_a_s = _MOVES[way] / annealing_s
-        rows.append({"operators": graph.num_operators, "moves_a_s": moves_a_s, "eviction_s": statistics.median(eviction_s)})
+        rows.append(
+            {
+                "operators": graph.num_operators,
+                "moves_a_s": moves_a_s,
+                "eviction_s": statistics.median(eviction_s),
+            }
+        )
     return rows
 
 
 def _in_a_process(way: str) -> list[dict[str, Any]]:
     run = subprocess.run(
-        [sys.executable, "-m", "experiments.compiled_search", "--way", way], check=True, capture_output=True, text=True, cwd=HERE.parents[1]
+        [sys.executable, "-m", "experiments.compiled_search", "--way", way],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
     )
     rows: list[dict[str, Any]] = json.loads(run.stdout)
     return rows
@@ -65,8 +77,12 @@ def _in_a_process(way: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measures both ways, prints their ratio and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "compiled_search.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "results" / "compiled_search.json"
+    )
     parser.add_argument("--way", choices=list(_MOVES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
@@ -74,7 +90,10 @@ def main() -> None:
             sys.modules["numba"] = None  # type: ignore[assignment]  # not installed, as far as this process can tell
         print(json.dumps(measure(options.way)))
         return
-    result: dict[str, Any] = {"environment": environment(seed=SEED), **{way: _in_a_process(way) for way in _MOVES}}
+    result: dict[str, Any] = {
+        "environment": environment(seed=SEED),
+        **{way: _in_a_process(way) for way in _MOVES},
+    }
     result["ratio"] = [
         {
             "operators": fast["operators"],

@@ -1,16 +1,20 @@
-"""Does a planned step equal the plain one? Every family of architectures, and every module of `torch.nn`.
+"""Does a planned step equal the plain one? Every family of architectures, and every module of
+`torch.nn`.
 
     python -m experiments.coverage [MODEL ...]     # all architectures, or what is named, of both
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
-    python -m experiments.coverage --missing       # what has no rows yet, of both: goes on where a run was stopped
+    python -m experiments.coverage --missing       # what has no rows yet, of both: goes on where a
+    run was stopped
 
-For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random stream
-against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead. What can't be
-captured must say so in a `TraceError`, whose first line stands in the table. Plain PyTorch is compared with itself first.
-A step that `torch.compile` cuts into pieces is planned as one; what is summed in pieces may be rounded otherwise, and then has to equal
-the same pieces of PyTorch's own `aot_eager` (see `graph_breaks`). Plans are searched for a second, at a roofline's costs, so
-overheads are upper bounds. The least budget is `remat.minimum`'s, or in pieces, where a later step learns that it is too little, the
-one that the error names; where it is above 70 % of keeping everything, the table says so.
+For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random
+stream against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead.
+What can't be captured must say so in a `TraceError`, whose first line stands in the table. Plain
+PyTorch is compared with itself first. A step that `torch.compile` cuts into pieces is planned as
+one; what is summed in pieces may be rounded otherwise, and then has to equal the same pieces of
+PyTorch's own `aot_eager` (see `graph_breaks`). Plans are searched for a second, at a roofline's
+costs, so overheads are upper bounds. The least budget is `remat.minimum`'s, or in pieces, where a
+later step learns that it is too little, the one that the error names; where it is above 70 % of
+keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -70,11 +74,14 @@ class Row:
         family: of architectures, or "torch.nn".
         name: of the model.
         budget: "100%", "70%" or "least"; empty where the step was refused.
-        outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole), "DIFFERENT", "ABOVE PREDICTED"
-            (equal, at a higher peak), "equal, above predicted on a path of its own" (data led the measured step through other pieces
-            than those planned, as experts in a Python loop do), "BudgetError at a later step" (in pieces: on another path, or as the
-            gaps hold more), "below the least" (a budget that can't be met), "plain PyTorch differs from itself", or the error's text.
-        predicted_bytes: peak of the schedule in the simulator; the other numbers are those of `predicted_vs_measured`.
+        outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole),
+            "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "equal, above predicted on a
+            path of its own" (data led the measured step through other pieces than those planned, as
+            experts in a Python loop do), "BudgetError at a later step" (in pieces: on another path,
+            or as the gaps hold more), "below the least" (a budget that can't be met), "plain
+            PyTorch differs from itself", or the error's text.
+        predicted_bytes: peak of the schedule in the simulator; the other numbers are those of
+            `predicted_vs_measured`.
     """
 
     family: str
@@ -90,7 +97,9 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        """True where the planned step was the plain one within the predicted peak, or the budget can't be met."""
+        """True where the planned step was the plain one within the predicted peak, or the budget
+        can't be met.
+        """
         return self.outcome in (_EQUAL, _BELOW_LEAST)
 
 
@@ -106,7 +115,13 @@ def main(arguments: list[str]) -> None:
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
         _save(known)
-        print(name, *(f"{row.budget} {row.outcome}".strip() for row in rows), sep=" | ", file=sys.stderr, flush=True)
+        print(
+            name,
+            *(f"{row.budget} {row.outcome}".strip() for row in rows),
+            sep=" | ",
+            file=sys.stderr,
+            flush=True,
+        )
     print(_save(known))
 
 
@@ -118,14 +133,17 @@ def load() -> dict[str, Any]:
     return {
         name: {
             "environment": {"date": found["date"], **kept["environments"][found["environment"]]},
-            "rows": [asdict(Row(name=name, family=found["family"], **row)) for row in found["rows"]],
+            "rows": [
+                asdict(Row(name=name, family=found["family"], **row)) for row in found["rows"]
+            ],
         }
         for name, found in kept["models"].items()
     }
 
 
 def _save(known: dict[str, Any]) -> str:
-    """Writes the results, after each model, so that a run that is stopped leaves both files right; returns the table.
+    """Writes the results, after each model, so that a run that is stopped leaves both files right;
+    returns the table.
 
     Environments are written once each, rows without what they share and what is 0.
     """
@@ -136,9 +154,21 @@ def _save(known: dict[str, Any]) -> str:
         machine = {key: value for key, value in found["environment"].items() if key != "date"}
         if machine not in environments:
             environments.append(machine)
-        rows = [{key: _short(value) for key, value in row.items() if key not in ("name", "family") and value != 0} for row in found["rows"]]
+        rows = [
+            {
+                key: _short(value)
+                for key, value in row.items()
+                if key not in ("name", "family") and value != 0
+            }
+            for row in found["rows"]
+        ]
         date, family = found["environment"]["date"], found["rows"][0]["family"]
-        model = {"environment": environments.index(machine), "date": date, "family": family, "rows": rows}
+        model = {
+            "environment": environments.index(machine),
+            "date": date,
+            "family": family,
+            "rows": rows,
+        }
         lines.append(f"{json.dumps(name)}: {json.dumps(model)}")
     listed, models = ",\n".join(map(json.dumps, environments)), ",\n".join(lines)
     RESULTS.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
@@ -157,7 +187,9 @@ def _compile_search() -> None:
     remat.solve(graph, minimum(graph).peak_bytes * 5 // 4, gap=0.02)
 
 
-def _asked_for(arguments: list[str], known: Container[str]) -> list[tuple[str, str, Callable[[], Workload]]]:
+def _asked_for(
+    arguments: list[str], known: Container[str]
+) -> list[tuple[str, str, Callable[[], Workload]]]:
     models = [(name, model.family, model.make) for name, model in ARCHITECTURES.items()]
     if arguments == ["--modules"]:
         return _modules()
@@ -166,7 +198,9 @@ def _asked_for(arguments: list[str], known: Container[str]) -> list[tuple[str, s
     return [case for case in models + _modules() if case[0] in arguments] if arguments else models
 
 
-def _in_turn(cases: list[tuple[str, str, Callable[[], Workload]]]) -> list[tuple[str, str, Callable[[], Workload]]]:
+def _in_turn(
+    cases: list[tuple[str, str, Callable[[], Workload]]],
+) -> list[tuple[str, str, Callable[[], Workload]]]:
     """One of every family after the other, so that a run that is stopped has some of each."""
     families: dict[str, list[tuple[str, str, Callable[[], Workload]]]] = {}
     for case in cases:
@@ -175,7 +209,9 @@ def _in_turn(cases: list[tuple[str, str, Callable[[], Workload]]]) -> list[tuple
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
-    """The first case of each module, then the second of each, so that a run that is stopped has some of all."""
+    """The first case of each module, then the second of each, so that a run that is stopped has
+    some of all.
+    """
     cases = [(name, "torch.nn", make) for name, make in module_cases()]
     return sorted(cases, key=lambda case: int(case[0].rpartition(", ")[2]))
 
@@ -193,8 +229,13 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
         least = minimum(graph)
         keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least.peak_bytes}
-        blank = replace(blank, num_operators=graph.num_operators, plain_bytes=peak_bytes(copy.deepcopy(plain)))
-        return [_measure_at(replace(blank, budget=label), plain, graph, budget, least) for label, budget in budgets.items()]
+        blank = replace(
+            blank, num_operators=graph.num_operators, plain_bytes=peak_bytes(copy.deepcopy(plain))
+        )
+        return [
+            _measure_at(replace(blank, budget=label), plain, graph, budget, least)
+            for label, budget in budgets.items()
+        ]
     except remat.TraceError as error:
         return [replace(blank, outcome=f"TraceError: {_first_line(error)}")]
     except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table as a failure
@@ -214,7 +255,10 @@ def _graph(plain: Workload) -> remat.Graph:
 
 
 def _outcome(planned: Workload, plain: Workload) -> str:
-    """Whether planned steps equal plain ones; those in pieces, the same pieces of PyTorch's own (see `graph_breaks`)."""
+    """Whether planned steps equal plain ones.
+
+    Those in pieces, the same pieces of PyTorch's own (see `graph_breaks`).
+    """
     if all(is_same_step(planned, plain, seed) for seed in (1, 2)):
         return _EQUAL
     if not remat.report(planned.model).breaks:
@@ -235,24 +279,44 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     try:
         row, is_same_path = _steps(row, planned, plain)
         allowed_bytes = solution.peak_bytes
-    except (remat.BudgetError, remat.ScheduleError):  # what is held between pieces, or another path: a given plan is not made again
+    # what is held between pieces, or another path: a given plan is not made again
+    except (remat.BudgetError, remat.ScheduleError):
         found = _steps_planned_anew(row, plain, row.budget if row.budget == "100%" else budget)
         if found is None:
             return replace(row, outcome=_LATER_REFUSED)
         row, is_same_path, planned = found
         report = remat.report(planned.model)
-        solution, allowed_bytes = report.solution, report.solution.budget_bytes + report.unplanned_bytes
+        solution, allowed_bytes = (
+            report.solution,
+            report.solution.budget_bytes + report.unplanned_bytes,
+        )
     if row.outcome != _DIFFERENT and row.measured_bytes > allowed_bytes:
         row = replace(row, outcome=_ABOVE_PREDICTED if is_same_path else _ANOTHER_PATH)
     predicted_bytes = solution.peak_bytes + remat.report(planned.model).unplanned_bytes
-    return replace(row, predicted_bytes=predicted_bytes, overhead=solution.overhead, wall_s=time.perf_counter() - start)
+    return replace(
+        row,
+        predicted_bytes=predicted_bytes,
+        overhead=solution.overhead,
+        wall_s=time.perf_counter() - start,
+    )
 
 
-def _steps_planned_anew(row: Row, plain: Workload, budget: int | str) -> tuple[Row, bool, Workload] | None:
-    """Returns what steps do that may be planned again, None where they end in an error; "least" is then tried at what the error names."""
+def _steps_planned_anew(
+    row: Row, plain: Workload, budget: int | str
+) -> tuple[Row, bool, Workload] | None:
+    """Returns what steps do that may be planned again, None where they end in an error.
+
+    "least" is then tried at what the error names.
+    """
     for _ in range(_ATTEMPTS if row.budget == "least" else 1):
         torch._dynamo.reset()
-        model = remat.checkpoint(copy.deepcopy(plain.model), budget, costs=_COSTS, time_limit_s=_TIME_LIMIT_S, plan_cache=False)
+        model = remat.checkpoint(
+            copy.deepcopy(plain.model),
+            budget,
+            costs=_COSTS,
+            time_limit_s=_TIME_LIMIT_S,
+            plan_cache=False,
+        )
         planned = Workload(model, plain.kwargs)
         try:
             return (*_steps(row, planned, plain), planned)
@@ -262,27 +326,40 @@ def _steps_planned_anew(row: Row, plain: Workload, budget: int | str) -> tuple[R
 
 
 def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
-    """Returns what planned steps computed and held, and whether the measured one took the path of those before it."""
+    """Returns what planned steps computed and held, and whether the measured one took the path of
+    those before it.
+    """
     outcome = _outcome(planned, plain)
     _settle(planned)
     path = remat.report(planned.model).graph.fingerprint
     measured_bytes = peak_bytes(planned)
-    return replace(row, outcome=outcome, measured_bytes=measured_bytes), remat.report(planned.model).graph.fingerprint == path
+    return replace(row, outcome=outcome, measured_bytes=measured_bytes), remat.report(
+        planned.model
+    ).graph.fingerprint == path
 
 
 def _settle(planned: Workload) -> None:
-    """Runs steps until one that was measured kept its budget: one in pieces that did not is planned again before the next."""
+    """Runs steps until one that was measured kept its budget.
+
+    One in pieces that did not is planned again before the next.
+    """
     for seed in range(_ATTEMPTS):
         report = remat.report(planned.model)
         held_bytes = report.measured_peak_bytes
-        if not report.breaks or (held_bytes is not None and held_bytes <= report.solution.budget_bytes + report.unplanned_bytes):
+        if not report.breaks or (
+            held_bytes is not None
+            and held_bytes <= report.solution.budget_bytes + report.unplanned_bytes
+        ):
             return
         state_after_step(planned, seed)
 
 
 def _first_line(error: Exception) -> str:
     return " ".join(
-        str(error).replace("torch.compile can't capture this step as one graph: ", "graph break: ").split("Rewrite")[0].split()
+        str(error)
+        .replace("torch.compile can't capture this step as one graph: ", "graph break: ")
+        .split("Rewrite")[0]
+        .split()
     )[:220]
 
 
@@ -291,19 +368,39 @@ def table(rows: list[Row]) -> str:
     modules = [row for row in rows if row.family == "torch.nn"]
     models = [row for row in rows if row.family != "torch.nn"]
     lines = [f"{len({row.name for row in models})} architectures: {_counts(models)}."]
-    lines += [f"{len({row.name for row in modules})} cases of torch.nn's modules: {_counts(modules)}."] if modules else []
-    titles = ["family", "model", "budget", "outcome", "operators", "predicted peak", "measured peak", "of plain's", "overhead"]
+    lines += (
+        [f"{len({row.name for row in modules})} cases of torch.nn's modules: {_counts(modules)}."]
+        if modules
+        else []
+    )
+    titles = [
+        "family",
+        "model",
+        "budget",
+        "outcome",
+        "operators",
+        "predicted peak",
+        "measured peak",
+        "of plain's",
+        "overhead",
+    ]
     lines += ["", f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
     return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
 
 
 def outcomes(rows: list[Row]) -> Counter[str]:
     """How many models there are of each outcome; a model's is that of its worst budget."""
-    severity = (_EQUAL, _BELOW_LEAST, _EQUAL_IN_PIECES, _ANOTHER_PATH, _LATER_REFUSED)  # of the rest all are worse
+    # of the rest all are worse
+    severity = (_EQUAL, _BELOW_LEAST, _EQUAL_IN_PIECES, _ANOTHER_PATH, _LATER_REFUSED)
     worst: dict[str, str] = {}
     for row in rows:
-        found = [outcome for outcome in (worst.get(row.name), row.outcome.partition(":")[0]) if outcome]
-        worst[row.name] = max(found, key=lambda outcome: severity.index(outcome) if outcome in severity else len(severity))
+        found = [
+            outcome for outcome in (worst.get(row.name), row.outcome.partition(":")[0]) if outcome
+        ]
+        worst[row.name] = max(
+            found,
+            key=lambda outcome: severity.index(outcome) if outcome in severity else len(severity),
+        )
     return Counter(_EQUAL if outcome == _BELOW_LEAST else outcome for outcome in worst.values())
 
 

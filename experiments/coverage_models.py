@@ -1,4 +1,6 @@
-"""Training steps of many architectures, as small as they can be: each family of `transformers`, and hand-written ones.
+"""Training steps of many architectures, as small as they can be.
+
+Each family of `transformers`, and hand-written ones.
 
 Every model is in training mode with dropout on. Sizes are tiny on purpose: what is asked of these
 models is whether a planned step is the plain one to the bit, not how long it takes.
@@ -32,7 +34,8 @@ class Architecture:
         model: name of its class.
         config: arguments of its configuration.
         batch: makes the keyword arguments of one step.
-        is_summed: the loss is the mean square of the logits, where its own needs a library that is not here.
+        is_summed: the loss is the mean square of the logits, where its own needs a library that is
+            not here.
     """
 
     family: str
@@ -46,9 +49,13 @@ class Architecture:
         import transformers
 
         kind = getattr(transformers, self.model)
-        config = {name: value() if callable(value) else value for name, value in self.config.items()}
+        config = {
+            name: value() if callable(value) else value for name, value in self.config.items()
+        }
         model = kind(kind.config_class(**config))
-        return Workload(_MeanSquare(model).train() if self.is_summed else model.train(), self.batch())
+        return Workload(
+            _MeanSquare(model).train() if self.is_summed else model.train(), self.batch()
+        )
 
 
 class _MeanSquare(nn.Module):
@@ -82,16 +89,32 @@ def padded_words() -> dict[str, Any]:
 
 def images(pixels: int = 32) -> dict[str, Any]:
     """Images and a class for each."""
-    return {"pixel_values": torch.randn(_BATCH, 3, pixels, pixels), "labels": torch.arange(_BATCH) % 2}
+    return {
+        "pixel_values": torch.randn(_BATCH, 3, pixels, pixels),
+        "labels": torch.arange(_BATCH) % 2,
+    }
 
 
 def _sized(make: Callable[[int], dict[str, Any]], size: int) -> Batch:
     return lambda: make(size)
 
 
-_LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": _VOCABULARY}
+_LAYERS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": _VOCABULARY,
+}
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = {**_LAYERS, **_TOKEN_IDS, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1, "use_cache": False}
+_LLAMA = {
+    **_LAYERS,
+    **_TOKEN_IDS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
 _GPT = {
     "vocab_size": _VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **_TOKEN_IDS, "use_cache": False,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -136,7 +159,9 @@ def _encoder_decoder(model: str, config: Mapping[str, Any], batch: Batch = words
     return Architecture("encoder-decoder", model, config, batch)
 
 
-def _vision(model: str, config: Mapping[str, Any], batch: Batch = images, *, is_summed: bool = False) -> Architecture:
+def _vision(
+    model: str, config: Mapping[str, Any], batch: Batch = images, *, is_summed: bool = False
+) -> Architecture:
     return Architecture("vision", model, config, batch, is_summed)
 
 
@@ -158,20 +183,32 @@ def _several(model: str, config: Mapping[str, Any], batch: Batch) -> Architectur
 
 def waves(labels: int = 4) -> dict[str, Any]:
     """Sound waves and their transcription."""
-    return {"input_values": torch.randn(_BATCH, 400), "labels": torch.randint(3, _VOCABULARY, (_BATCH, labels))}
+    return {
+        "input_values": torch.randn(_BATCH, 400),
+        "labels": torch.randint(3, _VOCABULARY, (_BATCH, labels)),
+    }
 
 
 def spectrogram(name: str, shape: tuple[int, ...]) -> Batch:
     """Spectrograms under `name`, and their transcription."""
-    return lambda: {name: torch.randn(_BATCH, *shape), "labels": torch.randint(3, _VOCABULARY, (_BATCH, 6))}
+    return lambda: {
+        name: torch.randn(_BATCH, *shape),
+        "labels": torch.randint(3, _VOCABULARY, (_BATCH, 6)),
+    }
 
 
 def _masked_images() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(_BATCH, 3, 32, 32), "bool_masked_pos": torch.arange(16).expand(_BATCH, 16) % 2 == 0}
+    return {
+        "pixel_values": torch.randn(_BATCH, 3, 32, 32),
+        "bool_masked_pos": torch.arange(16).expand(_BATCH, 16) % 2 == 0,
+    }
 
 
 def _segments() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(_BATCH, 3, 32, 32), "labels": torch.randint(0, 2, (_BATCH, 32, 32))}
+    return {
+        "pixel_values": torch.randn(_BATCH, 3, 32, 32),
+        "labels": torch.randint(0, 2, (_BATCH, 32, 32)),
+    }
 
 
 def _images_alone() -> dict[str, Any]:
@@ -210,7 +247,11 @@ def _clip_config() -> dict[str, Any]:
         "image_size": 32,
         "patch_size": 8,
     }
-    return {"text_config": text, "vision_config": {**image, "attention_dropout": 0.1}, "projection_dim": 16}
+    return {
+        "text_config": text,
+        "vision_config": {**image, "attention_dropout": 0.1},
+        "projection_dim": 16,
+    }
 
 
 def _named(kind: str, **config: Any) -> Callable[[], Any]:
@@ -224,8 +265,21 @@ def _named(kind: str, **config: Any) -> Callable[[], Any]:
     return make
 
 
-_SMALL_RESNET = _named("ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"])
-_STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
+_SMALL_RESNET = _named(
+    "ResNetConfig",
+    embedding_size=8,
+    hidden_sizes=[8, 16],
+    depths=[1, 1],
+    layer_type="basic",
+    out_features=["stage2"],
+)
+_STAGES = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [16, 32],
+    "num_attention_heads": [1, 2],
+}
 
 ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     **HAND_WRITTEN,
@@ -478,7 +532,8 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
-    # padded: a mask of ones plain transformers drops, for another kernel that on some processors rounds otherwise
+    # padded: a mask of ones plain transformers drops, for another kernel that on some processors
+    # rounds otherwise
     "LFM2": _state_space("Lfm2ForCausalLM", {**_LLAMA, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, padded_words),
     # several inputs
     "CLIP": _several("CLIPModel", _clip_config(), _text_and_image),

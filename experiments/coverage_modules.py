@@ -1,4 +1,6 @@
-"""One training step of every module of `torch.nn`, with the inputs of PyTorch's own module database."""
+"""One training step of every module of `torch.nn`, with the inputs of PyTorch's own module
+database.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .models import Workload
 
-_EVERY = {"nn.LinearCrossEntropyLoss": 16}  # of its 857 combinations of the same few options one in 16; of all others each case
-_TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})  # PyTorch has no gradient of its targets
+# of its 857 combinations of the same few options one in 16; of all others each case
+_EVERY = {"nn.LinearCrossEntropyLoss": 16}
+# PyTorch has no gradient of its targets
+_TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})
 
 
 class Stepped(nn.Module):
-    """A module behind a layer of its own shape, with a loss behind it: everything floating is trained, or its first argument alone."""
+    """A module behind a layer of its own shape, with a loss behind it.
+
+    Everything floating is trained, or its first argument alone.
+    """
 
     def __init__(self, module: nn.Module, *, is_first_alone: bool = False) -> None:
         super().__init__()
@@ -27,15 +34,23 @@ class Stepped(nn.Module):
     def forward(self, args: Any, kwargs: Any) -> torch.Tensor:
         """Returns a scalar of everything floating that the module returns."""
         trained = args[:1] if self.is_first_alone else args
-        scaled = tree_map_only(torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained)
+        scaled = tree_map_only(
+            torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained
+        )
         scaled += args[len(trained) :]
-        results = [leaf for leaf in tree_leaves(self.module(*scaled, **kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        results = [
+            leaf
+            for leaf in tree_leaves(self.module(*scaled, **kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         loss: torch.Tensor = torch.stack([(leaf * leaf).mean() for leaf in results]).sum()
         return loss
 
 
 def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
-    """Yields (name, maker) of each module in the database, one case a distinct set of constructor arguments; of one loss, one in 16."""
+    """Yields (name, maker) of each module in the database, one case a distinct set of constructor
+    arguments; of one loss, one in 16.
+    """
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
@@ -48,7 +63,9 @@ def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
 def inputs_of(info: Any) -> list[Any]:
     """Returns the database's inputs of one module that are for its forward."""
     torch.manual_seed(0)
-    found = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True)
+    found = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    )
     return [case for case in found if case.forward_input is not None]
 
 
@@ -65,6 +82,7 @@ def make_case(info: Any, index: int) -> Workload:
     given = case.forward_input
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         with torch.no_grad():
-            module(*given.args, **given.kwargs)  # it gets its shapes from a first batch, with plain PyTorch as well
+            # it gets its shapes from a first batch, with plain PyTorch as well
+            module(*given.args, **given.kwargs)
     stepped = Stepped(module, is_first_alone=info.name in _TRAINS_ITS_FIRST_ARGUMENT)
     return Workload(stepped, {"args": tuple(given.args), "kwargs": dict(given.kwargs)})

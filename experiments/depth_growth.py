@@ -1,22 +1,26 @@
-"""Memory of a ResNet and an LSTM against depth and unrolled steps (Chen et al., 2016, arXiv:1604.06174, figures 5 and 6).
+"""Memory of a ResNet and an LSTM against depth and unrolled steps (Chen et al., 2016,
+arXiv:1604.06174, figures 5 and 6).
 
     python -m experiments.depth_growth [--longest N] [--redraw]
 
-The paper's allocations, and ours, for a training step without what is held anyway (parameters, buffers, inputs) and without
-the gradients of parameters that the step returns, which grow with depth whatever is done:
+The paper's allocations, and ours, for a training step without what is held anyway (parameters,
+buffers, inputs) and without the gradients of parameters that the step returns, which grow with
+depth whatever is done:
 
 - *no optimization*: every value has memory of its own for the whole step;
 - *in place*: elementwise operators write over inputs that die with them;
 - *sharing*: and memory is given back after the last read: keeping everything as PyTorch does it;
 - *drop cheap*: batch norm, activations and pooling are computed again (the paper's section 4.2);
-- *sublinear*: the leanest of the paper's square root heuristic at single values, its linearized form, and segments of about equal length
-  cut where the fewest bytes cross: between the cells of an LSTM, where the paper cuts by hand and no single value does;
+- *sublinear*: the leanest of the paper's square root heuristic at single values, its linearized
+  form, and segments of about equal length cut where the fewest bytes cross: between the cells of an
+  LSTM, where the paper cuts by hand and no single value does;
 - *ours, least*: the smallest peak that `remat.minimum` finds.
 
-Growth is fitted twice: as memory = c N^p, p from the larger half of the sizes, and as a + b f(N) with f linear, square root or
-logarithm, whichever is off the least. Beside it the measured step of one network of each kind with each plan, over the step that
-keeps everything: the paper's price of a sublinear plan is one more forward pass, "about 30 % slower".
-Writes `results/depth_growth.json` and `.png`.
+Growth is fitted twice: as memory = c N^p, p from the larger half of the sizes, and as a + b f(N)
+with f linear, square root or logarithm, whichever is off the least. Beside it the measured step of
+one network of each kind with each plan, over the step that keeps everything: the paper's price of a
+sublinear plan is one more forward pass, "about 30 % slower". Writes `results/depth_growth.json` and
+`.png`.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ from remat.solvers.core.on_demand import steps_on_demand
 SEED = 0
 MEASURED = {"ResNet": 16, "LSTM": 64}  # the size that is run for real
 PAIRS = 9
-COSTS = "roofline:A100"  # for the memory: the same on every machine; what is timed is planned with measured costs
+# for the memory: the same on every machine; what is timed is planned with measured costs
+COSTS = "roofline:A100"
 
 
 class Residual(nn.Module):
@@ -56,7 +61,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +73,9 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A chain of residual blocks at one resolution (He et al., 2015, for CIFAR, without its two halvings)."""
+    """A chain of residual blocks at one resolution (He et al., 2015, for CIFAR, without its two
+    halvings).
+    """
 
     def __init__(self, num_blocks: int, channels: int = 16) -> None:
         super().__init__()
@@ -92,18 +101,29 @@ def lstm(num_steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return LSTM(128), (torch.randn(num_steps, 16, 128),)
 
 
-NETWORKS: dict[str, Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {"ResNet": resnet, "LSTM": lstm}
+NETWORKS: dict[str, Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "ResNet": resnet,
+    "LSTM": lstm,
+}
 SIZES = {"ResNet": (4, 8, 16, 32, 64), "LSTM": (8, 16, 32, 64, 128)}
 WAYS = ("no optimization", "in place", "sharing", "drop cheap", "sublinear", "ours, least")
 PLANNED = WAYS[3:]  # those that compute more
-LAWS: dict[str, Callable[[Any], Any]] = {"linear": lambda n: n, "square root": np.sqrt, "logarithm": np.log}
+LAWS: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda n: n,
+    "square root": np.sqrt,
+    "logarithm": np.log,
+}
 
 
 def crossing_bytes(graph: Graph) -> Any:
-    """Returns, for each place between operators of the forward, the bytes that its later part reads of its earlier part."""
+    """Returns, for each place between operators of the forward, the bytes that its later part reads
+    of its earlier part.
+    """
     change = np.zeros(graph.num_forward + 1, np.int64)
     for value, users in enumerate(graph.users_of):
-        last = max((user for user in users if graph.operators[user].phase is Phase.FORWARD), default=-1)
+        last = max(
+            (user for user in users if graph.operators[user].phase is Phase.FORWARD), default=-1
+        )
         if 0 <= graph.producer[value] < last:
             change[graph.producer[value] + 1] += graph.values[value].size_bytes
             change[last + 1] -= graph.values[value].size_bytes
@@ -111,14 +131,22 @@ def crossing_bytes(graph: Graph) -> Any:
 
 
 def segments(graph: Graph, count: int) -> Solution:
-    """Returns the plan of Chen's segments: each is computed again when the backward comes to it, from what crosses its beginning."""
+    """Returns the plan of Chen's segments.
+
+    Each is computed again when the backward comes to it, from what crosses its beginning.
+    """
     crossing, length = crossing_bytes(graph), graph.num_forward / count
     kept: set[int] = set()
     for i in range(1, count):
-        low, high = int((i - 0.5) * length), max(int((i + 0.5) * length), int((i - 0.5) * length) + 1)
+        low, high = (
+            int((i - 0.5) * length),
+            max(int((i + 0.5) * length), int((i - 0.5) * length) + 1),
+        )
         cut = low + int(np.argmin(crossing[low:high]))
         for value, users in enumerate(graph.users_of):
-            if graph.producer[value] < cut and any(cut <= user < graph.num_forward for user in users):
+            if graph.producer[value] < cut and any(
+                cut <= user < graph.num_forward for user in users
+            ):
                 kept.add(value)
     schedule = Schedule.from_steps(graph, steps_on_demand(graph, kept))
     return _solution(graph, schedule, f"{count} segments")
@@ -126,14 +154,23 @@ def segments(graph: Graph, count: int) -> Solution:
 
 def _solution(graph: Graph, schedule: Schedule, name: str) -> Solution:
     peak = simulate(graph, schedule).peak_bytes
-    return Solution.of_steps(graph, peak, schedule.steps, lower_bound_s=graph.cost_s, solver=name, wall_s=0.0)
+    return Solution.of_steps(
+        graph, peak, schedule.steps, lower_bound_s=graph.cost_s, solver=name, wall_s=0.0
+    )
 
 
 def sublinear(graph: Graph) -> Solution:
-    """Returns the leanest of the square root heuristic, its linearized form, and segments cut where the fewest bytes cross."""
+    """Returns the leanest of the square root heuristic, its linearized form, and segments cut where
+    the fewest bytes cross.
+    """
     counts = sorted({round(2 ** (i / 2)) for i in range(2, 2 * int(math.log2(graph.num_forward)))})
-    answers = [*(leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")), *(segments(graph, count) for count in counts)]
-    return min((answer for answer in answers if answer.is_solved), key=lambda answer: answer.peak_bytes)
+    answers = [
+        *(leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")),
+        *(segments(graph, count) for count in counts),
+    ]
+    return min(
+        (answer for answer in answers if answer.is_solved), key=lambda answer: answer.peak_bytes
+    )
 
 
 def plans(graph: Graph) -> dict[str, Solution]:
@@ -164,20 +201,33 @@ def grown(name: str, longest: int) -> Iterator[dict[str, Any]]:
         torch.manual_seed(SEED)
         model, args = NETWORKS[name](size)
         graph = remat.trace(model, args, costs=COSTS)
-        row = {"network": name, "size": size, "operators": graph.num_operators, "ways": peaks(graph)}
+        row = {
+            "network": name,
+            "size": size,
+            "operators": graph.num_operators,
+            "ways": peaks(graph),
+        }
         print(row, flush=True)
         yield row
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the power of the size that each way's memory grows with, from the larger half of the sizes."""
+    """Returns the power of the size that each way's memory grows with, from the larger half of the
+    sizes.
+    """
     large = rows[len(rows) // 2 :]
     x = np.log([row["size"] for row in large])
-    return {way: float(np.polyfit(x, np.log([row["ways"][way]["bytes"] for row in large]), 1)[0]) for way in WAYS}
+    return {
+        way: float(np.polyfit(x, np.log([row["ways"][way]["bytes"] for row in large]), 1)[0])
+        for way in WAYS
+    }
 
 
 def laws(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns which of `LAWS` each way's memory follows: a + b f(N), least squares of relative errors over all sizes."""
+    """Returns which of `LAWS` each way's memory follows.
+
+    A + b f(N), least squares of relative errors over all sizes.
+    """
     sizes = np.array([row["size"] for row in rows], np.float64)
 
     def off(law: Callable[[Any], Any], y: Any) -> float:
@@ -189,11 +239,15 @@ def laws(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def paces(name: str) -> Iterator[dict[str, Any]]:
-    """Yields the measured step time of each plan over keeping everything, in our executor and in plain PyTorch."""
+    """Yields the measured step time of each plan over keeping everything, in our executor and in
+    plain PyTorch.
+    """
     torch.manual_seed(SEED)
     plain, args = NETWORKS[name](MEASURED[name])
     graph = remat.trace(plain, args, costs="profile")
-    all_kept = make_solver("keep-all").solve(graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    all_kept = make_solver("keep-all").solve(
+        graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    )
     kept = remat.wrap(copy.deepcopy(plain), all_kept, costs="profile")
     for way, solution in plans(graph).items():
         planned = remat.wrap(copy.deepcopy(plain), solution, costs="profile")
@@ -223,11 +277,20 @@ _COLOURS = dict(zip(WAYS, (GREY, INK, ORANGE, "#7b4fa3", GREEN, BLUE), strict=Tr
 
 def picture(record: Mapping[str, Any]) -> None:
     """Draws memory against size on logarithmic axes, and the measured price of the plans."""
-    figure = new_figure("Memory against depth: allocations of Chen et al. (2016), and the least found", width=15, height=5.4)
+    figure = new_figure(
+        "Memory against depth: allocations of Chen et al. (2016), and the least found",
+        width=15,
+        height=5.4,
+    )
     panels = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
     labels = {"ResNet": "residual blocks N", "LSTM": "unrolled steps N"}
     for axes, name in zip(panels[:2], NETWORKS, strict=True):
-        quiet(axes, x_label=labels[name], y_label="activations, gradients on the way, workspace (MiB)", grid="both")
+        quiet(
+            axes,
+            x_label=labels[name],
+            y_label="activations, gradients on the way, workspace (MiB)",
+            grid="both",
+        )
         titled(axes, f"{name}: memory, the law that fits best, the power fitted")
         rows = [row for row in record["rows"] if row["network"] == name]
         sizes = [row["size"] for row in rows]
@@ -235,13 +298,27 @@ def picture(record: Mapping[str, Any]) -> None:
             y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
             axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
             text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
-            offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))  # these two all but coincide on the LSTM
-            axes.annotate(text, (sizes[-1], y[-1]), xytext=offset, textcoords="offset points", fontsize=8, color=colour)
+            # these two all but coincide on the LSTM
+            offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
+            axes.annotate(
+                text,
+                (sizes[-1], y[-1]),
+                xytext=offset,
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
         axes.set_xlim(right=sizes[-1] * 3)
         root = rows[-1]["ways"]["sublinear"]["bytes"] / 2**20
-        axes.plot(sizes, [root * math.sqrt(size / sizes[-1]) for size in sizes], ":", color=RED, label="slope of the square root")
+        axes.plot(
+            sizes,
+            [root * math.sqrt(size / sizes[-1]) for size in sizes],
+            ":",
+            color=RED,
+            label="slope of the square root",
+        )
     _draw_paces(panels[2], record["paces"])
     legend_below(figure, list(panels), columns=5)
     draw("depth_growth", figure)
@@ -253,12 +330,27 @@ def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
     at = np.arange(len(NETWORKS))
     for place, way in enumerate(PLANNED):
         mine = [row for row in rows if row["way"] == way]
-        bars = axes.bar(at + 0.27 * (place - 1), [row["over_keep_all"] for row in mine], 0.25, color=_COLOURS[way])
+        bars = axes.bar(
+            at + 0.27 * (place - 1),
+            [row["over_keep_all"] for row in mine],
+            0.25,
+            color=_COLOURS[way],
+        )
         axes.bar_label(bars, fmt="%.2f", fontsize=9, label_type="center", color="white")
         ticks = [row["promised"] for row in mine]
         label = "promised by the plan's costs" if not place else None
-        axes.plot(at + 0.27 * (place - 1), ticks, "_", color=RED, markersize=22, markeredgewidth=1.6, label=label)
-    axes.axhline(1.3, color=INK, linestyle=":", linewidth=1.2, label='the paper\'s "about 30 % slower"')
+        axes.plot(
+            at + 0.27 * (place - 1),
+            ticks,
+            "_",
+            color=RED,
+            markersize=22,
+            markeredgewidth=1.6,
+            label=label,
+        )
+    axes.axhline(
+        1.3, color=INK, linestyle=":", linewidth=1.2, label='the paper\'s "about 30 % slower"'
+    )
     axes.set_xticks(at, [f"{name}, N = {MEASURED[name]}" for name in NETWORKS])
 
 
@@ -270,16 +362,29 @@ def main() -> None:
     if not options.redraw:
         torch.set_num_threads(1)
         rows = {name: list(grown(name, options.longest)) for name in NETWORKS}
-        fitted = {"exponents": {name: exponents(rows[name]) for name in NETWORKS}, "laws": {name: laws(rows[name]) for name in NETWORKS}}
+        fitted = {
+            "exponents": {name: exponents(rows[name]) for name in NETWORKS},
+            "laws": {name: laws(rows[name]) for name in NETWORKS},
+        }
         priced = [row for name in NETWORKS for row in paces(name)]
-        write("depth_growth", {"rows": [row for name in NETWORKS for row in rows[name]], **fitted, "paces": priced}, seed=SEED)
+        write(
+            "depth_growth",
+            {"rows": [row for name in NETWORKS for row in rows[name]], **fitted, "paces": priced},
+            seed=SEED,
+        )
     record = read("depth_growth")
     picture(record)
     powers, found = record["exponents"], record["laws"]
-    cells = [[way, *(f"{powers[name][way]:.2f}, {found[name][way]}" for name in NETWORKS)] for way in WAYS]
+    cells = [
+        [way, *(f"{powers[name][way]:.2f}, {found[name][way]}" for name in NETWORKS)]
+        for way in WAYS
+    ]
     print(table(cells, ["memory grows as N to the power", *NETWORKS]))
     columns = ("promised", "over_keep_all", "over_plain")
-    cells = [[f"{row['network']}, {row['way']}", *(f"{row[column]:.2f}" for column in columns)] for row in record["paces"]]
+    cells = [
+        [f"{row['network']}, {row['way']}", *(f"{row[column]:.2f}" for column in columns)]
+        for row in record["paces"]
+    ]
     print(table(cells, ["step", "promised", "over keeping everything", "over plain PyTorch"]))
 
 

@@ -1,15 +1,19 @@
-r"""Trains a GPT on several GPUs inside a budget a GPU: DDP or FSDP2. Start it on a cluster as it is.
+r"""Trains a GPT on several GPUs inside a budget a GPU: DDP or FSDP2.
+
+Start it on a cluster as it is.
 
 One node of eight GPUs:
     torchrun --nproc-per-node 8 -m experiments.distributed_training --parallel fsdp --budget 60GiB \
         --layers 32 --width 4096 --length 4096 --vocabulary 32000 --batch 1
 Two nodes, on each of them:
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m experiments.distributed_training ...
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m
+    experiments.distributed_training ...
 Without a GPU, to try it:
     torchrun --nproc-per-node 2 -m experiments.distributed_training
 
-What makes it a planned training is two lines, `remat.checkpoint(...)` before the model is sharded or wrapped. `--plain` leaves
-them out, for comparison. The text is random: what is shown is memory and time.
+What makes it a planned training is two lines, `remat.checkpoint(...)` before the model is sharded
+or wrapped. `--plain` leaves them out, for comparison. The text is random: what is shown is memory
+and time.
 """
 
 from __future__ import annotations
@@ -49,7 +53,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer and the loss: a block like the others, since its logits are what takes the most memory."""
+    """The last layer and the loss.
+
+    A block like the others, since its logits are what takes the most memory.
+    """
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -57,7 +64,9 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of each next token."""
-        return functional.cross_entropy(self.output(self.norm(x)).flatten(0, 1).float(), target.flatten())
+        return functional.cross_entropy(
+            self.output(self.norm(x)).flatten(0, 1).float(), target.flatten()
+        )
 
 
 class GPT(nn.Module):
@@ -80,9 +89,15 @@ class GPT(nn.Module):
 
 def arguments() -> argparse.Namespace:
     """Returns what was asked for; the defaults run on two CPU cores."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="fsdp")
-    parser.add_argument("--budget", default="75%", help='a rank: bytes, "60GiB", or a percentage of keeping everything')
+    parser.add_argument(
+        "--budget",
+        default="75%",
+        help='a rank: bytes, "60GiB", or a percentage of keeping everything',
+    )
     parser.add_argument("--plain", action="store_true", help="without a plan")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
@@ -98,13 +113,23 @@ def parallel_model(asked: argparse.Namespace, device: torch.device) -> nn.Module
     torch.manual_seed(0)
     model = GPT(asked.layers, asked.width, asked.length, asked.vocabulary).to(device)
     ranks = dist.get_world_size() if asked.parallel == "fsdp" else 1
-    state_bytes = optimizer_memory("adamw", model.parameters(), device_type=device.type).state_bytes // ranks
+    state_bytes = (
+        optimizer_memory("adamw", model.parameters(), device_type=device.type).state_bytes // ranks
+    )
     if not asked.plain:
         costs = "profile" if device.type == "cuda" else "roofline"
-        remat.checkpoint(model, asked.budget, blocks=[*model.blocks, model.head], reserve_bytes=state_bytes, costs=costs)
+        remat.checkpoint(
+            model,
+            asked.budget,
+            blocks=[*model.blocks, model.head],
+            reserve_bytes=state_bytes,
+            costs=costs,
+        )
     if asked.parallel == "ddp":
         return DistributedDataParallel(model)
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else None, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if device.type == "cuda" else None, reduce_dtype=torch.float32
+    )
     for block in [*model.blocks, model.head]:
         fully_shard(block, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
@@ -119,7 +144,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
     train(arguments(), int(os.environ["RANK"]), device)
-    dist.destroy_process_group()  # after the model: the last one to hold the group, DDP over gloo can hang (torch 2.13)
+    # after the model: the last one to hold the group, DDP over gloo can hang (torch 2.13)
+    dist.destroy_process_group()
 
 
 def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
@@ -129,7 +155,9 @@ def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rank)
     for step in range(asked.steps):
         start = time.perf_counter()
-        text = torch.randint(asked.vocabulary, (asked.batch, asked.length + 1), generator=generator).to(device)
+        text = torch.randint(
+            asked.vocabulary, (asked.batch, asked.length + 1), generator=generator
+        ).to(device)
         optimizer.zero_grad()
         loss = model(text)
         loss.backward()
@@ -137,8 +165,16 @@ def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
         total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
-            peak = f", peak {remat.format_bytes(torch.cuda.max_memory_allocated())}" if device.type == "cuda" else ""
-            print(f"step {step}: loss {total.item() / dist.get_world_size():.6f}, {time.perf_counter() - start:.3f} s{peak}", flush=True)
+            peak = (
+                f", peak {remat.format_bytes(torch.cuda.max_memory_allocated())}"
+                if device.type == "cuda"
+                else ""
+            )
+            print(
+                f"step {step}: loss {total.item() / dist.get_world_size():.6f}, "
+                f"{time.perf_counter() - start:.3f} s{peak}",
+                flush=True,
+            )
     if rank == 0 and not asked.plain:
         print(remat.report(model))
 

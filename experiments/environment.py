@@ -30,11 +30,23 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Returns the commit of the checkout, with `+changes` where files other than results differ from it; empty outside of one."""
+    """Returns the commit of the checkout, with `+changes` where files other than results differ
+    from it; empty outside of one.
+    """
     folder = Path(__file__).resolve().parent
     try:
         commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
-        changes = _output("git", "-C", str(folder.parent), "status", "--porcelain", "-uno", "--", ".", ":!experiments/results")
+        changes = _output(
+            "git",
+            "-C",
+            str(folder.parent),
+            "status",
+            "--porcelain",
+            "-uno",
+            "--",
+            ".",
+            ":!experiments/results",
+        )
         return f"{commit}+changes" if changes else commit
     except (OSError, subprocess.CalledProcessError):
         return ""
@@ -45,7 +57,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _memory_bytes() -> int | None:

@@ -1,4 +1,7 @@
-"""What the figures' scripts share: models that take no memory, where results go, and how a picture is finished."""
+"""What the figures' scripts share.
+
+Models that take no memory, where results go, and how a picture is finished.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,16 @@ _BEGAN = time.perf_counter()
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that describes a script and knows `--redraw`: the picture again, from the results that are there."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--redraw", action="store_true", help="draw results/NAME.json again, compute nothing")
+    """Returns a parser that describes a script and knows `--redraw`.
+
+    The picture again, from the results that are there.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw results/NAME.json again, compute nothing"
+    )
     return parser
 
 
@@ -53,28 +63,46 @@ def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[None]:
 
 
 def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solution:
-    """Returns the schedule of a heuristic that needs the least memory: what it answers for the smallest budget that it meets."""
-    most, solver = simulate(graph, Schedule.keep_all(graph)).peak_bytes, make_solver(method, time_limit_s=time_limit_s)
+    """Returns the schedule of a heuristic that needs the least memory.
+
+    What it answers for the smallest budget that it meets.
+    """
+    most, solver = (
+        simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+        make_solver(method, time_limit_s=time_limit_s),
+    )
     low, high = graph.resident_bytes, most
     best = solver.solve(graph, budget_bytes=high)
     while best.is_solved and high - low > most // 200:
         middle = (low + min(high, best.peak_bytes)) // 2
         answer = solver.solve(graph, budget_bytes=middle)
-        low, high, best = (low, middle, answer) if answer.is_solved else (middle, min(high, best.peak_bytes), best)
+        low, high, best = (
+            (low, middle, answer)
+            if answer.is_solved
+            else (middle, min(high, best.peak_bytes), best)
+        )
     return best
 
 
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
-    """Writes `results/NAME.json`: the environment, how long the script took until here, and a record."""
+    """Writes `results/NAME.json`.
+
+    The environment, how long the script took until here, and a record.
+    """
     RESULTS.mkdir(exist_ok=True)
     content = {"environment": environment(seed=seed), "run": _run(), **record}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _run() -> dict[str, float]:
-    """Seconds since this module was imported, and CPU seconds of the process and of those that it waited for."""
+    """Seconds since this module was imported, and CPU seconds of the process and of those that it
+    waited for.
+    """
     user, system, their_user, their_system, _ = os.times()
-    return {"wall_s": round(time.perf_counter() - _BEGAN, 1), "cpu_s": round(user + system + their_user + their_system, 1)}
+    return {
+        "wall_s": round(time.perf_counter() - _BEGAN, 1),
+        "cpu_s": round(user + system + their_user + their_system, 1),
+    }
 
 
 def read(name: str) -> dict[str, Any]:
@@ -95,26 +123,43 @@ def titled(axes: Axes, text: str) -> None:
 
 
 _PLACES = (  # of a label beside its mark: points to the right and up, and which end of it is there
-    (7, 4, "left"), (-7, 4, "right"), (8, -3, "left"), (-8, -3, "right"), (6, -12, "left"), (-6, -12, "right"), (0, 8, "center"),
-    (0, -15, "center"), (20, -3, "left"), (-20, -3, "right"), (22, -16, "left"), (-22, -16, "right"),
+    (7, 4, "left"), (-7, 4, "right"), (8, -3, "left"), (-8, -3, "right"), (6, -12, "left"),
+    (-6, -12, "right"), (0, 8, "center"),
+    (0, -15, "center"), (20, -3, "left"), (-20, -3, "right"), (22, -16, "left"),
+    (-22, -16, "right"),
 )  # fmt: skip
-_ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]  # labels stay readable where lines cross them
+# labels stay readable where lines cross them
+_ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]
 
 
 def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes a text beside each mark (x, y, text, colour) where it covers no other text, no mark and no line, or as little as can be.
+    """Writes a text beside each mark (x, y, text, colour) where it covers no other text, no mark
+    and no line, or as little as can be.
 
     Limits of the axes have to be final.
     """
     canvas: Any = FigureCanvasAgg(axes.get_figure(root=True))
     canvas.draw()  # places are known from then on
     points = axes.transData.transform([(x, y) for x, y, _, _ in marks])
-    lines = [_along(axes.transData.transform(line.get_xydata())) for line in axes.lines if line.get_linestyle() == "-"]
+    lines = [
+        _along(axes.transData.transform(line.get_xydata()))
+        for line in axes.lines
+        if line.get_linestyle() == "-"
+    ]
     taken: list[Bbox] = []
 
-    def written(x: float, y: float, text: str, colour: str, place: tuple[int, int, str]) -> Annotation:
+    def written(
+        x: float, y: float, text: str, colour: str, place: tuple[int, int, str]
+    ) -> Annotation:
         return axes.annotate(
-            text, (x, y), xytext=place[:2], textcoords="offset points", ha=place[2], path_effects=_ON_WHITE, fontsize=7.5, color=colour
+            text,
+            (x, y),
+            xytext=place[:2],
+            textcoords="offset points",
+            ha=place[2],
+            path_effects=_ON_WHITE,
+            fontsize=7.5,
+            color=colour,
         )
 
     for mark in marks:
@@ -137,7 +182,9 @@ def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> N
 def _along(corners: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns points on a line of straight pieces, some pixels apart."""
     at = np.linspace(0, len(corners) - 1, 60 * len(corners))
-    return np.column_stack([np.interp(at, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1)])
+    return np.column_stack(
+        [np.interp(at, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1)]
+    )
 
 
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 3) -> None:
@@ -145,7 +192,14 @@ def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 
     found: dict[str, Any] = {}
     for one in [axes] if isinstance(axes, Axes) else axes:
         found |= dict(zip(*reversed(one.get_legend_handles_labels()), strict=True))
-    figure.legend(list(found.values()), list(found), loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside lower left",
+        ncols=columns,
+        fontsize=9,
+        frameon=False,
+    )
 
 
 def table(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:

@@ -1,14 +1,18 @@
-"""What another order saves: annealing of order and recomputations against FastSA, and against the graph's own order.
+"""What another order saves.
+
+Annealing of order and recomputations against FastSA, and against the graph's own order.
 
 usage: python -m experiments.free_order [--instances FOLDER] [--output FILE] [--time-limit SECONDS]
 
-1. The random layered graphs that FastSA's results were printed for (free order), at 90, 80 and 70 % of keeping everything
-   in the file's order: three seeds, within FastSA's own time; when its cost was reached, and what was reached in the end.
-2. Training steps of GPT, ResNet-50 and MobileNetV2 (roofline costs of an H100): the cost that `auto` finds in the traced
-   order against the one in any order that the dependencies allow, each with its bound, within the same time.
+1. The random layered graphs that FastSA's results were printed for (free order), at 90, 80 and 70 %
+   of keeping everything in the file's order: three seeds, within FastSA's own time; when its cost
+   was reached, and what was reached in the end.
+2. Training steps of GPT, ResNet-50 and MobileNetV2 (roofline costs of an H100): the cost that
+   `auto` finds in the traced order against the one in any order that the dependencies allow, each
+   with its bound, within the same time.
 
-Writes one JSON file, with where and when that was. The order of a traced step is not changed when it runs: the second
-table says what that would save.
+Writes one JSON file, with where and when that was. The order of a traced step is not changed when
+it runs: the second table says what that would save.
 """
 
 from __future__ import annotations
@@ -50,27 +54,59 @@ def anneal_published(instance: dict[str, Any], label: str, time_limit_s: float) 
     target_s = graph.cost_s * (1 + published["overhead_percent"] / 100) if published else None
     runs = [_run(graph, instance["budgets"][label], limit_s, target_s, seed) for seed in SEEDS]
     overheads = [run["overhead_percent"] for run in runs]
-    row = {"instance": instance["name"], "budget": label, "budget_in_size_unit": instance["budgets"][label], "fastsa": published}
-    row |= {"overhead_percent_median": statistics.median(overheads), "overhead_percent_range": [min(overheads), max(overheads)]}
+    row = {
+        "instance": instance["name"],
+        "budget": label,
+        "budget_in_size_unit": instance["budgets"][label],
+        "fastsa": published,
+    }
+    row |= {
+        "overhead_percent_median": statistics.median(overheads),
+        "overhead_percent_range": [min(overheads), max(overheads)],
+    }
     return row | {"time_limit_s": limit_s, "runs": runs}
 
 
-def _run(graph: Graph, budget_bytes: int, limit_s: float, target_s: float | None, seed: int) -> dict[str, Any]:
+def _run(
+    graph: Graph, budget_bytes: int, limit_s: float, target_s: float | None, seed: int
+) -> dict[str, Any]:
     moments: list[Progress] = []
-    solution = FreeOrder(gap=0.0, time_limit_s=limit_s, seed=seed, progress=moments.append).solve(graph, budget_bytes=budget_bytes)
-    reached = [m.elapsed_s for m in moments if target_s is not None and m.cost_s is not None and m.cost_s <= target_s * (1 + 1e-12)]
-    return {"seed": seed, "seconds_to_fastsa": round(reached[0], 2) if reached else None, **_facts(solution)}
+    solution = FreeOrder(gap=0.0, time_limit_s=limit_s, seed=seed, progress=moments.append).solve(
+        graph, budget_bytes=budget_bytes
+    )
+    reached = [
+        m.elapsed_s
+        for m in moments
+        if target_s is not None and m.cost_s is not None and m.cost_s <= target_s * (1 + 1e-12)
+    ]
+    return {
+        "seed": seed,
+        "seconds_to_fastsa": round(reached[0], 2) if reached else None,
+        **_facts(solution),
+    }
 
 
 def compare_orders(name: str, graph: Graph, label: str, time_limit_s: float) -> dict[str, Any]:
-    """Returns one row of the second table: one training step at one budget, in its own order and in any."""
+    """Returns one row of the second table.
+
+    One training step at one budget, in its own order and in any.
+    """
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = remat.parse_budget(label, keep_all_bytes=keep_all_bytes)
     fixed = Auto(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
     free = FreeOrder(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
     saved = 100 * (1 - free.cost_s / fixed.cost_s) if fixed.is_solved and free.is_solved else None
-    row = {"model": name, "operators": graph.num_operators, "budget": label, "budget_bytes": budget_bytes}
-    return row | {"own_order": _facts(fixed), "any_order": _facts(free), "any_order_saves_percent_of_the_step": saved}
+    row = {
+        "model": name,
+        "operators": graph.num_operators,
+        "budget": label,
+        "budget_bytes": budget_bytes,
+    }
+    return row | {
+        "own_order": _facts(fixed),
+        "any_order": _facts(free),
+        "any_order_saves_percent_of_the_step": saved,
+    }
 
 
 def _facts(solution: Solution) -> dict[str, Any]:
@@ -88,15 +124,31 @@ def _facts(solution: Solution) -> dict[str, Any]:
 
 def main() -> int:
     """Makes both tables and writes the file; 2 where the instances are not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=Path, default=HERE.parents[2] / "shared" / "instances", help="folder of the published graphs")
-    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds a solve where nothing is published (default: 40)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        default=HERE.parents[2] / "shared" / "instances",
+        help="folder of the published graphs",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=40.0,
+        help="seconds a solve where nothing is published (default: 40)",
+    )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "free_order.json")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     missing = [name for name in INSTANCES if not (options.instances / f"{name}.json").is_file()]
     if missing:
-        log.error("%s: no %s; give the folder of the published instances with --instances", options.instances, ", ".join(missing))
+        log.error(
+            "%s: no %s; give the folder of the published instances with --instances",
+            options.instances,
+            ", ".join(missing),
+        )
         return 2
     made = environment()  # before the solves: others may commit while they run
     compare_orders("warm-up", random_layered(24, seed=0), "60%", 120.0)  # waits for the compiler
@@ -108,7 +160,15 @@ def main() -> int:
             fastsa = published[-1]["fastsa"]
             log.info(
                 "%s %s: +%s %% (%s), FastSA %s in %s s, reached in %s s",
-                *(published[-1][key] for key in ("instance", "budget", "overhead_percent_median", "overhead_percent_range")),
+                *(
+                    published[-1][key]
+                    for key in (
+                        "instance",
+                        "budget",
+                        "overhead_percent_median",
+                        "overhead_percent_range",
+                    )
+                ),
                 *((fastsa["overhead_percent"], fastsa["seconds"]) if fastsa else ("-", "-")),
                 [run["seconds_to_fastsa"] for run in published[-1]["runs"]],
             )
@@ -119,8 +179,10 @@ def main() -> int:
             steps.append(compare_orders(name, graph, label, options.time_limit))
             own, free = steps[-1]["own_order"], steps[-1]["any_order"]
             log.info(
-                "%s %s: own order +%s %% (bound %s %%), any order +%s %% (bound %s %%)", name, label,
-                own["overhead_percent"], own["bound_percent"], free["overhead_percent"], free["bound_percent"],
+                "%s %s: own order +%s %% (bound %s %%), any order +%s %% (bound %s %%)", name,
+                label,
+                own["overhead_percent"], own["bound_percent"], free["overhead_percent"],
+                free["bound_percent"],
             )  # fmt: skip
     result = {
         "environment": made,

@@ -2,8 +2,8 @@
 
     python -m experiments.front_page
 
-Each block runs as it stands in the README, in a process of its own on a terminal of 80 columns. Writes
-`results/front_page.json`; a test compares the front page with it.
+Each block runs as it stands in the README, in a process of its own on a terminal of 80 columns.
+Writes `results/front_page.json`; a test compares the front page with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def shown() -> list[tuple[str, str]]:
 def printed(code: str) -> str:
     """Runs a block and returns what it prints."""
     environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     return done.stdout
 
 

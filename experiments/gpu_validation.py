@@ -1,11 +1,14 @@
-"""Predicted against measured on a CUDA device: peaks, step times, and what others need at the same budgets.
+"""Predicted against measured on a CUDA device.
+
+Peaks, step times, and what others need at the same budgets.
 
     python -m experiments.gpu_validation [--models gpt2-medium resnet50] [--output FILE]
 
-GPT-2 medium and ResNet-50 in bf16, at 100, 80, 60 and 40 % of what keeping everything needs: the peak
-that `torch.cuda.max_memory_allocated` shows against the predicted one, the step time against the
-predicted one, beside plain PyTorch, `torch.utils.checkpoint` a block, and `torch.compile` with
-`activation_memory_budget`. Writes JSON with hardware and versions; needs a CUDA device, and says so.
+GPT-2 medium and ResNet-50 in bf16, at 100, 80, 60 and 40 % of what keeping everything needs: the
+peak that `torch.cuda.max_memory_allocated` shows against the predicted one, the step time against
+the predicted one, beside plain PyTorch, `torch.utils.checkpoint` a block, and `torch.compile` with
+`activation_memory_budget`. Writes JSON with hardware and versions; needs a CUDA device, and says
+so.
 """
 
 from __future__ import annotations
@@ -54,14 +57,21 @@ def resnet50(device: str) -> Case:
 
     model: nn.Module = ResNetForImageClassification(ResNetConfig())
     images = torch.randn(64, 3, 224, 224, device=device, dtype=torch.bfloat16)
-    return model.to(device, torch.bfloat16).train(), {"pixel_values": images, "labels": torch.randint(0, 2, (64,), device=device)}
+    return model.to(device, torch.bfloat16).train(), {
+        "pixel_values": images,
+        "labels": torch.randint(0, 2, (64,), device=device),
+    }
 
 
 MODELS: dict[str, Callable[[str], Case]] = {"gpt2-medium": gpt2_medium, "resnet50": resnet50}
 
 
-def measure_steps(model: Callable[..., Any], owner: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Returns the peak bytes of the device and the median step time over some steps, after two for warming up."""
+def measure_steps(
+    model: Callable[..., Any], owner: nn.Module, batch: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Returns the peak bytes of the device and the median step time over some steps, after two for
+    warming up.
+    """
     times: list[float] = []
     for step in range(STEPS + 2):
         if step == 2:
@@ -79,7 +89,9 @@ def measure_steps(model: Callable[..., Any], owner: nn.Module, batch: dict[str, 
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "step_s": statistics.median(times[2:])}
 
 
-def first_gradients(model: Callable[..., Any], owner: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def first_gradients(
+    model: Callable[..., Any], owner: nn.Module, batch: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """Returns the gradients of one step from a fixed seed."""
     owner.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
@@ -124,10 +136,19 @@ def run_model(name: str, device: str) -> list[dict[str, Any]]:
             row["gradient_difference"] = largest_difference(gradients, plain) if plain else 0.0
             if way.startswith("remat"):
                 told = remat.report(model).solution
-                row |= {"budget_bytes": told.budget_bytes, "predicted_peak_bytes": told.peak_bytes, "predicted_step_s": told.cost_s}
+                row |= {
+                    "budget_bytes": told.budget_bytes,
+                    "predicted_peak_bytes": told.peak_bytes,
+                    "predicted_step_s": told.cost_s,
+                }
                 row |= {"overhead": told.overhead, "gap": told.gap, "planned_s": told.wall_s}
         except (RuntimeError, remat.RematError, ValueError) as error:
-            row = {"model": name, "way": way, **more, "error": f"{type(error).__name__}: {error}"[:500]}
+            row = {
+                "model": name,
+                "way": way,
+                **more,
+                "error": f"{type(error).__name__}: {error}"[:500],
+            }
         rows.append(row)
         print(json.dumps(row), file=sys.stderr)
 
@@ -163,31 +184,57 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Prints one table a model."""
     for name in dict.fromkeys(row["model"] for row in rows):
         table = Table(title=name)
-        for heading in ("way", "predicted MiB", "measured MiB", "predicted ms", "measured ms", "gradients off by"):
+        for heading in (
+            "way",
+            "predicted MiB",
+            "measured MiB",
+            "predicted ms",
+            "measured ms",
+            "gradients off by",
+        ):
             table.add_column(heading, justify="right")
         for row in (row for row in rows if row["model"] == name):
             if "error" in row:
                 table.add_row(row["way"], row["error"][:60])
                 continue
-            predicted = f"{row['predicted_peak_bytes'] / 2**20:.0f}" if "predicted_peak_bytes" in row else ""
+            predicted = (
+                f"{row['predicted_peak_bytes'] / 2**20:.0f}"
+                if "predicted_peak_bytes" in row
+                else ""
+            )
             step = f"{1000 * row['predicted_step_s']:.1f}" if "predicted_step_s" in row else ""
-            measured = (f"{row['peak_bytes'] / 2**20:.0f}", step, f"{1000 * row['step_s']:.1f}", f"{row['gradient_difference']:.2g}")
+            measured = (
+                f"{row['peak_bytes'] / 2**20:.0f}",
+                step,
+                f"{1000 * row['step_s']:.1f}",
+                f"{row['gradient_difference']:.2g}",
+            )
             table.add_row(row["way"], predicted, *measured)
         Console(width=110).print(table)
 
 
 def main() -> int:
     """Runs what is asked for; exit status 2 where there is no CUDA device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("gpu_validation needs a CUDA device, and torch sees none here; run it on a machine that has one", file=sys.stderr)
+        print(
+            "gpu_validation needs a CUDA device, and torch sees none here; run it on a "
+            "machine that has one",
+            file=sys.stderr,
+        )
         return 2
     rows = [row for name in options.models for row in run_model(name, "cuda")]
     show(rows)
-    record = {"environment": environment(seed=SEED), "device": torch.cuda.get_device_name(), "rows": rows}
+    record = {
+        "environment": environment(seed=SEED),
+        "device": torch.cuda.get_device_name(),
+        "rows": rows,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0

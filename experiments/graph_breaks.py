@@ -2,14 +2,17 @@
 
     python -m experiments.graph_breaks [MODEL ...]
 
-Each model at 100 %, 80 % and 60 % of what keeping everything needs: four steps, of which the first finds the pieces; loss,
-gradients, buffers and random stream of all four against plain PyTorch, and against the same pieces compiled by PyTorch's own
-`aot_eager`, which keeps everything; peak predicted, and measured from outside.
+Each model at 100 %, 80 % and 60 % of what keeping everything needs: four steps, of which the first
+finds the pieces; loss, gradients, buffers and random stream of all four against plain PyTorch, and
+against the same pieces compiled by PyTorch's own `aot_eager`, which keeps everything; peak
+predicted, and measured from outside.
 
-Where a tensor is read by several pieces, its gradient is summed a piece at a time, and plain PyTorch sums it a reader at a time:
-`(residual + value) + key` or `residual + (value + key)`. That rounds otherwise, in every backend that runs those pieces. So a planned
-step is right where it equals `aot_eager` to the bit. That the difference of both from plain PyTorch is one of rounding only shows in
-float64: there that of `aot_eager` is 2^29 times smaller, where a wrong mask or a stale value would stay as large as it is.
+Where a tensor is read by several pieces, its gradient is summed a piece at a time, and plain
+PyTorch sums it a reader at a time: `(residual + value) + key` or `residual + (value + key)`. That
+rounds otherwise, in every backend that runs those pieces. So a planned step is right where it
+equals `aot_eager` to the bit. That the difference of both from plain PyTorch is one of rounding
+only shows in float64: there that of `aot_eager` is 2^29 times smaller, where a wrong mask or a
+stale value would stay as large as it is.
 
 Writes `experiments/results/graph_breaks.json` and `.md`.
 """
@@ -54,7 +57,8 @@ class Row:
     Attributes:
         name: of the model.
         budget: as given to `remat.checkpoint`.
-        outcome: "equal" to plain PyTorch to the bit, "equal to aot_eager" to the bit, "DIFFERENT" from both, or the error's text.
+        outcome: "equal" to plain PyTorch to the bit, "equal to aot_eager" to the bit, "DIFFERENT"
+            from both, or the error's text.
         num_rounded: tensors that differ from plain PyTorch's, of all those that a step leaves.
         num_tensors: loss, gradients and buffers.
         difference: the largest from plain PyTorch, relative to the largest entry of its tensor.
@@ -96,10 +100,20 @@ def main(names: list[str]) -> None:
     for name in names or _NAMES:
         plain = _workload(name)
         exact = _difference_in_float64(plain)
-        rows += [replace(_measure(name, plain, budget), difference_in_float64=exact) for budget in ("100%", "80%", "60%")]
-        print(*(f"{row.name} {row.budget} {row.outcome}" for row in rows[-3:]), sep="\n", file=sys.stderr, flush=True)
+        rows += [
+            replace(_measure(name, plain, budget), difference_in_float64=exact)
+            for budget in ("100%", "80%", "60%")
+        ]
+        print(
+            *(f"{row.name} {row.budget} {row.outcome}" for row in rows[-3:]),
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
     made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
-    RESULTS.write_text(json.dumps({"environment": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"environment": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
     RESULTS.with_suffix(".md").write_text(table(rows) + "\n")
     print(table(rows))
 
@@ -125,12 +139,19 @@ def _workload(name: str) -> Workload:
     torch.manual_seed(SEED)
     if name in ARCHITECTURES:
         made = ARCHITECTURES[name].make()
-        images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}  # of smaller ones nothing is kept
+        # of smaller ones nothing is kept
+        images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}
         return Workload(made.model, {**made.kwargs, **images})
     base, _, kind = name.partition(", ")
     made = ARCHITECTURES[{"GPT": "GPT-2"}.get(base, base)].make()
-    layers = [module for module in made.model.modules() if type(module).__name__ in ("BertLayer", "GPT2Block")]
-    then: Callable[[torch.Tensor], object] = _branch if kind == "data-dependent" else lambda t: print(float(t.norm()), file=sys.stderr)
+    layers = [
+        module
+        for module in made.model.modules()
+        if type(module).__name__ in ("BertLayer", "GPT2Block")
+    ]
+    then: Callable[[torch.Tensor], object] = (
+        _branch if kind == "data-dependent" else lambda t: print(float(t.norm()), file=sys.stderr)
+    )
     layers[len(layers) // 2].register_forward_hook(_Hook(then))
     return made
 
@@ -142,7 +163,9 @@ def _measure(name: str, plain: Workload, budget: str) -> Row:
         found = compare(planned, copy.deepcopy(plain), in_pieces(plain))
     except remat.RematError as error:
         also = "" if _is_compiled_by_torch(plain) else "; torch.compile alone fails as well"
-        return Row(name, budget, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{also}")
+        return Row(
+            name, budget, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{also}"
+        )
     report = remat.report(planned.model)
     return Row(
         name,
@@ -164,7 +187,9 @@ def _measure(name: str, plain: Workload, budget: str) -> Row:
 
 
 def _checkpointed(model: nn.Module, budget: str) -> nn.Module:
-    return remat.checkpoint(copy.deepcopy(model), budget, time_limit_s=_TIME_LIMIT_S, costs="roofline")
+    return remat.checkpoint(
+        copy.deepcopy(model), budget, time_limit_s=_TIME_LIMIT_S, costs="roofline"
+    )
 
 
 class _Compiled(nn.Module):
@@ -190,14 +215,21 @@ def _is_compiled_by_torch(plain: Workload) -> bool:
 
 
 def in_pieces(plain: Workload) -> Workload:
-    """Returns a copy of a workload that PyTorch's `aot_eager` runs, in the pieces that planning finds."""
+    """Returns a copy of a workload that PyTorch's `aot_eager` runs, in the pieces that planning
+    finds.
+    """
     return Workload(_Compiled(copy.deepcopy(plain.model), "aot_eager"), plain.kwargs)
 
 
 def _difference_in_float64(plain: Workload) -> float:
-    """How far `aot_eager` is from plain PyTorch where rounding is no matter; 0.0 where it can't run the model."""
+    """How far `aot_eager` is from plain PyTorch where rounding is no matter.
+
+    0.0 where it can't run the model.
+    """
     torch._dynamo.reset()
-    kwargs = {name: value.double() if _is_float(value) else value for name, value in plain.kwargs.items()}
+    kwargs = {
+        name: value.double() if _is_float(value) else value for name, value in plain.kwargs.items()
+    }
     doubled = Workload(copy.deepcopy(plain.model).double(), kwargs)
     try:
         pieces = in_pieces(doubled)
@@ -207,7 +239,10 @@ def _difference_in_float64(plain: Workload) -> float:
 
 
 def _pairs(one: Workload, other: Workload, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What both leave, but the gradients that only one has: `aot_eager` makes zeros of those that nothing asks for."""
+    """What both leave, but the gradients that only one has.
+
+    `aot_eager` makes zeros of those that nothing asks for.
+    """
     ends = zip(state_after_step(one, seed), state_after_step(other, seed), strict=True)
     return [(a, b) for a, b in ends if a.numel() and a.shape == b.shape]
 
@@ -238,11 +273,14 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
     rounded: set[int] = set()
     is_same, largest, num_tensors = True, 0.0, 0
     for seed in range(4):
-        ours, theirs, pieces = (state_after_step(workload, seed) for workload in (planned, plain, in_pieces))
+        ours, theirs, pieces = (
+            state_after_step(workload, seed) for workload in (planned, plain, in_pieces)
+        )
         num_tensors = len(ours)
         for place, (a, b, c) in enumerate(zip(ours, theirs, pieces, strict=True)):
             assert a.shape == b.shape, "a gradient is missing"
-            is_same &= torch.equal(a, c) or (not a.numel() and not c.any())  # aot_eager makes zeros of a gradient that nothing asks for
+            # aot_eager makes zeros of a gradient that nothing asks for
+            is_same &= torch.equal(a, c) or (not a.numel() and not c.any())
             if not torch.equal(a, b):
                 rounded.add(place)
                 largest = max(largest, _difference(a, b))
@@ -251,25 +289,51 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Relative to the largest entry; a gradient that is zero but for rounding, as of a bias before a softmax, to 1e-3."""
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-3))
+    """Relative to the largest entry.
+
+    A gradient that is zero but for rounding, as of a bias before a softmax, to 1e-3.
+    """
+    return float(
+        (one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-3)
+    )
 
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as Markdown."""
     titles = [
-        "model", "budget", "outcome", "rounded otherwise than plain", "by", "in float64", "pieces", "operators", "budget, MiB", "predicted",
+        "model", "budget", "outcome", "rounded otherwise than plain", "by", "in float64", "pieces",
+        "operators", "budget, MiB", "predicted",
         "measured", "plain", "unplanned", "overhead",
     ]  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 11]
     for row in rows:
-        sizes = (row.budget_bytes, row.predicted_bytes, row.measured_bytes, row.plain_bytes, row.unplanned_bytes)
+        sizes = (
+            row.budget_bytes,
+            row.predicted_bytes,
+            row.measured_bytes,
+            row.plain_bytes,
+            row.unplanned_bytes,
+        )
         if not row.num_pieces:
             lines.append(f"| {row.name} | {row.budget} | {row.outcome} |{' |' * 11}")
             continue
-        rounded = [f"{row.num_rounded} of {row.num_tensors} tensors", f"{row.difference:.0e}", f"{row.difference_in_float64:.0e}"]
-        cells = [row.name, row.budget, row.outcome, *rounded, str(row.num_pieces), str(row.num_operators)]
-        lines.append(f"| {' | '.join(cells + [f'{size / 2**20:.3f}' for size in sizes])} | {100 * row.overhead:.1f} % |")
+        rounded = [
+            f"{row.num_rounded} of {row.num_tensors} tensors",
+            f"{row.difference:.0e}",
+            f"{row.difference_in_float64:.0e}",
+        ]
+        cells = [
+            row.name,
+            row.budget,
+            row.outcome,
+            *rounded,
+            str(row.num_pieces),
+            str(row.num_operators),
+        ]
+        lines.append(
+            f"| {' | '.join(cells + [f'{size / 2**20:.3f}' for size in sizes])} | "
+            f"{100 * row.overhead:.1f} % |"
+        )
     return "\n".join(lines)
 
 

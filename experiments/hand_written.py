@@ -1,4 +1,7 @@
-"""Training steps written by hand, as papers have them: VGG, DenseNet, U-Net, recurrent networks, a GAN and a diffusion step."""
+"""Training steps written by hand, as papers have them.
+
+VGG, DenseNet, U-Net, recurrent networks, a GAN and a diffusion step.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ class HandWritten:
 
 
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
 
 
 class VGG(nn.Module):
@@ -42,8 +49,12 @@ class VGG(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         pairs = [(3, 8), (8, 16), (16, 32)]
-        self.features = nn.Sequential(*(nn.Sequential(_conv(a, b), _conv(b, b), nn.MaxPool2d(2)) for a, b in pairs))
-        self.head = nn.Sequential(nn.Linear(32 * 16, 64), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(64, 10))
+        self.features = nn.Sequential(
+            *(nn.Sequential(_conv(a, b), _conv(b, b), nn.MaxPool2d(2)) for a, b in pairs)
+        )
+        self.head = nn.Sequential(
+            nn.Linear(32 * 16, 64), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(64, 10)
+        )
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss; images are 32 x 32."""
@@ -58,8 +69,12 @@ class DenseNet(nn.Module):
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks, self.transitions, width = nn.ModuleList(), nn.ModuleList(), 16
         for _ in range(3):
-            self.blocks.append(nn.ModuleList(_conv(width + i * growth, growth) for i in range(depth)))
-            self.transitions.append(nn.Sequential(_conv(width + depth * growth, width), nn.AvgPool2d(2)))
+            self.blocks.append(
+                nn.ModuleList(_conv(width + i * growth, growth) for i in range(depth))
+            )
+            self.transitions.append(
+                nn.Sequential(_conv(width + depth * growth, width), nn.AvgPool2d(2))
+            )
         self.dropout, self.head = nn.Dropout2d(0.2), nn.Linear(width, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,14 +89,19 @@ class DenseNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three scales down and up with skips; knows the time where one is given (Ronneberger et al. 2015; Ho et al. 2020)."""
+    """Three scales down and up with skips.
+
+    Knows the time where one is given (Ronneberger et al. 2015; Ho et al. 2020).
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.time = nn.Embedding(100, width)
         self.enter = nn.Conv2d(3, width, 3, padding=1)
         self.down = nn.ModuleList(_conv(width * 2**i, width * 2 ** (i + 1)) for i in range(3))
-        self.up = nn.ModuleList(_conv(width * 2 ** (i + 1) + width * 2**i, width * 2**i) for i in reversed(range(3)))
+        self.up = nn.ModuleList(
+            _conv(width * 2 ** (i + 1) + width * 2**i, width * 2**i) for i in reversed(range(3))
+        )
         self.dropout, self.leave = nn.Dropout(0.1), nn.Conv2d(width, 3, 1)
 
     def forward(self, images: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,7 +133,9 @@ class Segmentation(nn.Module):
 
 
 class DiffusionStep(nn.Module):
-    """Noise of a random strength is drawn inside the step, and the U-Net says what it was (Ho et al. 2020, algorithm 1)."""
+    """Noise of a random strength is drawn inside the step, and the U-Net says what it was (Ho et
+    al. 2020, algorithm 1).
+    """
 
     shares: torch.Tensor
 
@@ -126,11 +148,16 @@ class DiffusionStep(nn.Module):
         """Returns the mean squared error of the noise."""
         times = torch.randint(0, 100, (images.shape[0],), device=images.device)
         noise, share = torch.randn_like(images), self.shares[times][:, None, None, None]
-        return F.mse_loss(self.net(share.sqrt() * images + (1 - share).sqrt() * noise, times), noise)
+        return F.mse_loss(
+            self.net(share.sqrt() * images + (1 - share).sqrt() * noise, times), noise
+        )
 
 
 class GANStep(nn.Module):
-    """One step of both players: each has its loss, and the discriminator's does not reach the generator."""
+    """One step of both players.
+
+    Each has its loss, and the discriminator's does not reach the generator.
+    """
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -142,7 +169,8 @@ class GANStep(nn.Module):
             nn.Tanh(),
         )
         self.discriminator = nn.Sequential(
-            spectral_norm(nn.Conv2d(3, width, 4, stride=2)), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.2), nn.Flatten(),
+            spectral_norm(nn.Conv2d(3, width, 4, stride=2)), nn.LeakyReLU(0.2, inplace=True),
+            nn.Dropout(0.2), nn.Flatten(),
             nn.LazyLinear(1),
         )  # fmt: skip
         self.discriminator(torch.zeros(2, 3, 10, 10))  # gives the lazy layer its size
@@ -150,7 +178,11 @@ class GANStep(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Returns the sum of both losses; images are 10 x 10."""
         made = self.generator(torch.randn(images.shape[0], 8, 1, 1, device=images.device))
-        real, fake, fooled = self.discriminator(images), self.discriminator(made.detach()), self.discriminator(made)
+        real, fake, fooled = (
+            self.discriminator(images),
+            self.discriminator(made.detach()),
+            self.discriminator(made),
+        )
         return F.softplus(-real).mean() + F.softplus(fake).mean() + F.softplus(-fooled).mean()
 
 

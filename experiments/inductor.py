@@ -1,12 +1,15 @@
-"""Plans through Inductor beside `torch.compile` alone, and beside PyTorch's own `activation_memory_budget`, at the same peak.
+"""Plans through Inductor beside `torch.compile` alone, and beside PyTorch's own
+`activation_memory_budget`, at the same peak.
 
     python -m experiments.inductor [--device cuda] [--layers N] [--batch N] [--rounds N]
 
-A GPT with dropout. `torch.compile` alone first; then PyTorch's knapsack at several of its budgets, and for each the plan whose
-budget in bytes is the peak that the knapsack was measured at; and plans at 80 %, 65 % and 50 % of the peak of `torch.compile`.
-Each: measured peak; seconds a step, the median of rounds in which every way takes one step in turn; the largest relative difference
-of the loss and of a gradient from those of `torch.compile` alone under the same seed, and of a gradient without dropout. Where the loss is
-the same, and a gradient is only without dropout, the backward drew its masks anew: that gradient is of another function than the loss.
+A GPT with dropout. `torch.compile` alone first; then PyTorch's knapsack at several of its budgets,
+and for each the plan whose budget in bytes is the peak that the knapsack was measured at; and plans
+at 80 %, 65 % and 50 % of the peak of `torch.compile`. Each: measured peak; seconds a step, the
+median of rounds in which every way takes one step in turn; the largest relative difference of the
+loss and of a gradient from those of `torch.compile` alone under the same seed, and of a gradient
+without dropout. Where the loss is the same, and a gradient is only without dropout, the backward
+drew its masks anew: that gradient is of another function than the loss.
 
 Writes `experiments/results/inductor.json` and `.md`.
 """
@@ -50,7 +53,8 @@ class Row:
         peak_bytes: measured, everything that the step holds.
         seconds: of a step, forward and backward; the median.
         loss_difference: from `torch.compile` alone, relative.
-        gradient_difference: of a gradient from `torch.compile` alone, relative to the gradient's largest entry.
+        gradient_difference: of a gradient from `torch.compile` alone, relative to the gradient's
+            largest entry.
         without_dropout: the same for a model without dropout.
         overhead: predicted extra compute of a plan.
         outcome: empty, or why there is no number.
@@ -78,7 +82,10 @@ class Bench:
         self.expected = self.state(*self.prepared(_compiled))
 
     def prepared(self, prepare: Callable[[nn.Module], Step]) -> tuple[nn.Module, Step]:
-        """Returns a copy of the model and its step, compiled; a plan whose kernels held too much is made again in the second step."""
+        """Returns a copy of the model and its step, compiled.
+
+        A plan whose kernels held too much is made again in the second step.
+        """
         model = copy.deepcopy(self.model)
         step = prepare(model)
         for _ in range(2):
@@ -94,9 +101,13 @@ class Bench:
         return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     def differences(self, model: nn.Module, step: Step) -> tuple[float, float]:
-        """The largest relative difference of the loss, and of a gradient, from `torch.compile` alone."""
+        """The largest relative difference of the loss, and of a gradient, from `torch.compile`
+        alone.
+        """
         pairs = zip(self.state(model, step), self.expected, strict=True)
-        loss, *gradients = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs]
+        loss, *gradients = [
+            float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
+        ]
         return loss, max(gradients)
 
     def seconds(self, model: nn.Module, step: Step) -> float:
@@ -111,8 +122,12 @@ class Bench:
     def peak_bytes(self, model: nn.Module, step: Step) -> int:
         """Measured, parameters, buffers and inputs included."""
         model.zero_grad()
-        held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), self.ids))
-        return held + remat.measure(lambda: step(self.ids).backward(), device=self.device).peak_bytes
+        held = sum(
+            t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), self.ids)
+        )
+        return (
+            held + remat.measure(lambda: step(self.ids).backward(), device=self.device).peak_bytes
+        )
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
@@ -133,7 +148,14 @@ class Comparison:
             model, step = self.bench.prepared(prepare)
             without = self.plain.differences(*self.plain.prepared(prepare))[1]
         except remat.BudgetError as error:
-            self.rows.append(Row(way, asked, outcome=f"can't be met: the least known to do is {error.minimum_bytes / 2**20:.1f} MiB"))
+            self.rows.append(
+                Row(
+                    way,
+                    asked,
+                    outcome="can't be met: the least known to do is "
+                    f"{error.minimum_bytes / 2**20:.1f} MiB",
+                )
+            )
             return self.rows[-1]
         loss, gradient = self.bench.differences(model, step)
         overhead = remat.report(model).solution.overhead if way == "remat" else 0.0
@@ -154,8 +176,12 @@ class Comparison:
 
 def main() -> None:
     """Measures, writes the results and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
@@ -169,9 +195,18 @@ def main() -> None:
     for share in _SHARES:
         found.add("remat", f"{share:.0%} of torch.compile", _planned(int(share * first.peak_bytes)))
     found.time(asked.rounds)
-    made = {**environment(seed=SEED), "device": asked.device, "layers": asked.layers, "batch": asked.batch, "rounds": asked.rounds}
+    made = {
+        **environment(seed=SEED),
+        "device": asked.device,
+        "layers": asked.layers,
+        "batch": asked.batch,
+        "rounds": asked.rounds,
+    }
     made["threads"] = torch.get_num_threads()
-    RESULTS.write_text(json.dumps({"environment": made, "rows": [asdict(row) for row in found.rows]}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"environment": made, "rows": [asdict(row) for row in found.rows]}, indent=1)
+        + "\n"
+    )
     RESULTS.with_suffix(".md").write_text(table(found.rows) + "\n")
     print(table(found.rows))
 
@@ -183,7 +218,14 @@ def _compiled(model: nn.Module) -> Step:
 
 def _planned(budget_bytes: int) -> Callable[[nn.Module], Step]:
     def prepare(model: nn.Module) -> Step:
-        return remat.checkpoint(model, budget_bytes, executor="inductor", costs="roofline", time_limit_s=20.0, plan_cache=False)
+        return remat.checkpoint(
+            model,
+            budget_bytes,
+            executor="inductor",
+            costs="roofline",
+            time_limit_s=20.0,
+            plan_cache=False,
+        )
 
     return prepare
 
@@ -191,7 +233,16 @@ def _planned(budget_bytes: int) -> Callable[[nn.Module], Step]:
 def table(rows: list[Row]) -> str:
     """Returns the rows as Markdown."""
     first = rows[0]
-    titles = ("decided by", "asked", "measured peak", "step", "loss", "gradient", "gradient without dropout", "predicted overhead")
+    titles = (
+        "decided by",
+        "asked",
+        "measured peak",
+        "step",
+        "loss",
+        "gradient",
+        "gradient without dropout",
+        "predicted overhead",
+    )
     lines = [f"| {' | '.join(titles)} |", "|---|---|" + "---:|" * 6]
     for row in rows:
         if row.outcome:
@@ -199,8 +250,13 @@ def table(rows: list[Row]) -> str:
             continue
         peak = f"{row.peak_bytes / 2**20:.1f} MiB, {row.peak_bytes / first.peak_bytes:.0%}"
         step = f"{1e3 * row.seconds:.0f} ms, {row.seconds / first.seconds:.2f} x"
-        differs = " | ".join(f"{d:.0e}" for d in (row.loss_difference, row.gradient_difference, row.without_dropout))
-        lines.append(f"| {row.way} | {row.asked} | {peak} | {step} | {differs} | {100 * row.overhead:.1f} % |")
+        differs = " | ".join(
+            f"{d:.0e}" for d in (row.loss_difference, row.gradient_difference, row.without_dropout)
+        )
+        lines.append(
+            f"| {row.way} | {row.asked} | {peak} | {step} | {differs} | "
+            f"{100 * row.overhead:.1f} % |"
+        )
     return "\n".join(lines)
 
 

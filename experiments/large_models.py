@@ -1,4 +1,7 @@
-"""Networks at the sizes of their papers that `transformers` has not: DenseNet-121, U-Net, an unrolled LSTM."""
+"""Networks at the sizes of their papers that `transformers` has not.
+
+DenseNet-121, U-Net, an unrolled LSTM.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,28 @@ def _conv(inputs: int, outputs: int, size: int) -> nn.Sequential:
 class DenseNet(nn.Module):
     """DenseNet-BC (Huang et al., 2017): every layer of a block reads all layers before it."""
 
-    def __init__(self, *, growth: int = 32, depths: tuple[int, ...] = (6, 12, 24, 16), num_classes: int = 1000) -> None:
+    def __init__(
+        self,
+        *,
+        growth: int = 32,
+        depths: tuple[int, ...] = (6, 12, 24, 16),
+        num_classes: int = 1000,
+    ) -> None:
         super().__init__()
         width = 2 * growth
         self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         )  # fmt: skip
         self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
         for index, depth in enumerate(depths):
-            layers = (nn.Sequential(_conv(width + i * growth, 4 * growth, 1), _conv(4 * growth, growth, 3)) for i in range(depth))
+            layers = (
+                nn.Sequential(
+                    _conv(width + i * growth, 4 * growth, 1), _conv(4 * growth, growth, 3)
+                )
+                for i in range(depth)
+            )
             self.blocks.append(nn.ModuleList(layers))
             width += depth * growth
             if index < len(depths) - 1:
@@ -51,13 +66,18 @@ def _pair(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """U-Net (Ronneberger et al., 2015): four halvings, the way up with skips, a class for each pixel."""
+    """U-Net (Ronneberger et al., 2015).
+
+    Four halvings, the way up with skips, a class for each pixel.
+    """
 
     def __init__(self, *, width: int = 64, depth: int = 4, num_classes: int = 2) -> None:
         super().__init__()
         widths = [width * 2**i for i in range(depth + 1)]
         self.down = nn.ModuleList(_pair(a, b) for a, b in zip([3, *widths], widths, strict=False))
-        self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
+        self.rise = nn.ModuleList(
+            nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1])
+        )
         self.up = nn.ModuleList(_pair(2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, num_classes, 1)
 
@@ -75,7 +95,10 @@ class UNet(nn.Module):
 
 
 class UnrolledLSTM(nn.Module):
-    """A language model of stacked LSTM cells, one operator a gate and token: a fused LSTM is one operator to a planner."""
+    """A language model of stacked LSTM cells, one operator a gate and token.
+
+    A fused LSTM is one operator to a planner.
+    """
 
     def __init__(self, *, width: int = 1024, num_layers: int = 2, vocabulary: int = 10_000) -> None:
         super().__init__()

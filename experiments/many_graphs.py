@@ -1,4 +1,6 @@
-"""Every solver against brute force on many random graphs, once: `tests/test_many_graphs.py` with a large number of examples.
+"""Every solver against brute force on many random graphs, once.
+
+`tests/test_many_graphs.py` with a large number of examples.
 
     python -m experiments.many_graphs [--examples 10000] [--output FILE]
 
@@ -24,17 +26,36 @@ HERE = Path(__file__).resolve()
 
 def main() -> int:
     """Runs the test and writes the file; the test's exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=10_000, help="random graphs (default: 10000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--examples", type=int, default=10_000, help="random graphs (default: 10000)"
+    )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "many_graphs.json")
     options = parser.parse_args()
     made, began = environment(), time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_many_graphs.py", "--hypothesis-show-statistics"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "tests/test_many_graphs.py",
+        "--hypothesis-show-statistics",
+    ]
     run = subprocess.run(
-        command, cwd=HERE.parents[1], env={**os.environ, "REMAT_EXAMPLES": str(options.examples)}, text=True, stdout=subprocess.PIPE
+        command,
+        cwd=HERE.parents[1],
+        env={**os.environ, "REMAT_EXAMPLES": str(options.examples)},
+        text=True,
+        stdout=subprocess.PIPE,
     )
     print(run.stdout)
-    seen = [line.strip(" -") for line in run.stdout.splitlines() if "passing" in line or "Stopped because" in line]
+    seen = [
+        line.strip(" -")
+        for line in run.stdout.splitlines()
+        if "passing" in line or "Stopped because" in line
+    ]
     result = {
         "environment": made,
         "examples": options.examples,

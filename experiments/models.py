@@ -1,4 +1,6 @@
-"""Training steps of real architectures, small enough for a laptop: the demo's GPT and seven from `transformers`.
+"""Training steps of real architectures, small enough for a laptop.
+
+The demo's GPT and seven from `transformers`.
 
 Every model is in training mode with its default dropout, takes keyword arguments and, from
 `transformers`, returns a dataclass with its loss.
@@ -28,7 +30,10 @@ class Workload:
     kwargs: Mapping[str, Any]
 
     def step(self) -> torch.Tensor:
-        """Runs forward and backward and returns the loss; the whole output is held until the end, as users do."""
+        """Runs forward and backward and returns the loss.
+
+        The whole output is held until the end, as users do.
+        """
         output = self.model(**self.kwargs)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
@@ -54,7 +59,9 @@ class Block(nn.Module):
         scores = query @ key.transpose(-1, -2) * (self.num_heads / width) ** 0.5
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
         weights = self.dropout(scores.masked_fill(future, float("-inf")).softmax(dim=-1))
-        x = x + self.dropout(self.out((weights @ value).transpose(1, 2).reshape(batch, tokens, width)))
+        x = x + self.dropout(
+            self.out((weights @ value).transpose(1, 2).reshape(batch, tokens, width))
+        )
         change: torch.Tensor = self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
         return x + change
 
@@ -62,7 +69,15 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model that returns its loss; its head is tied to its embedding."""
 
-    def __init__(self, *, num_layers: int = 6, width: int = 128, num_heads: int = 4, vocabulary: int = 512, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int = 6,
+        width: int = 128,
+        num_heads: int = 4,
+        vocabulary: int = 512,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(1024, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads, dropout) for _ in range(num_layers)))
@@ -101,7 +116,8 @@ def vit() -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768, image_size=96, patch_size=8,
+        hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768,
+        image_size=96, patch_size=8,
         hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
     )  # fmt: skip
     return _images(ViTForImageClassification(config), 8, 96)
@@ -111,17 +127,29 @@ def bert() -> Workload:
     """Six layers of width 192, masked words, 8 x 128 tokens."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768, vocab_size=1000)
+    config = BertConfig(
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=768,
+        vocab_size=1000,
+    )
     ids = torch.randint(0, 1000, (8, 128))
-    return _train(BertForMaskedLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    return _train(
+        BertForMaskedLM(config),
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids},
+    )
 
 
 def t5() -> Workload:
     """Four layers of encoder and of decoder of width 192, 8 x 64 tokens into 8 x 64."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    start: dict[str, Any] = {"decoder_start_token_id": 0}  # a keyword of every configuration, and in no signature
-    config = T5Config(vocab_size=1000, d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4, **start)
+    # a keyword of every configuration, and in no signature
+    start: dict[str, Any] = {"decoder_start_token_id": 0}
+    config = T5Config(
+        vocab_size=1000, d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4, **start
+    )
     ids, labels = torch.randint(0, 1000, (2, 8, 64))
     return _train(T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels})
 
@@ -140,7 +168,8 @@ def _llama(*, is_tied: bool) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2,
         attention_dropout=0.1, use_cache=False, tie_word_embeddings=is_tied,
     )  # fmt: skip
     ids = torch.randint(0, 1000, (8, 128))
@@ -148,7 +177,10 @@ def _llama(*, is_tied: bool) -> Workload:
 
 
 def _images(model: nn.Module, batch: int, pixels: int) -> Workload:
-    return _train(model, {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.arange(batch) % 2})
+    return _train(
+        model,
+        {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.arange(batch) % 2},
+    )
 
 
 def _train(model: nn.Module, kwargs: Mapping[str, torch.Tensor]) -> Workload:

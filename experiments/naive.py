@@ -1,9 +1,12 @@
-"""Does a test see what it is there for? Each protection is taken out of a copy of the package, and the test that stands for it must fail.
+"""Does a test see what it is there for? Each protection is taken out of a copy of the package, and
+the test that stands for it must fail.
 
-    python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words; others keep their rows
+    python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words;
+    others keep their rows
 
-`tests/test_never_wrong.py` takes protections out itself; here are those of the other tests, which take an edit of the source: what
-is looked for must be there once, or the script stops. Writes `experiments/results/naive.json` and `.md`.
+`tests/test_never_wrong.py` takes protections out itself; here are those of the other tests, which
+take an edit of the source: what is looked for must be there once, or the script stops. Writes
+`experiments/results/naive.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
     return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
 
 
-_FORWARD = "            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient"
+_FORWARD = (
+    "            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing "
+    "needs a gradient"
+)
 _NOTED = """            if not pieces:
                 return run
             inner = pieces[-1].meter.forward(run)
@@ -77,9 +83,17 @@ _STALE = """            inner = runs_once(pieces[-1].meter.backward(compile_grap
 
             stale._boxed_call = True
             return stale"""
-_LATEST = ("        pieces: list[Piece] = []\n", "        pieces: list[Piece] = []\n        latest = []\n")
-_REPLAY = "        return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), move_on=False)"
-_CONTEXTS = "with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):"
+_LATEST = (
+    "        pieces: list[Piece] = []\n",
+    "        pieces: list[Piece] = []\n        latest = []\n",
+)
+_REPLAY = (
+    "        return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), "
+    "move_on=False)"
+)
+_CONTEXTS = (
+    "with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):"
+)
 
 ALL = (
     _naive(
@@ -218,7 +232,11 @@ ALL = (
 
 def main(words: list[str]) -> None:
     """Runs the tests on each naive copy, and writes the results."""
-    known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
+    known = (
+        {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+        if RESULTS.exists()
+        else {}
+    )
     for naive in ALL:
         if not words or any(word in naive.name for word in words):
             known[naive.name] = asdict(run(naive))
@@ -227,10 +245,17 @@ def main(words: list[str]) -> None:
 
 
 def _save(rows: list[dict[str, Any]]) -> None:
-    """Writes the results, after each mistake, so that a run that is stopped leaves both files right."""
-    RESULTS.write_text(json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n")
+    """Writes the results, after each mistake, so that a run that is stopped leaves both files
+    right.
+    """
+    RESULTS.write_text(
+        json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n"
+    )
     lines = ["| mistake | is it seen? | by |", "|---|---|---|"]
-    lines += [f"| {row['name']} | {row['outcome']} | {', '.join(f'`{name}`' for name in row['failed'])} |" for row in rows]
+    lines += [
+        f"| {row['name']} | {row['outcome']} | {', '.join(f'`{name}`' for name in row['failed'])} |"
+        for row in rows
+    ]
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
@@ -238,11 +263,18 @@ def run(naive: Naive) -> Row:
     """Returns which tests fail on a copy of the package with one mistake."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "remat"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "build", "instances"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "build", "instances"),
+        )
         path = copy / naive.path
         text = path.read_text()
         for before, after in naive.edits:
-            assert text.count(before) == 1, f"{naive.path} has {before!r} {text.count(before)} times; adjust {naive.name!r}"
+            assert text.count(before) == 1, (
+                f"{naive.path} has {before!r} {text.count(before)} times; adjust {naive.name!r}"
+            )
             text = text.replace(before, after)
         path.write_text(text)
         command = [
@@ -259,7 +291,12 @@ def run(naive: Naive) -> Row:
         ]
         command = [part.strip("'") for part in command]
         done = subprocess.run(
-            command, cwd=copy, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env={**os.environ, "PYTHONPATH": str(copy)}
+            command,
+            cwd=copy,
+            capture_output=True,
+            text=True,
+            timeout=_TIME_LIMIT_S,
+            env={**os.environ, "PYTHONPATH": str(copy)},
         )
     failed = [
         line.partition(" ")[2].partition(" - ")[0].partition("::")[2]
@@ -267,7 +304,13 @@ def run(naive: Naive) -> Row:
         if line.startswith(("FAILED", "ERROR"))
     ]
     is_run = done.returncode in (0, 1)
-    outcome = "seen" if failed else "NOT SEEN" if is_run else f"NOT RUN: {(done.stdout + done.stderr).strip()[-200:]}"
+    outcome = (
+        "seen"
+        if failed
+        else "NOT SEEN"
+        if is_run
+        else f"NOT RUN: {(done.stdout + done.stderr).strip()[-200:]}"
+    )
     return Row(naive.name, tuple(failed), outcome)
 
 

@@ -1,4 +1,6 @@
-"""The baselines of the field, each as the methods that a user would try, the cheapest that fits being taken."""
+"""The baselines of the field, each as the methods that a user would try, the cheapest that fits
+being taken.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ PEERS: Mapping[str, Callable[[float], list[Solver]]] = {
     "knapsack ilp": lambda limit_s: [PyTorchKnapsack("ilp", time_limit_s=min(limit_s, 5.0))],
     "rounding": lambda limit_s: [LPRounding(time_limit_s=limit_s)],
 }
-"""By name: `torch.utils.checkpoint` a block; Chen's two and Checkmate's four generalisations of them; PyTorch's
-`activation_memory_budget` with both of its solvers; Checkmate's two-phase rounding. From a time limit in seconds."""
+"""Baselines by name, each made from a time limit in seconds.
+
+`torch.utils.checkpoint` per block; Chen's two and Checkmate's four generalisations of them;
+PyTorch's `activation_memory_budget` with both of its solvers; Checkmate's two-phase rounding.
+"""
 
 
-def solve_as_peer(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float) -> tuple[Solution | None, float, str]:
-    """Returns a baseline's cheapest schedule that fits, the seconds it took, and why there is none where there is none."""
+def solve_as_peer(
+    name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float
+) -> tuple[Solution | None, float, str]:
+    """Returns a baseline's cheapest schedule that fits, the seconds it took, and why there is none
+    where there is none.
+    """
     began, best, reason = time.perf_counter(), None, "does not fit"
     for solver in PEERS[name](time_limit_s):
         try:
             found = solver.solve(graph, budget_bytes=budget_bytes)
-        except SolverError as error:  # the graph is outside the method's class, or its model too large
+        # the graph is outside the method's class, or its model too large
+        except SolverError as error:
             reason = " ".join(str(error).split())
             continue
         if found.is_solved and (best is None or found.cost_s < best.cost_s):

@@ -2,15 +2,15 @@
 
     python -m experiments.predicted_vs_measured [MODEL ...]
 
-For each model at 100 %, 70 % and the least budget: the simulated peak, the allocator's true peak of a
-whole step in which the caller holds the model's output, and whether loss, gradients, buffers and the
-random stream are those of plain PyTorch to the bit, with dropout on. At 100 % also the peak and the
-time of a step over plain PyTorch's (median of pairs that take turns). Writes
-`experiments/results/predicted_vs_measured.json` and prints the table that stands in the README. Models
-named on the command line are measured again; the others keep their results.
+For each model at 100 %, 70 % and the least budget: the simulated peak, the allocator's true peak of
+a whole step in which the caller holds the model's output, and whether loss, gradients, buffers and
+the random stream are those of plain PyTorch to the bit, with dropout on. At 100 % also the peak and
+the time of a step over plain PyTorch's (median of pairs that take turns). Writes
+`experiments/results/predicted_vs_measured.json` and prints the table that stands in the README.
+Models named on the command line are measured again; the others keep their results.
 
-Known difference: a constant that the step makes out of a Python number is predicted and not part of the
-module (T5, 8 bytes).
+Known difference: a constant that the step makes out of a Python number is predicted and not part of
+the module (T5, 8 bytes).
 """
 
 from __future__ import annotations
@@ -83,8 +83,13 @@ def main(names: list[str]) -> None:
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         results[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({known: results[known] for known in MODELS if known in results}, indent=1) + "\n")
-    print(table([Row(**row) for name in MODELS if name in results for row in results[name]["rows"]]))
+        RESULTS.write_text(
+            json.dumps({known: results[known] for known in MODELS if known in results}, indent=1)
+            + "\n"
+        )
+    print(
+        table([Row(**row) for name in MODELS if name in results for row in results[name]["rows"]])
+    )
 
 
 def measure_model(name: str) -> list[Row]:
@@ -93,7 +98,11 @@ def measure_model(name: str) -> list[Row]:
     workload = make(name, seed=SEED)
     graph = remat.trace(workload.model, kwargs=workload.kwargs)
     rows = []
-    for label, budget in (("100%", "100%"), ("70%", "70%"), ("least", least_bytes(graph, time_limit_s=_TIME_LIMIT_S))):
+    for label, budget in (
+        ("100%", "100%"),
+        ("70%", "70%"),
+        ("least", least_bytes(graph, time_limit_s=_TIME_LIMIT_S)),
+    ):
         rows.append(_measure(name, label, remat.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -136,7 +145,17 @@ def _step_s(workload: Workload) -> float:
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as a table in Markdown."""
-    titles = ["model", "budget", "predicted peak", "measured peak", "difference", "of plain's", "bitwise equal", "overhead", "step time"]
+    titles = [
+        "model",
+        "budget",
+        "predicted peak",
+        "measured peak",
+        "difference",
+        "of plain's",
+        "bitwise equal",
+        "overhead",
+        "step time",
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---:|---:|---:|---|---:|---:|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     return "\n".join(lines)

@@ -1,9 +1,12 @@
-"""Training steps of real size as graphs: bf16, roofline costs of an H100, no memory taken for weights.
+"""Training steps of real size as graphs.
+
+Bf16, roofline costs of an H100, no memory taken for weights.
 
     python -m experiments.real_graphs FOLDER [NAME ...]     saves FOLDER/NAME.json
 
-Built and traced under fake tensors on the CPU, so that a machine of 24 GiB traces a model of 7 billion parameters. What is
-traced is what the CPU would run: attention and layout of convolutions differ in detail from a GPU's kernels.
+Built and traced under fake tensors on the CPU, so that a machine of 24 GiB traces a model of 7
+billion parameters. What is traced is what the CPU would run: attention and layout of convolutions
+differ in detail from a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ def gpt2(num_layers: int, width: int, heads: int, batch: int) -> Step:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = _tokens(batch, 1024)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=width, n_head=heads, use_cache=False))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=num_layers, n_embd=width, n_head=heads, use_cache=False)
+    )
     return model, {"input_ids": ids, "labels": ids}
 
 
@@ -44,7 +49,10 @@ def llama(num_layers: int, batch: int = 1, length: int = 2048) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ids = _tokens(batch, length)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False)), {"input_ids": ids, "labels": ids}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False)), {
+        "input_ids": ids,
+        "labels": ids,
+    }
 
 
 def bert_large() -> Step:
@@ -52,7 +60,9 @@ def bert_large() -> Step:
     from transformers import BertConfig, BertForMaskedLM
 
     ids = _tokens(16, 512)
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    config = BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
     return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
 
@@ -60,16 +70,23 @@ def t5_large() -> Step:
     """T5 large (Raffel et al., 2019), 512 tokens in and out."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, use_cache=False)
+    config = T5Config(
+        d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, use_cache=False
+    )
     config.decoder_start_token_id = 0
-    return T5ForConditionalGeneration(config), {"input_ids": _tokens(8, 512), "labels": _tokens(8, 512)}
+    return T5ForConditionalGeneration(config), {
+        "input_ids": _tokens(8, 512),
+        "labels": _tokens(8, 512),
+    }
 
 
 def vit_large() -> Step:
     """ViT-L/16 (Dosovitskiy et al., 2020), 224 pixels."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    config = ViTConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
     return ViTForImageClassification(config), _images(64)
 
 
@@ -88,7 +105,10 @@ def mobilenet_v2() -> Step:
 
 
 def mixtral(num_layers: int) -> Step:
-    """Mixtral 8x7B (Jiang et al., 2024) in its width with fewer layers: eight experts, two a token."""
+    """Mixtral 8x7B (Jiang et al., 2024) in its width with fewer layers.
+
+    Eight experts, two a token.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     ids = _tokens(2, 2048)
@@ -98,12 +118,18 @@ def mixtral(num_layers: int) -> Step:
 
 def densenet121() -> Step:
     """DenseNet-121, 224 pixels."""
-    return DenseNet(), {"images": torch.zeros(64, 3, 224, 224), "labels": torch.zeros(64, dtype=torch.long)}
+    return DenseNet(), {
+        "images": torch.zeros(64, 3, 224, 224),
+        "labels": torch.zeros(64, dtype=torch.long),
+    }
 
 
 def unet() -> Step:
     """U-Net, 512 pixels."""
-    return UNet(), {"images": torch.zeros(4, 3, 512, 512), "labels": torch.zeros(4, 512, 512, dtype=torch.long)}
+    return UNet(), {
+        "images": torch.zeros(4, 3, 512, 512),
+        "labels": torch.zeros(4, 512, 512, dtype=torch.long),
+    }
 
 
 def lstm(num_tokens: int) -> Step:
@@ -112,7 +138,10 @@ def lstm(num_tokens: int) -> Step:
 
 
 def _images(batch: int, pixels: int = 224) -> dict[str, Any]:
-    return {"pixel_values": torch.zeros(batch, 3, pixels, pixels), "labels": torch.zeros(batch, dtype=torch.long)}
+    return {
+        "pixel_values": torch.zeros(batch, 3, pixels, pixels),
+        "labels": torch.zeros(batch, dtype=torch.long),
+    }
 
 
 STEPS: dict[str, Callable[[], Step]] = {
@@ -134,10 +163,12 @@ STEPS: dict[str, Callable[[], Step]] = {
     "gpt2_200": lambda: gpt2(200, 768, 12, 8),
 }
 BENCHMARKED = tuple(name for name in STEPS if name not in ("gpt2_100", "gpt2_200"))
-DEEP = ("gpt2_12", "gpt2_24", "gpt2_48", "gpt2_100", "gpt2_200")  # one architecture from small to large
+# one architecture from small to large
+DEEP = ("gpt2_12", "gpt2_24", "gpt2_48", "gpt2_100", "gpt2_200")
 
 
-_READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")  # while it is built, which fake tensors can't; small enough to be real
+# while it is built, which fake tensors can't; small enough to be real
+_READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")
 
 
 @contextmanager
@@ -175,7 +206,10 @@ def main() -> None:
         start = time.perf_counter()
         graph = graph_of(name)
         graph.save(folder / f"{name}.json")
-        print(f"{name}: {graph.num_operators:,} operators, {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"{name}: {graph.num_operators:,} operators, {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

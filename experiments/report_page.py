@@ -2,8 +2,9 @@
 
     python -m experiments.report_page [--keep FOLDER]
 
-Needs the extra `report` and a browser (`experiments/browser.py`). Writes `results/report_page.png`, the schedule alone as
-`results/report_page_schedule.png`, `results/report_page.json`, and into FOLDER the page itself.
+Needs the extra `report` and a browser (`experiments/browser.py`). Writes `results/report_page.png`,
+the schedule alone as `results/report_page_schedule.png`, `results/report_page.json`, and into
+FOLDER the page itself.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from remat.look.report import Report
 
 SEED = 0
 BUDGET = "60%"
-_DRAWN = "window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle ? JSON.stringify(document.body.scrollHeight) : ''"
+_DRAWN = (
+    "window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle ? "
+    "JSON.stringify(document.body.scrollHeight) : ''"
+)
 
 
 def main() -> None:
     """Plans, writes the page, opens it and takes its picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keep", type=Path, default=None, help="folder for the page")
     keep = parser.parse_args().keep
     torch.manual_seed(SEED)
@@ -39,11 +45,26 @@ def main() -> None:
         page = (keep or Path(folder)) / "report.html"
         Report(graph, solution).save(page, curve=curve, title="GPT of the demo")
         seen = look(page, _DRAWN, RESULTS / "report_page.png", width=1280, height=1565)
-        numbers = {"page_bytes": page.stat().st_size, "height": seen.value, "errors": seen.errors, "requests": seen.requests}
+        numbers = {
+            "page_bytes": page.stat().st_size,
+            "height": seen.value,
+            "errors": seen.errors,
+            "requests": seen.requests,
+        }
     assert solution.schedule is not None
-    picture = plot_schedule(graph, solution.schedule, budget_bytes=solution.budget_bytes, title=f"The demo's GPT at {BUDGET}")
+    picture = plot_schedule(
+        graph,
+        solution.schedule,
+        budget_bytes=solution.budget_bytes,
+        title=f"The demo's GPT at {BUDGET}",
+    )
     save(picture, RESULTS / "report_page_schedule.png")
-    plan = {"budget_bytes": solution.budget_bytes, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "gap": solution.gap}
+    plan = {
+        "budget_bytes": solution.budget_bytes,
+        "peak_bytes": solution.peak_bytes,
+        "overhead": solution.overhead,
+        "gap": solution.gap,
+    }
     write("report_page", {**numbers, **plan}, seed=SEED)
     print(numbers)
 

@@ -1,16 +1,20 @@
-"""What reverse mode costs: backward over forward, rooflines, and model FLOP utilisation with recomputation.
+"""What reverse mode costs.
+
+Backward over forward, rooflines, and model FLOP utilisation with recomputation.
 
     python -m experiments.reverse_price [--time-limit S] [--redraw]
 
-*Price.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating derivatives", 2008) bounds
-function and gradient together by a small constant, at most five, times the function. Counted here for eight architectures,
-in FLOP and in seconds by an H100's roofline: gradient (forward and backward) over forward.
-*Roofline.* Each operator of a GPT-2 and of a ResNet-50 step in bf16: FLOP over bytes moved, and FLOP over its roofline time.
-*Utilisation.* Model FLOP over the step's roofline time and the device's peak (Chowdhery et al., 2022, appendix B: what is
-recomputed does not count): everything kept, block by block, and ours in the memory of the blocks.
+*Price.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating
+derivatives", 2008) bounds function and gradient together by a small constant, at most five, times
+the function. Counted here for eight architectures, in FLOP and in seconds by an H100's roofline:
+gradient (forward and backward) over forward. *Roofline.* Each operator of a GPT-2 and of a
+ResNet-50 step in bf16: FLOP over bytes moved, and FLOP over its roofline time. *Utilisation.* Model
+FLOP over the step's roofline time and the device's peak (Chowdhery et al., 2022, appendix B: what
+is recomputed does not count): everything kept, block by block, and ours in the memory of the
+blocks.
 
-All numbers are computed from shapes and the device's data sheet: they bound what a device can reach. Writes
-`results/reverse_price.json` and `.png`.
+All numbers are computed from shapes and the device's data sheet: they bound what a device can
+reach. Writes `results/reverse_price.json` and `.png`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,16 @@ import torch
 from torch import nn
 
 import remat
-from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
+from experiments.figures import (
+    arguments,
+    draw,
+    fake_tensors,
+    legend_below,
+    read,
+    table,
+    titled,
+    write,
+)
 from experiments.models import GPT, MODELS, make
 from remat.core.graph import Graph, Phase
 from remat.core.schedule import Schedule, simulate
@@ -61,10 +74,15 @@ def large_steps() -> dict[str, TracedStep]:
     with fake_tensors(torch.bfloat16):
         gpt = GPT(num_layers=12, width=768, num_heads=12, vocabulary=50257, dropout=0.0)
         ids = torch.zeros(8, 1024, dtype=torch.long)
-    steps = {"GPT-2 small, 8 x 1,024 tokens": trace_step(gpt.train(), kwargs={"ids": ids}, costs=COSTS)}
+    steps = {
+        "GPT-2 small, 8 x 1,024 tokens": trace_step(gpt.train(), kwargs={"ids": ids}, costs=COSTS)
+    }
     resnet: nn.Module = ResNetForImageClassification(ResNetConfig())
     resnet.to(torch.bfloat16)
-    images = {"pixel_values": torch.zeros(64, 3, 224, 224, dtype=torch.bfloat16), "labels": torch.zeros(64, dtype=torch.long)}
+    images = {
+        "pixel_values": torch.zeros(64, 3, 224, 224, dtype=torch.bfloat16),
+        "labels": torch.zeros(64, dtype=torch.long),
+    }
     steps["ResNet-50, 64 images"] = trace_step(resnet.train(), kwargs=images, costs=COSTS)
     return steps
 
@@ -76,7 +94,8 @@ def roofline(step: TracedStep) -> Iterator[dict[str, Any]]:
             continue
         call = Call.of(node)
         yield {
-            "operator": op.target, "phase": str(op.phase), "flop": flop_of(call), "bytes": bytes_moved(call), "seconds": op.cost_s,
+            "operator": op.target, "phase": str(op.phase), "flop": flop_of(call),
+            "bytes": bytes_moved(call), "seconds": op.cost_s,
             "is_product": is_contraction(call),
         }  # fmt: skip
 
@@ -84,7 +103,9 @@ def roofline(step: TracedStep) -> Iterator[dict[str, Any]]:
 def blocks_plan(graph: Graph) -> Solution:
     """Returns the leanest schedule of one segment a block."""
     most, solver = simulate(graph, Schedule.keep_all(graph)).peak_bytes, make_solver("per-block")
-    answers = (solver.solve(graph, budget_bytes=most * percent // 100) for percent in range(5, 101, 3))
+    answers = (
+        solver.solve(graph, budget_bytes=most * percent // 100) for percent in range(5, 101, 3)
+    )
     return next(answer for answer in answers if answer.is_solved)
 
 
@@ -92,28 +113,48 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
     """Yields the utilisation of the peak of the device, by way of planning."""
     graph = step.graph
     model_flop = sum(row["flop"] for row in roofline(step))
-    keep_all = make_solver("keep-all").solve(graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    keep_all = make_solver("keep-all").solve(
+        graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    )
     blocks = blocks_plan(graph)
     ours = remat.solve(graph, blocks.peak_bytes, time_limit_s=time_limit_s)
-    for way, solution in (("everything kept", keep_all), ("block by block", blocks), ("ours, same memory", ours)):
+    for way, solution in (
+        ("everything kept", keep_all),
+        ("block by block", blocks),
+        ("ours, same memory", ours),
+    ):
         share = model_flop / (solution.cost_s * DEVICE.bf16)
-        yield {"model": name, "way": way, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "utilisation": share}
+        yield {
+            "model": name,
+            "way": way,
+            "peak_bytes": solution.peak_bytes,
+            "overhead": solution.overhead,
+            "utilisation": share,
+        }
 
 
 def points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Returns FLOP per byte and FLOP per second of the operators that compute, products apart from the rest; equal ones once."""
+    """Returns FLOP per byte and FLOP per second of the operators that compute, products apart from
+    the rest; equal ones once.
+    """
     found: dict[str, set[tuple[float, ...]]] = {"products, convolutions": set(), "the rest": set()}
     for row in rows:
         if row["flop"]:
             place = found["products, convolutions" if row["is_product"] else "the rest"]
-            place.add(tuple(float(f"{row['flop'] / row[over]:.4g}") for over in ("bytes", "seconds")))
+            place.add(
+                tuple(float(f"{row['flop'] / row[over]:.4g}") for over in ("bytes", "seconds"))
+            )
     return {kind: [list(point) for point in sorted(place)] for kind, place in found.items()}
 
 
 def picture(record: Mapping[str, Any]) -> None:
     """Draws the three parts."""
     prices, operators, shares = record["prices"], record["operators"], record["utilisation"]
-    figure = new_figure("What reverse mode costs, and where the time goes (computed for an H100)", width=14, height=5)
+    figure = new_figure(
+        "What reverse mode costs, and where the time goes (computed for an H100)",
+        width=14,
+        height=5,
+    )
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1.5, 1))
     _draw_prices(left, prices)
     _draw_roofline(middle, operators)
@@ -123,9 +164,13 @@ def picture(record: Mapping[str, Any]) -> None:
     names = list(operators)
     for place, (way, colour) in enumerate(zip(ways, (GREY, ORANGE, BLUE), strict=True)):
         heights = [100 * row["utilisation"] for row in shares if row["way"] == way]
-        bars = right.bar(np.arange(len(names)) + 0.27 * (place - 1), heights, 0.26, color=colour, label=way)
+        bars = right.bar(
+            np.arange(len(names)) + 0.27 * (place - 1), heights, 0.26, color=colour, label=way
+        )
         right.bar_label(bars, fmt="%.1f", fontsize=8)
-    right.set_xticks(np.arange(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
+    right.set_xticks(
+        np.arange(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8
+    )
     legend_below(figure, [left, middle, right], columns=5)
     draw("reverse_price", figure)
 
@@ -135,22 +180,45 @@ def _draw_prices(axes: Any, prices: list[dict[str, Any]]) -> None:
     titled(axes, "the price of a gradient")
     at = np.arange(len(prices))
     axes.barh(at - 0.2, [row["flop"] for row in prices], 0.38, color=BLUE, label="in FLOP")
-    axes.barh(at + 0.2, [row["seconds"] for row in prices], 0.38, color="#a5c8ec", label="in seconds, by roofline")
+    axes.barh(
+        at + 0.2,
+        [row["seconds"] for row in prices],
+        0.38,
+        color="#a5c8ec",
+        label="in seconds, by roofline",
+    )
     axes.axvline(FACTOR, color=INK, linestyle="--", linewidth=1.2, label="the theorem's factor, 5")
     axes.set_yticks(at, [row["model"] for row in prices])
     axes.invert_yaxis()
 
 
 def _draw_roofline(axes: Any, operators: Mapping[str, Mapping[str, list[list[float]]]]) -> None:
-    quiet(axes, x_label="arithmetic intensity (FLOP per byte moved)", y_label="attainable rate (TFLOP/s)", grid="both")
+    quiet(
+        axes,
+        x_label="arithmetic intensity (FLOP per byte moved)",
+        y_label="attainable rate (TFLOP/s)",
+        grid="both",
+    )
     titled(axes, "every operator of a step (below the roof: launches)")
     for (name, kinds), colour in zip(operators.items(), (BLUE, ORANGE), strict=True):
         for (kind, found), marker in zip(kinds.items(), "ox", strict=True):
             x, y = [intensity for intensity, _ in found], [rate / 1e12 for _, rate in found]
-            axes.plot(x, y, marker, color=colour, markersize=4, alpha=0.6, label=f"{name.split(',')[0]}: {kind}")
+            axes.plot(
+                x,
+                y,
+                marker,
+                color=colour,
+                markersize=4,
+                alpha=0.6,
+                label=f"{name.split(',')[0]}: {kind}",
+            )
     roof = np.logspace(-2, 4, 200)
     axes.plot(
-        roof, np.minimum(roof * DEVICE.bandwidth, DEVICE.bf16) / 1e12, color=INK, linewidth=1.2, label="roof: bandwidth, then bf16 peak"
+        roof,
+        np.minimum(roof * DEVICE.bandwidth, DEVICE.bf16) / 1e12,
+        color=INK,
+        linewidth=1.2,
+        label="roof: bandwidth, then bf16 peak",
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -163,7 +231,9 @@ def computed(time_limit_s: float) -> dict[str, Any]:
     return {
         "prices": [price(name) for name in MODELS],
         "totals": {name: _totals(rows) for name, rows in operators.items()},
-        "utilisation": [row for name, step in steps.items() for row in utilisation(name, step, time_limit_s)],
+        "utilisation": [
+            row for name, step in steps.items() for row in utilisation(name, step, time_limit_s)
+        ],
         "operators": {name: points(rows) for name, rows in operators.items()},
     }
 
@@ -171,28 +241,50 @@ def computed(time_limit_s: float) -> dict[str, Any]:
 def main() -> None:
     """Counts, prints, writes and draws."""
     parser = arguments(__doc__)
-    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)")
+    parser.add_argument(
+        "--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)"
+    )
     options = parser.parse_args()
     if not options.redraw:
-        write("reverse_price", {"device": DEVICE.name, "factor": FACTOR, **computed(options.time_limit)}, seed=SEED)
+        write(
+            "reverse_price",
+            {"device": DEVICE.name, "factor": FACTOR, **computed(options.time_limit)},
+            seed=SEED,
+        )
     record = read("reverse_price")
     picture(record)
     prices = record["prices"]
-    print(table([[r["model"], f"{r['flop']:.2f}", f"{r['seconds']:.2f}"] for r in prices], ["gradient over forward", "FLOP", "seconds"]))
+    print(
+        table(
+            [[r["model"], f"{r['flop']:.2f}", f"{r['seconds']:.2f}"] for r in prices],
+            ["gradient over forward", "FLOP", "seconds"],
+        )
+    )
     cells = [
-        [f"{r['model']}: {r['way']}", f"{100 * r['overhead']:.1f} %", f"{100 * r['utilisation']:.1f} %"] for r in record["utilisation"]
+        [
+            f"{r['model']}: {r['way']}",
+            f"{100 * r['overhead']:.1f} %",
+            f"{100 * r['utilisation']:.1f} %",
+        ]
+        for r in record["utilisation"]
     ]
     print(table(cells, ["", "more compute", "utilisation, at most"]))
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns how much of FLOP and of time is in products, and how much of the time is bound by memory."""
+    """Returns how much of FLOP and of time is in products, and how much of the time is bound by
+    memory.
+    """
     flop, seconds = sum(row["flop"] for row in rows), sum(row["seconds"] for row in rows)
     products = [row for row in rows if row["is_product"]]
-    by_memory = sum(row["seconds"] for row in rows if row["bytes"] / DEVICE.bandwidth > 0.5 * row["seconds"])
+    by_memory = sum(
+        row["seconds"] for row in rows if row["bytes"] / DEVICE.bandwidth > 0.5 * row["seconds"]
+    )
     return {
-        "flop": flop, "seconds": seconds, "flop_in_products": sum(row["flop"] for row in products) / flop,
-        "seconds_in_products": sum(row["seconds"] for row in products) / seconds, "seconds_bound_by_memory": by_memory / seconds,
+        "flop": flop, "seconds": seconds,
+        "flop_in_products": sum(row["flop"] for row in products) / flop,
+        "seconds_in_products": sum(row["seconds"] for row in products) / seconds,
+        "seconds_bound_by_memory": by_memory / seconds,
     }  # fmt: skip
 
 

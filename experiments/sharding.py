@@ -1,24 +1,32 @@
-"""Mixed precision and sharding: what a rank holds in a training step, by category, with and without rematerialization.
+"""Mixed precision and sharding.
+
+What a rank holds in a training step, by category, with and without rematerialization.
 
     python -m experiments.sharding [--redraw]
 
-A GPT-2 medium (24 layers, width 1,024, 8 x 1,024 tokens a rank, fused attention) with AdamW, computed from traces:
+A GPT-2 medium (24 layers, width 1,024, 8 x 1,024 tokens a rank, fused attention) with AdamW,
+computed from traces:
 
 - *fp32*: parameters, gradients and two moments of 4 bytes;
-- *bf16-mixed*: the same master copies; activations as `torch.autocast` makes them, with its casts of the weights;
-- *FSDP* over N ranks: parameters, gradients and moments are N-th parts; one block and the head are gathered in full while they are used.
+- *bf16-mixed*: the same master copies; activations as `torch.autocast` makes them, with its casts
+  of the weights;
+- *FSDP* over N ranks: parameters, gradients and moments are N-th parts; one block and the head are
+  gathered in full while they are used.
 
-Activations (what the step holds beyond parameters, inputs and returned gradients, at its peak) are no part of what is sharded: beyond
-some ranks they are all that is left, and that is where a plan (the least that `remat.minimum` finds, its extra compute beside it) helps.
+Activations (what the step holds beyond parameters, inputs and returned gradients, at its peak) are
+no part of what is sharded: beyond some ranks they are all that is left, and that is where a plan
+(the least that `remat.minimum` finds, its extra compute beside it) helps.
 
-Bars add each category's own peak, an upper bound on the peak of their sum. The least plans of both precisions hold about the same: the
-loss in float32 over a vocabulary of 50,257 is what neither can drop.
+Bars add each category's own peak, an upper bound on the peak of their sum. The least plans of both
+precisions hold about the same: the loss in float32 over a vocabulary of 50,257 is what neither can
+drop.
 
-Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU), fp32 and bf16-mixed (FSDP's
-mixed precision policy). Bytes of the shards of parameters, gradients and moments after a step against the computed N-th parts (shards
-are cut along the first dimension, so that parts are equal where it divides by N); and what a step holds at its peak beyond those
-shards, plain and planned to 60 % of what its blocks need where they keep everything. Writes `results/sharding.json`
-and `.png`.
+Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU),
+fp32 and bf16-mixed (FSDP's mixed precision policy). Bytes of the shards of parameters, gradients
+and moments after a step against the computed N-th parts (shards are cut along the first dimension,
+so that parts are equal where it divides by N); and what a step holds at its peak beyond those
+shards, plain and planned to 60 % of what its blocks need where they keep everything. Writes
+`results/sharding.json` and `.png`.
 """
 
 from __future__ import annotations
@@ -46,7 +54,13 @@ from remat.look.plot_style import BLUE, GREEN, GREY, LINES, ORANGE, new_figure, 
 from remat.solvers.auto.minimum import minimum
 
 SEED = 0
-SHAPE: dict[str, Any] = {"num_layers": 24, "width": 1024, "num_heads": 16, "vocabulary": 50257, "dropout": 0.0}
+SHAPE: dict[str, Any] = {
+    "num_layers": 24,
+    "width": 1024,
+    "num_heads": 16,
+    "vocabulary": 50257,
+    "dropout": 0.0,
+}
 BATCH, TOKENS = 8, 1024
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
 MEASURED_RANKS = (1, 2, 4)
@@ -76,20 +90,32 @@ def traced(*, is_mixed: bool) -> Graph:
     with fake_tensors():
         model: nn.Module = GPT(**SHAPE)
         assert isinstance(model, GPT)
-        model.blocks = nn.Sequential(*(FusedBlock(SHAPE["width"], SHAPE["num_heads"], 0.0) for _ in range(SHAPE["num_layers"])))
+        model.blocks = nn.Sequential(
+            *(
+                FusedBlock(SHAPE["width"], SHAPE["num_heads"], 0.0)
+                for _ in range(SHAPE["num_layers"])
+            )
+        )
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         model = Autocast(model) if is_mixed else model
     return remat.trace(model.train(), (ids,), costs=COSTS)
 
 
 def activation_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Returns what the step holds at its peak beyond parameters, buffers, inputs and returned gradients."""
+    """Returns what the step holds at its peak beyond parameters, buffers, inputs and returned
+    gradients.
+    """
     parts = Composition.of(graph, schedule)
-    return max(sum(size for category, size in parts.at(step).items() if category not in _HELD) for step in range(len(schedule.steps)))
+    return max(
+        sum(size for category, size in parts.at(step).items() if category not in _HELD)
+        for step in range(len(schedule.steps))
+    )
 
 
 def parameter_counts() -> tuple[int, int]:
-    """Returns the parameters of the medium GPT, and those of the largest piece that FSDP gathers: a block or the tied head."""
+    """Returns the parameters of the medium GPT, and those of the largest piece that FSDP gathers: a
+    block or the tied head.
+    """
     with fake_tensors():
         model = GPT(**SHAPE)
     block = sum(p.numel() for p in model.blocks[0].parameters())
@@ -102,13 +128,21 @@ def computed() -> Iterator[dict[str, Any]]:
     for precision, is_mixed in (("fp32", False), ("bf16-mixed", True)):
         graph = traced(is_mixed=is_mixed)
         least = Schedule.from_steps(graph, minimum(graph, time_limit_s=30.0).steps)
-        for plan, schedule in (("everything kept", Schedule.keep_all(graph)), ("remat, least", least)):
+        for plan, schedule in (
+            ("everything kept", Schedule.keep_all(graph)),
+            ("remat, least", least),
+        ):
             activations = activation_bytes(graph, schedule)
             overhead = remat.simulate(graph, schedule).cost_s / graph.cost_s - 1
             for ranks in RANKS:
                 one = 4 * count // ranks
                 unit = 0 if ranks == 1 else gathered * (2 if is_mixed else 4)
-                held = {"parameters": one + unit, "gradients": one, "optimizer": 2 * one, "activations": activations}
+                held = {
+                    "parameters": one + unit,
+                    "gradients": one,
+                    "optimizer": 2 * one,
+                    "activations": activations,
+                }
                 yield {
                     "precision": precision,
                     "plan": plan,
@@ -132,7 +166,9 @@ def _sharded(*, is_mixed: bool, is_planned: bool) -> nn.Module:
     model = _small()
     if is_planned:
         remat.checkpoint(model, SHARE, blocks=model.blocks, costs="flops", time_limit_s=10.0)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -154,7 +190,9 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
         part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return int(part.numel() * part.element_size())
 
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     held = {
         "parameters": sum(map(local, model.parameters())),
         "gradients": sum(local(p.grad) for p in model.parameters() if p.grad is not None),
@@ -163,18 +201,32 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"measured": held}
     if is_planned:
         report = remat.report(model)
-        found |= {"predicted_peak_bytes": report.solution.peak_bytes, "measured_peak_bytes": report.measured_peak_bytes}
+        found |= {
+            "predicted_peak_bytes": report.solution.peak_bytes,
+            "measured_peak_bytes": report.measured_peak_bytes,
+        }
         found |= {"overhead": report.solution.overhead, "unplanned_bytes": report.unplanned_bytes}
     optimizer.zero_grad()
-    return found | {"step_bytes": remat.measure(lambda: model(ids=ids).backward(), device="cpu").peak_bytes}
+    return found | {
+        "step_bytes": remat.measure(lambda: model(ids=ids).backward(), device="cpu").peak_bytes
+    }
 
 
 def _rank(rank: int, ranks: int, folder: str) -> None:
-    """One process: trains in both precisions, plain and planned; the first one writes what it found."""
+    """One process: trains in both precisions, plain and planned.
+
+    The first one writes what it found.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     found = [
-        {"precision": precision, "plan": plan, **_trained(is_mixed=precision != "fp32", is_planned=plan != "everything kept")}
+        {
+            "precision": precision,
+            "plan": plan,
+            **_trained(is_mixed=precision != "fp32", is_planned=plan != "everything kept"),
+        }
         for precision in ("fp32", "bf16-mixed")
         for plan in ("everything kept", f"remat, {SHARE}")
     ]
@@ -185,21 +237,34 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    """Yields what rank 0 holds after a step and at most during one, beside the computed N-th parts."""
+    """Yields what rank 0 holds after a step and at most during one, beside the computed N-th
+    parts.
+    """
     count = sum(p.numel() for p in _small().parameters())
     for ranks in MEASURED_RANKS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, args=(ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
             found = torch.load(os.path.join(folder, "found.pt"))
-        expected = {"parameters": 4 * count // ranks, "gradients": 4 * count // ranks, "optimizer": 8 * count // ranks}
+        expected = {
+            "parameters": 4 * count // ranks,
+            "gradients": 4 * count // ranks,
+            "optimizer": 8 * count // ranks,
+        }
         for row in found:
             print(ranks, row, flush=True)
             yield {"ranks": ranks, "computed": expected, **row}
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws bytes a rank against ranks, a panel for each precision and plan, and what was measured."""
-    figure = new_figure("What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens a rank (computed); right: measured", width=17, height=4.8)
+    """Draws bytes a rank against ranks, a panel for each precision and plan, and what was
+    measured.
+    """
+    figure = new_figure(
+        "What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens a rank (computed); right: "
+        "measured",
+        width=17,
+        height=4.8,
+    )
     rows = record["rows"]
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
     grid = figure.add_gridspec(1, len(cases) + 1, width_ratios=(*[1] * len(cases), 1.15))
@@ -207,7 +272,9 @@ def picture(record: Mapping[str, Any]) -> None:
     panels = [first, *(figure.add_subplot(grid[0, i], sharey=first) for i in range(1, len(cases)))]
     for axes, (precision, plan) in zip(panels, cases, strict=True):
         mine = [row for row in rows if (row["precision"], row["plan"]) == (precision, plan)]
-        quiet(axes, x_label="FSDP ranks", y_label="memory a rank (GiB)" if axes is panels[0] else "")
+        quiet(
+            axes, x_label="FSDP ranks", y_label="memory a rank (GiB)" if axes is panels[0] else ""
+        )
         more = f", +{100 * mine[0]['overhead']:.0f} % compute" if mine[0]["overhead"] > 1e-9 else ""
         axes.set_title(f"{precision}: {plan}{more}", fontsize=9.5, loc="left")
         below = np.zeros(len(mine))
@@ -223,12 +290,26 @@ def picture(record: Mapping[str, Any]) -> None:
 
 
 def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
-    quiet(axes, x_label="FSDP ranks (local processes)", y_label="peak of a step beyond its state (MiB)")
+    quiet(
+        axes,
+        x_label="FSDP ranks (local processes)",
+        y_label="peak of a step beyond its state (MiB)",
+    )
     axes.set_title("GPT of 4 layers, width 128: measured", fontsize=9.5, loc="left")
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
-    for place, (case, colour) in enumerate(zip(cases, (GREY, LINES[5], "#b9c1c9", "#8fd0d1"), strict=True)):
-        heights = [row["step_bytes"] / 2**20 for row in rows if (row["precision"], row["plan"]) == case]
-        bars = axes.bar(np.arange(len(heights)) + 0.21 * (place - 1.5), heights, 0.2, color=colour, label=", ".join(case))
+    for place, (case, colour) in enumerate(
+        zip(cases, (GREY, LINES[5], "#b9c1c9", "#8fd0d1"), strict=True)
+    ):
+        heights = [
+            row["step_bytes"] / 2**20 for row in rows if (row["precision"], row["plan"]) == case
+        ]
+        bars = axes.bar(
+            np.arange(len(heights)) + 0.21 * (place - 1.5),
+            heights,
+            0.2,
+            color=colour,
+            label=", ".join(case),
+        )
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5)
     axes.set_xticks(range(len(MEASURED_RANKS)), [str(ranks) for ranks in MEASURED_RANKS])
 

@@ -1,4 +1,6 @@
-"""What PyTorch offers and what `remat` does, on the same training steps: measured peak against measured step time.
+"""What PyTorch offers and what `remat` does, on the same training steps.
+
+Measured peak against measured step time.
 
     python -m experiments.side_by_side [--pairs N] [--resume] [--redraw]
 
@@ -6,19 +8,23 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 
 - plain PyTorch;
 - `torch.utils.checkpoint` around every block;
-- the same with selective checkpointing: products and convolutions are saved, the rest is computed again;
-- `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers replaced by PyTorch's so that masks
-  can be compared);
-- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through Inductor, where these can be met:
-  fused kernels hold memory that is not planned, and a plan that was measured above its budget is made again with as much reserved.
+- the same with selective checkpointing: products and convolutions are saved, the rest is computed
+  again;
+- `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers
+  replaced by PyTorch's so that masks can be compared);
+- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through
+  Inductor, where these can be met: fused kernels hold memory that is not planned, and a plan that
+  was measured above its budget is made again with as much reserved.
 
-Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and backward over the plain
-step's, medians of pairs that take turns. Gradients of one step from the same seed are compared with plain's: equal to the bit,
-close, or wrong; wrong ones are crossed out in the picture. Close is what is no further off than twice Inductor's own rounding,
-which is what it is off at 1, where it computes nothing again: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on the ResNet, whose
-untrained batch norms make so much of it, at every budget alike. rockmate 2.0.0 can't be run beside them: its
-dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it imports. Every row is written as it is measured; with `--resume` rows
-that are there are kept. Writes `results/side_by_side.json` and `.png`.
+Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and
+backward over the plain step's, medians of pairs that take turns. Gradients of one step from the
+same seed are compared with plain's: equal to the bit, close, or wrong; wrong ones are crossed out
+in the picture. Close is what is no further off than twice Inductor's own rounding, which is what it
+is off at 1, where it computes nothing again: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on
+the ResNet, whose untrained batch norms make so much of it, at every budget alike. rockmate 2.0.0
+can't be run beside them: its dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it
+imports. Every row is written as it is measured; with `--resume` rows that are there are kept.
+Writes `results/side_by_side.json` and `.png`.
 """
 
 from __future__ import annotations
@@ -33,11 +39,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import remat
 from experiments.comparison import peak_bytes, state_after_step
-from experiments.figures import arguments, draw, label_marks, legend_below, read, table, titled, write
+from experiments.figures import (
+    arguments,
+    draw,
+    label_marks,
+    legend_below,
+    read,
+    table,
+    titled,
+    write,
+)
 from experiments.models import GPT, Workload
 from remat.core.budget import parse_budget
 from remat.core.schedule import Schedule
@@ -50,7 +69,8 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 TIME_LIMIT_S = 10.0
 INDUCTOR = "Inductor, activation_memory_budget"
 _PRODUCTS = {
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
 }  # fmt: skip
 Make = Callable[[Workload], Workload]
 
@@ -64,9 +84,13 @@ def resnet() -> Workload:
     """ResNet-18's blocks, half as wide, 16 images of 96 x 96."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=32, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], layer_type="basic")
+    config = ResNetConfig(
+        embedding_size=32, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], layer_type="basic"
+    )
     model = ResNetForImageClassification(config).train()
-    return Workload(model, {"pixel_values": torch.randn(16, 3, 96, 96), "labels": torch.arange(16) % 2})
+    return Workload(
+        model, {"pixel_values": torch.randn(16, 3, 96, 96), "labels": torch.arange(16) % 2}
+    )
 
 
 MODELS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "ResNet-18": resnet}
@@ -90,9 +114,15 @@ def selective(workload: Workload) -> Workload:
     """The same, with products and convolutions saved."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operator in _PRODUCTS
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
-    return checkpointed(workload, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    return checkpointed(
+        workload, context_fn=functools.partial(create_selective_checkpoint_contexts, policy)
+    )
 
 
 def compiled(workload: Workload, share: float) -> Workload:
@@ -106,7 +136,10 @@ def compiled(workload: Workload, share: float) -> Workload:
 def planned(workload: Workload, budget: int | str, executor: str = "eager") -> Workload:
     """Plans with remat."""
     torch._functorch.config.activation_memory_budget = 1.0
-    return Workload(remat.checkpoint(workload.model, budget, time_limit_s=TIME_LIMIT_S, executor=executor), workload.kwargs)
+    return Workload(
+        remat.checkpoint(workload.model, budget, time_limit_s=TIME_LIMIT_S, executor=executor),
+        workload.kwargs,
+    )
 
 
 def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
@@ -117,12 +150,23 @@ def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
     for share in SHARES:
         yield INDUCTOR, f"{share:g}", functools.partial(compiled, share=share)
     graph = remat.trace(workload.model, kwargs=dict(workload.kwargs), costs="profile")
-    least, most = remat.minimum(graph).peak_bytes, remat.simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    least, most = (
+        remat.minimum(graph).peak_bytes,
+        remat.simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+    )
     for budget in BUDGETS:
         if budget == "least" or parse_budget(budget, keep_all_bytes=most) > least:
-            yield "remat", budget, functools.partial(planned, budget=least if budget == "least" else budget)
+            yield (
+                "remat",
+                budget,
+                functools.partial(planned, budget=least if budget == "least" else budget),
+            )
     for budget in INDUCTOR_BUDGETS:
-        yield "remat, run by Inductor", budget, functools.partial(planned, budget=budget, executor="inductor")
+        yield (
+            "remat, run by Inductor",
+            budget,
+            functools.partial(planned, budget=budget, executor="inductor"),
+        )
 
 
 def difference(found: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
@@ -133,11 +177,21 @@ def difference(found: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with a word on their gradients: equal, close or wrong."""
-    rounding = {row["model"]: row["gradient_difference"] for row in rows if (row["family"], row["label"]) == (INDUCTOR, "1")}
+    rounding = {
+        row["model"]: row["gradient_difference"]
+        for row in rows
+        if (row["family"], row["label"]) == (INDUCTOR, "1")
+    }
 
     def verdict(row: Mapping[str, Any]) -> str:
         off = row["gradient_difference"]
-        return "equal" if off == 0 else "close" if off <= 2 * rounding.get(row["model"], 0.0) else "wrong"
+        return (
+            "equal"
+            if off == 0
+            else "close"
+            if off <= 2 * rounding.get(row["model"], 0.0)
+            else "wrong"
+        )
 
     return [dict(row) if "refused" in row else {**row, "gradients": verdict(row)} for row in rows]
 
@@ -159,10 +213,14 @@ def paces(workload: Workload, plain: Workload, pairs: int) -> tuple[float, float
             one.step()
             pair.append(time.process_time() - start)
         times.append(pair)
-    return statistics.median(t for t, _ in times), statistics.median(mine / theirs for mine, theirs in times)
+    return statistics.median(t for t, _ in times), statistics.median(
+        mine / theirs for mine, theirs in times
+    )
 
 
-def measured(name: str, pairs: int, known: Container[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
+def measured(
+    name: str, pairs: int, known: Container[tuple[str, str, str]]
+) -> Iterator[dict[str, Any]]:
     """Yields one row for each way of training one model that is not known yet."""
     torch.manual_seed(SEED)
     original = MODELS[name]()
@@ -181,10 +239,21 @@ def measured(name: str, pairs: int, known: Container[tuple[str, str, str]]) -> I
             continue
         off = difference(gradients(workload), truth)
         step_s, ratio = paces(workload, plain, pairs)
-        row = {"model": name, "family": family, "label": label, "peak_bytes": peak_bytes(workload), "step_s": step_s, "ratio": ratio}
+        row = {
+            "model": name,
+            "family": family,
+            "label": label,
+            "peak_bytes": peak_bytes(workload),
+            "step_s": step_s,
+            "ratio": ratio,
+        }
         if family.startswith("remat"):
             solution = remat.report(workload.model).solution
-            row |= {"predicted_peak_bytes": solution.peak_bytes, "predicted_overhead": solution.overhead, "gap": solution.gap}
+            row |= {
+                "predicted_peak_bytes": solution.peak_bytes,
+                "predicted_overhead": solution.overhead,
+                "gap": solution.gap,
+            }
         yield row | {"gradient_difference": off}
     torch._functorch.config.activation_memory_budget = 1.0
 
@@ -202,23 +271,46 @@ _COLOURS = {
 def picture(record: Mapping[str, Any]) -> None:
     """Draws step time against peak, a panel a model."""
     rows = [row for row in record["rows"] if "refused" not in row]
-    figure = new_figure("The same training step by several ways (CPU, one thread)", width=12, height=5.2)
+    figure = new_figure(
+        "The same training step by several ways (CPU, one thread)", width=12, height=5.2
+    )
     panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
     for axes, name in zip(panels, MODELS, strict=True):
-        quiet(axes, x_label="measured peak of the step (MiB)", y_label="measured CPU time over the plain step's", grid="both")
+        quiet(
+            axes,
+            x_label="measured peak of the step (MiB)",
+            y_label="measured CPU time over the plain step's",
+            grid="both",
+        )
         titled(axes, name)
         mine = [row for row in rows if row["model"] == name]
         for family, colour in _COLOURS.items():
-            group = [row for row in mine if row["family"] == family]  # in the order of their budgets
+            # in the order of their budgets
+            group = [row for row in mine if row["family"] == family]
             x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
-            axes.plot(x, y, "o-" if len(group) > 1 else "o", color=colour, markersize=7, linewidth=1.2, label=family)
+            axes.plot(
+                x,
+                y,
+                "o-" if len(group) > 1 else "o",
+                color=colour,
+                markersize=7,
+                linewidth=1.2,
+                label=family,
+            )
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(
-            [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x", color=RED, markersize=13,
+            [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x",
+            color=RED, markersize=13,
             markeredgewidth=2.2, linestyle="", label="wrong gradients",
         )  # fmt: skip
         axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in mine) / 2**20)
-        label_marks(axes, [(row["peak_bytes"] / 2**20, row["ratio"], row["label"], _COLOURS[row["family"]]) for row in mine])
+        label_marks(
+            axes,
+            [
+                (row["peak_bytes"] / 2**20, row["ratio"], row["label"], _COLOURS[row["family"]])
+                for row in mine
+            ],
+        )
     legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
 
@@ -238,7 +330,12 @@ def run(pairs: int, *, is_resumed: bool) -> None:
 def main() -> None:
     """Runs, prints and draws."""
     parser = arguments(__doc__)
-    parser.add_argument("--pairs", type=int, default=9, help="steps of each way, each beside a plain one (default: 9)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=9,
+        help="steps of each way, each beside a plain one (default: 9)",
+    )
     parser.add_argument("--resume", action="store_true", help="keep the rows of an interrupted run")
     options = parser.parse_args()
     if not options.redraw:
@@ -248,10 +345,14 @@ def main() -> None:
     cells = []
     for row in record["rows"]:
         if "refused" in row:
-            cells.append([f"{row['model']}: {row['family']}, {row['label']}", "can't be met", "", ""])
+            cells.append(
+                [f"{row['model']}: {row['family']}, {row['label']}", "can't be met", "", ""]
+            )
             continue
         peak, ratio = f"{row['peak_bytes'] / 2**20:.1f} MiB", f"{row['ratio']:.2f}"
-        cells.append([f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]])
+        cells.append(
+            [f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]]
+        )
     print(table(cells, ["", "measured peak", "time over plain", "gradients"]))
 
 

@@ -2,10 +2,13 @@
 
     python -m experiments.speed [--output FILE]
 
-1. `simulate` on random training graphs of 1,000 and 10,000 operators with a tenth computed twice: median time a call.
-2. One operator called through `torch.ops` and through torch's own binding: what `remat.run.bindings` saves.
-3. A whole step at 100 % against the plain step, alternating: the median of the pairs' ratios, from a tiny model to a
-   larger one. CPU time of one thread, which other programs on the machine disturb least.
+1. `simulate` on random training graphs of 1,000 and 10,000 operators with a tenth computed twice:
+   median time a call.
+2. One operator called through `torch.ops` and through torch's own binding: what
+   `remat.run.bindings` saves.
+3. A whole step at 100 % against the plain step, alternating: the median of the pairs' ratios, from
+   a tiny model to a larger one. CPU time of one thread, which other programs on the machine disturb
+   least.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ RESULTS = Path(__file__).parent / "results" / "speed.json"
 SEED = 0
 
 
-def median_s(fn: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.process_time) -> float:
+def median_s(
+    fn: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.process_time
+) -> float:
     """Returns the median time of a call."""
     times = []
     for _ in range(repeats):
@@ -51,7 +56,13 @@ def simulator() -> list[dict[str, float]]:
         steps = [*range(boundary), *range(0, boundary, 5), *range(boundary, graph.num_operators)]
         schedule = Schedule.from_steps(graph, steps)
         simulate(graph, schedule)  # fills the graph's arrays
-        rows.append({"operators": graph.num_operators, "steps": len(steps), "s": median_s(lambda g=graph, s=schedule: simulate(g, s), 15)})  # type: ignore[misc]
+        rows.append(
+            {
+                "operators": graph.num_operators,
+                "steps": len(steps),
+                "s": median_s(lambda g=graph, s=schedule: simulate(g, s), 15),  # type: ignore[misc]
+            }
+        )
     return rows
 
 
@@ -63,20 +74,31 @@ def bindings() -> list[dict[str, Any]]:
         ("add", aten.add.Tensor, torch.add, (a, b)),
         ("view", aten.view.default, torch.Tensor.view, (a, [4, 16])),
         ("transpose", aten.transpose.int, torch.transpose, (a, 0, 1)),
-        ("native_layer_norm", aten.native_layer_norm.default, torch.native_layer_norm, (a, [8], a[0], a[1], 1e-5)),
+        (
+            "native_layer_norm",
+            aten.native_layer_norm.default,
+            torch.native_layer_norm,
+            (a, [8], a[0], a[1], 1e-5),
+        ),
     ]
     rows = []
     with torch.no_grad():
         for name, op, binding, args in cases:
             times = {}
             for way, call in (("operator_us", op), ("binding_us", binding)):
-                times[way] = 1e6 / 2000 * median_s(lambda call=call, args=args: [call(*args) for _ in range(2000)], 7)  # type: ignore[misc]
+                times[way] = (
+                    1e6
+                    / 2000
+                    * median_s(lambda call=call, args=args: [call(*args) for _ in range(2000)], 7)  # type: ignore[misc]
+                )
             rows.append({"name": name, **times})
     return rows
 
 
 def step_ratios() -> list[dict[str, float]]:
-    """Returns the time of a step that keeps everything over the plain step's, by size of the model."""
+    """Returns the time of a step that keeps everything over the plain step's, by size of the
+    model.
+    """
     rows = []
     for num_layers, width, batch, tokens in ((2, 32, 1, 16), (6, 128, 4, 128), (6, 256, 4, 256)):
         torch.manual_seed(SEED)
@@ -95,13 +117,22 @@ def step_ratios() -> list[dict[str, float]]:
             if step >= 3:
                 pairs.append(pair)
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        rows.append({"layers": num_layers, "width": width, "plain_s": statistics.median(p for _, p in pairs), "ratio": ratio})
+        rows.append(
+            {
+                "layers": num_layers,
+                "width": width,
+                "plain_s": statistics.median(p for _, p in pairs),
+                "ratio": ratio,
+            }
+        )
     return rows
 
 
 def main() -> None:
     """Runs everything on one thread, prints the rows and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     output = parser.parse_args().output
     torch.set_num_threads(1)
@@ -109,7 +140,13 @@ def main() -> None:
     for name, part in (("simulator", simulator), ("bindings", bindings), ("step", step_ratios)):
         record[name] = part()
         for row in record[name]:
-            print(name, {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+            print(
+                name,
+                {
+                    key: round(value, 6) if isinstance(value, float) else value
+                    for key, value in row.items()
+                },
+            )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,18 +1,24 @@
-"""Static memory planning: the values of a training step placed in one arena, and what in-place and sharing save.
+"""Static memory planning.
+
+The values of a training step placed in one arena, and what in-place and sharing save.
 
     python -m experiments.static_memory [--time-limit S] [--redraw]
 
-For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each where everything is kept and at 60 % of that:
+For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each where everything is
+kept and at 60 % of that:
 
 - *own memory*: each value has memory of its own for the whole step.
 - *in place alone*: an elementwise operator writes over an input that dies with it.
-- *shared alone*: memory is taken when a value is computed and given back after its last read (liveness counting).
-- *both*: this is what the simulator counts and the executor does; what is live at once is a lower bound on every arena.
-  In-place adds nothing to sharing where the peak is not at such an operator.
-- placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by size (Pisarchyk and Lee,
-  2020, arXiv:2001.03288); and of our search over orders (`remat.analysis.arena.search`); over the lower bound.
+- *shared alone*: memory is taken when a value is computed and given back after its last read
+  (liveness counting).
+- *both*: this is what the simulator counts and the executor does; what is live at once is a lower
+  bound on every arena. In-place adds nothing to sharing where the peak is not at such an operator.
+- placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by
+  size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and of our search over orders
+  (`remat.analysis.arena.search`); over the lower bound.
 
-Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json` and `.png`.
+Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json`
+and `.png`.
 """
 
 from __future__ import annotations
@@ -26,7 +32,16 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
+from experiments.figures import (
+    arguments,
+    draw,
+    fake_tensors,
+    legend_below,
+    read,
+    table,
+    titled,
+    write,
+)
 from experiments.models import GPT, resnet50
 from remat.analysis.arena import Blocks, greedy_by_size, in_time_order, search
 from remat.core.budget import format_bytes
@@ -39,7 +54,10 @@ BUDGET = "60%"
 
 
 class LSTM(nn.Module):
-    """A long short-term memory written out: one cell, a number of steps, the mean square of the last state as its loss."""
+    """A long short-term memory written out.
+
+    One cell, a number of steps, the mean square of the last state as its loss.
+    """
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -72,7 +90,9 @@ class MLP(nn.Module):
 
 def mlp_graph() -> Graph:
     """Twelve layers of width 512, 1,024 examples."""
-    return remat.trace(MLP(), kwargs={"x": torch.randn(1024, 512), "labels": torch.zeros(1024, dtype=torch.long)})
+    return remat.trace(
+        MLP(), kwargs={"x": torch.randn(1024, 512), "labels": torch.zeros(1024, dtype=torch.long)}
+    )
 
 
 def lstm_graph() -> Graph:
@@ -94,7 +114,12 @@ def gpt_graph() -> Graph:
     return remat.trace(model.train(), kwargs={"ids": ids})
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {"MLP": mlp_graph, "ResNet-50": resnet_graph, "LSTM, 32 steps": lstm_graph, "GPT-2": gpt_graph}
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "MLP": mlp_graph,
+    "ResNet-50": resnet_graph,
+    "LSTM, 32 steps": lstm_graph,
+    "GPT-2": gpt_graph,
+}
 
 
 def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, Any]:
@@ -116,25 +141,43 @@ def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, 
     }
 
 
-_KINDS = {"in place": ("in place alone", GREY), "shared": ("shared alone: freed after the last read", ORANGE), "both": ("both", BLUE)}
+_KINDS = {
+    "in place": ("in place alone", GREY),
+    "shared": ("shared alone: freed after the last read", ORANGE),
+    "both": ("both", BLUE),
+}
 
 
 def picture(record: Mapping[str, Any]) -> None:
     """Draws the savings, and the fragmentation beside them; a row a schedule."""
     rows = record["rows"]
-    figure = new_figure("One training step's values in memory: what sharing and working in place save", width=12, height=7.2)
+    figure = new_figure(
+        "One training step's values in memory: what sharing and working in place save",
+        width=12,
+        height=7.2,
+    )
     left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
     quiet(left, x_label="memory (% of each value having its own)", grid="x")
     titled(left, "what is held at once")
     for place, (kind, (label, colour)) in enumerate(_KINDS.items()):
-        bars = left.barh(at + 0.27 * (place - 1), [100 * row[kind] / row["own memory"] for row in rows], 0.25, color=colour, label=label)
+        bars = left.barh(
+            at + 0.27 * (place - 1),
+            [100 * row[kind] / row["own memory"] for row in rows],
+            0.25,
+            color=colour,
+            label=label,
+        )
         left.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
     quiet(right, x_label="arena over the lower bound (%), the most that is held at once", grid="x")
     titled(right, "fragmentation: the arena that offers every value a place")
-    for place, (kind, colour) in enumerate(zip(rows[0]["arenas"], (LINES[3], GREEN, LINES[5]), strict=True)):
+    for place, (kind, colour) in enumerate(
+        zip(rows[0]["arenas"], (LINES[3], GREEN, LINES[5]), strict=True)
+    ):
         heights = [100 * (row["arenas"][kind] / row["both"] - 1) for row in rows]
-        bars = right.barh(at + 0.27 * (place - 1), heights, 0.25, color=colour, label=f"arena: {kind}")
+        bars = right.barh(
+            at + 0.27 * (place - 1), heights, 0.25, color=colour, label=f"arena: {kind}"
+        )
         right.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
     left.set_yticks(at, [f"{row['model']}\n{row['schedule']}" for row in rows], fontsize=8.5)
     left.set_xlim(right=109)
@@ -149,14 +192,27 @@ def rows_of(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
     graph = GRAPHS[name]()
     solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
     assert solution.schedule is not None
-    for label, schedule in (("everything kept", Schedule.keep_all(graph)), (f"at {BUDGET}", solution.schedule)):
-        yield {"model": name, "schedule": label, "operators": graph.num_operators, **planned(graph, schedule, time_limit_s)}
+    for label, schedule in (
+        ("everything kept", Schedule.keep_all(graph)),
+        (f"at {BUDGET}", solution.schedule),
+    ):
+        yield {
+            "model": name,
+            "schedule": label,
+            "operators": graph.num_operators,
+            **planned(graph, schedule, time_limit_s),
+        }
 
 
 def main() -> None:
     """Traces, plans, prints, writes and draws."""
     parser = arguments(__doc__)
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each search and solve (default: 10)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=10.0,
+        help="seconds for each search and solve (default: 10)",
+    )
     options = parser.parse_args()
     if not options.redraw:
         found = [row for name in GRAPHS for row in rows_of(name, options.time_limit)]
@@ -172,7 +228,11 @@ def main() -> None:
         ]
         for row in rows
     ]
-    print(table(cells, ["", "own memory", *_KINDS, *(f"over it: {kind}" for kind in rows[0]["arenas"])]))
+    print(
+        table(
+            cells, ["", "own memory", *_KINDS, *(f"over it: {kind}" for kind in rows[0]["arenas"])]
+        )
+    )
 
 
 if __name__ == "__main__":

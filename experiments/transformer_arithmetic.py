@@ -1,22 +1,28 @@
-"""Transformer arithmetic: activation bytes by formula against traced ones, and what each way of checkpointing leaves.
+"""Transformer arithmetic.
+
+Activation bytes by formula against traced ones, and what each way of checkpointing leaves.
 
     python -m experiments.transformer_arithmetic [--time-limit S] [--redraw]
 
-*Numbers.* A rule of thumb counts 12 d T numbers a layer: queries, keys and values (3), what attention returns (1), the MLP's inner
-values before and after the GELU (4 + 4). Traced without dropout: 16, those and the inputs and outputs of the two norms; and T² for
-each head, the softmax; and T for each word of the vocabulary once, the log-softmax of the loss.
+*Numbers.* A rule of thumb counts 12 d T numbers a layer: queries, keys and values (3), what
+attention returns (1), the MLP's inner values before and after the GELU (4 + 4). Traced without
+dropout: 16, those and the inputs and outputs of the two norms; and T² for each head, the softmax;
+and T for each word of the vocabulary once, the log-softmax of the loss.
 
-*Terms.* For b sequences of T tokens, width d and h heads in 16 bit with dropout, Korthikanti et al. (2022,
-arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes a layer: everything that the backward of a pre-norm block
-with attention written out reads. Traced: what `remat.trace` finds kept for the backward where everything is kept, sorted
-by shape into values with T x T entries, with a vocabulary's, and the others, for several T; a layer is the difference of a
-model of three layers and one of two. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps each mask in the type
-of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d and 1 b h T² more; the rest are the statistics
-of the norms and the causal mask that the heads share. The loss keeps 2 b T V bytes for V words.
+*Terms.* For b sequences of T tokens, width d and h heads in 16 bit with dropout, Korthikanti et al.
+(2022, arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes a layer: everything that the
+backward of a pre-norm block with attention written out reads. Traced: what `remat.trace` finds kept
+for the backward where everything is kept, sorted by shape into values with T x T entries, with a
+vocabulary's, and the others, for several T; a layer is the difference of a model of three layers
+and one of two. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps each mask in the
+type of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d and 1 b h T²
+more; the rest are the statistics of the norms and the causal mask that the heads share. The loss
+keeps 2 b T V bytes for V words.
 
-*Ways.* GPT-2 medium's shapes (24 layers, width 1,024, 16 heads, 8 x 1,024 tokens, bf16, no dropout, roofline costs of an
-A100): everything kept; block inputs only, as `torch.utils.checkpoint` users write; everything but the T x T matrices
-("selective", ibid.); both again with fused attention, which never has them; and `auto` at the peaks of the others.
+*Ways.* GPT-2 medium's shapes (24 layers, width 1,024, 16 heads, 8 x 1,024 tokens, bf16, no dropout,
+roofline costs of an A100): everything kept; block inputs only, as `torch.utils.checkpoint` users
+write; everything but the T x T matrices ("selective", ibid.); both again with fused attention,
+which never has them; and `auto` at the peaks of the others.
 
 Writes `results/transformer_arithmetic.json` and `.png`.
 """
@@ -33,7 +39,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from experiments.figures import arguments, draw, fake_tensors, legend_below, read, table, titled, write
+from experiments.figures import (
+    arguments,
+    draw,
+    fake_tensors,
+    legend_below,
+    read,
+    table,
+    titled,
+    write,
+)
 from experiments.models import GPT, Block
 from remat.core.budget import format_bytes
 from remat.core.graph import Graph, Phase
@@ -67,12 +82,19 @@ def traced(tokens: int, batch: int, *, is_fused: bool = False, **shape: Any) -> 
     with fake_tensors(torch.bfloat16):
         model = GPT(**shape)
         if is_fused:
-            model.blocks = nn.Sequential(*(FusedBlock(shape["width"], shape["num_heads"], 0.0) for _ in range(shape["num_layers"])))
+            model.blocks = nn.Sequential(
+                *(
+                    FusedBlock(shape["width"], shape["num_heads"], 0.0)
+                    for _ in range(shape["num_layers"])
+                )
+            )
         ids = torch.zeros(batch, tokens, dtype=torch.long)
     return remat.trace(model.train(), kwargs={"ids": ids}, costs=COSTS)
 
 
-def kept_bytes(graph: Graph, schedule: Schedule, *, tokens: int, matrices: int, vocabulary: int) -> dict[str, int]:
+def kept_bytes(
+    graph: Graph, schedule: Schedule, *, tokens: int, matrices: int, vocabulary: int
+) -> dict[str, int]:
     """Returns the bytes kept from the forward for the backward, by the term that they belong to."""
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
     terms = {"d T": 0, "T x T": 0, "vocabulary": 0}
@@ -80,19 +102,35 @@ def kept_bytes(graph: Graph, schedule: Schedule, *, tokens: int, matrices: int, 
         if not any(graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value]):
             continue
         shape = graph.values[value].shape
-        is_square = shape[-2:] == (tokens, tokens) and math.prod(shape[:-2]) in (1, matrices)  # a mask, or one for each head
+        # a mask, or one for each head
+        is_square = shape[-2:] == (tokens, tokens) and math.prod(shape[:-2]) in (1, matrices)
         term = "T x T" if is_square else "vocabulary" if vocabulary in shape else "d T"
         terms[term] += graph.values[value].size_bytes
     return terms
 
 
 def terms_by_length() -> Iterator[dict[str, Any]]:
-    """Yields the coefficients of a layer's terms for each length: what is traced, and the formula's 34 and 5."""
-    shape: dict[str, Any] = {"width": WIDTH, "num_heads": HEADS, "vocabulary": VOCABULARY, "dropout": 0.1}
+    """Yields the coefficients of a layer's terms for each length.
+
+    What is traced, and the formula's 34 and 5.
+    """
+    shape: dict[str, Any] = {
+        "width": WIDTH,
+        "num_heads": HEADS,
+        "vocabulary": VOCABULARY,
+        "dropout": 0.1,
+    }
     for tokens in TOKENS:
         pair = [traced(tokens, BATCH, num_layers=layers, **shape) for layers in (2, 3)]
         two, three = (
-            kept_bytes(graph, Schedule.keep_all(graph), tokens=tokens, matrices=BATCH * HEADS, vocabulary=VOCABULARY) for graph in pair
+            kept_bytes(
+                graph,
+                Schedule.keep_all(graph),
+                tokens=tokens,
+                matrices=BATCH * HEADS,
+                vocabulary=VOCABULARY,
+            )
+            for graph in pair
         )
         layer = {term: three[term] - two[term] for term in three}
         yield {
@@ -107,12 +145,18 @@ def terms_by_length() -> Iterator[dict[str, Any]]:
 
 
 def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yields the kept bytes, peak and overhead of each way of checkpointing the medium GPT, and of ours at its peak."""
+    """Yields the kept bytes, peak and overhead of each way of checkpointing the medium GPT, and of
+    ours at its peak.
+    """
     for is_fused in (False, True):
         graph = traced(MEDIUM_TOKENS, MEDIUM_BATCH, is_fused=is_fused, dropout=0.0, **MEDIUM)
         attention = "fused attention" if is_fused else "attention written out"
         unlimited = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-        methods = {"everything kept": "keep-all", "block inputs only": "per-block", "all but T x T": "recompute-attention"}
+        methods = {
+            "everything kept": "keep-all",
+            "block inputs only": "per-block",
+            "all but T x T": "recompute-attention",
+        }
         if is_fused:
             del methods["all but T x T"]
         for name, method in methods.items():
@@ -131,35 +175,64 @@ def _budgets(method: str, graph: Graph, unlimited: int) -> list[int]:
     """The leanest member of a family that is solved by budget: its least is asked for first."""
     if method == "keep-all":
         return [unlimited]
-    return [graph.resident_bytes + (unlimited - graph.resident_bytes) * percent // 100 for percent in range(10, 101, 2)]
+    return [
+        graph.resident_bytes + (unlimited - graph.resident_bytes) * percent // 100
+        for percent in range(10, 101, 2)
+    ]
 
 
 def _row(graph: Graph, attention: str, name: str, solution: remat.Solution) -> dict[str, Any]:
     assert solution.schedule is not None
     matrices = MEDIUM_BATCH * MEDIUM["num_heads"]
-    kept = kept_bytes(graph, solution.schedule, tokens=MEDIUM_TOKENS, matrices=matrices, vocabulary=MEDIUM["vocabulary"])
+    kept = kept_bytes(
+        graph,
+        solution.schedule,
+        tokens=MEDIUM_TOKENS,
+        matrices=matrices,
+        vocabulary=MEDIUM["vocabulary"],
+    )
     return {
-        "attention": attention, "way": name, "kept": kept, "peak_bytes": solution.peak_bytes, "overhead": solution.overhead,
-        "step_s": solution.cost_s, "overhead_bound": solution.overhead_bound, "operators": graph.num_operators,
+        "attention": attention, "way": name, "kept": kept, "peak_bytes": solution.peak_bytes,
+        "overhead": solution.overhead,
+        "step_s": solution.cost_s, "overhead_bound": solution.overhead_bound,
+        "operators": graph.num_operators,
     }  # fmt: skip
 
 
 def numbers(tokens: int = 128) -> dict[str, float]:
-    """Returns the numbers that a layer without dropout keeps, in units of d T, by what they are; T x T left out."""
-    graph = traced(tokens, BATCH, num_layers=3, width=WIDTH, num_heads=HEADS, vocabulary=VOCABULARY, dropout=0.0)
+    """Returns the numbers that a layer without dropout keeps, in units of d T, by what they are; T
+    x T left out.
+    """
+    graph = traced(
+        tokens,
+        BATCH,
+        num_layers=3,
+        width=WIDTH,
+        num_heads=HEADS,
+        vocabulary=VOCABULARY,
+        dropout=0.0,
+    )
     schedule, found = Schedule.keep_all(graph), dict.fromkeys(_PARTS.values(), 0.0)
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
     for value in lives.value[(lives.first < mark) & (lives.last >= mark)].tolist():
         op, kept = graph.operators[graph.producer[value]], graph.values[value]
-        is_read = any(graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value])
+        is_read = any(
+            graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value]
+        )
         if (
             is_read
             and op.module.startswith("blocks.1")
             and math.prod(kept.shape) % (BATCH * tokens * WIDTH) == 0
             and kept.shape[-1] != tokens
         ):
-            found[_PARTS[op.target.split(".")[1]]] += math.prod(kept.shape) / (BATCH * tokens * WIDTH)
-        elif is_read and op.module.startswith("blocks.1") and kept.shape == (BATCH, HEADS, WIDTH // HEADS, tokens):
+            found[_PARTS[op.target.split(".")[1]]] += math.prod(kept.shape) / (
+                BATCH * tokens * WIDTH
+            )
+        elif (
+            is_read
+            and op.module.startswith("blocks.1")
+            and kept.shape == (BATCH, HEADS, WIDTH // HEADS, tokens)
+        ):
             found[_PARTS["clone"]] += 1.0  # keys, transposed
     return found
 
@@ -176,7 +249,12 @@ _RULE = 12.0
 
 def picture(record: Mapping[str, Any]) -> None:
     """Draws the numbers of a layer, formula beside trace, and step time against peak."""
-    figure = new_figure("Activations of a transformer: counted, by formula and traced, and what checkpointing leaves", width=15, height=5.2)
+    figure = new_figure(
+        "Activations of a transformer: counted, by formula and traced, and what checkpointing "
+        "leaves",
+        width=15,
+        height=5.2,
+    )
     left, middle, right = figure.subplots(1, 3, width_ratios=(0.75, 1, 1.25))
     _draw_numbers(left, record["numbers"])
     _draw_terms(middle, record["terms"])
@@ -192,7 +270,9 @@ def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
     bars = axes.barh(range(len(found)), list(found.values()), 0.7, color=colours)
     axes.bar_label(bars, fmt="%g", fontsize=9, padding=2)
     axes.set_yticks(
-        range(len(found)), [part.replace("; ", ";\n").replace(", ", ",\n", part.startswith("MLP")) for part in found], fontsize=8.5
+        range(len(found)),
+        [part.replace("; ", ";\n").replace(", ", ",\n", part.startswith("MLP")) for part in found],
+        fontsize=8.5,
     )
     axes.invert_yaxis()
     axes.barh(0, 0, color=BLUE, label=f"in the rule of thumb, {_RULE:g} d T")
@@ -208,32 +288,66 @@ def _draw_terms(axes: Any, terms: list[dict[str, Any]]) -> None:
         for term, colour in (("d T", BLUE), ("T x T", ORANGE)):
             height = np.array([row[source][term] / 2**20 for row in terms])
             label = f"{'formula' if alpha < 1 else 'traced'}: {term.replace('x', '×')} term"
-            axes.bar(at + offset, height, 0.38, bottom=below, color=colour, alpha=alpha, label=label)
+            axes.bar(
+                at + offset, height, 0.38, bottom=below, color=colour, alpha=alpha, label=label
+            )
             below += height
     axes.set_xticks(at, [f"{row['tokens']:,}" for row in terms])
 
 
 def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
-    quiet(axes, x_label="peak of the whole step (GiB)", y_label="step on an A100, by roofline (ms)", grid="both")
+    quiet(
+        axes,
+        x_label="peak of the whole step (GiB)",
+        y_label="step on an A100, by roofline (ms)",
+        grid="both",
+    )
     titled(axes, "GPT-2 medium, 8 × 1,024 tokens: ways of checkpointing")
     for row in rows:
         is_ours, is_fused = row["way"].startswith("ours"), row["attention"].startswith("fused")
         x, y, colour = row["peak_bytes"] / 2**30, 1000 * row["step_s"], BLUE if is_fused else ORANGE
         if is_ours:
-            axes.plot(x, y, "D", markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.8, markersize=13)
+            axes.plot(
+                x,
+                y,
+                "D",
+                markerfacecolor="none",
+                markeredgecolor=colour,
+                markeredgewidth=1.8,
+                markersize=13,
+            )
             change = (
                 1000
                 * row["step_s"]
-                / next(1000 * r["step_s"] for r in rows if r["way"] in row["way"] and r["attention"] == row["attention"])
+                / next(
+                    1000 * r["step_s"]
+                    for r in rows
+                    if r["way"] in row["way"] and r["attention"] == row["attention"]
+                )
             )
             text, offset = f"ours, same memory: {100 * (change - 1):+.1f} % time", (12, -13)
         else:
             axes.plot(x, y, "o", color=colour, markersize=7)
             text, offset = row["way"], (12, 2)
-        axes.annotate(text.replace(" x ", " × "), (x, y), xytext=offset, textcoords="offset points", fontsize=8.5, color=colour)
+        axes.annotate(
+            text.replace(" x ", " × "),
+            (x, y),
+            xytext=offset,
+            textcoords="offset points",
+            fontsize=8.5,
+            color=colour,
+        )
     axes.plot([], [], "o", color=ORANGE, label="attention written out")
     axes.plot([], [], "o", color=BLUE, label="attention fused")
-    axes.plot([], [], "D", markerfacecolor="none", markeredgecolor=INK, markersize=9, label="ours in the memory of")
+    axes.plot(
+        [],
+        [],
+        "D",
+        markerfacecolor="none",
+        markeredgecolor=INK,
+        markersize=9,
+        label="ours in the memory of",
+    )
     axes.set_xlim(right=max(row["peak_bytes"] for row in rows) / 2**30 * 1.2)
     axes.margins(y=0.15)
 
@@ -241,17 +355,44 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Traces, solves, prints, writes and draws."""
     parser = arguments(__doc__)
-    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)")
+    parser.add_argument(
+        "--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)"
+    )
     options = parser.parse_args()
     if not options.redraw:
         terms, rows = list(terms_by_length()), list(ways(options.time_limit))
-        write("transformer_arithmetic", {"time_limit_s": options.time_limit, "numbers": numbers(), "terms": terms, "ways": rows})
+        write(
+            "transformer_arithmetic",
+            {
+                "time_limit_s": options.time_limit,
+                "numbers": numbers(),
+                "terms": terms,
+                "ways": rows,
+            },
+        )
     record = read("transformer_arithmetic")
     picture(record)
-    print(table([[part, f"{count:g}"] for part, count in record["numbers"].items()], ["kept by a layer, no dropout", "d T"]))
+    print(
+        table(
+            [[part, f"{count:g}"] for part, count in record["numbers"].items()],
+            ["kept by a layer, no dropout", "d T"],
+        )
+    )
     columns = ("d T coefficient", "T x T coefficient", "vocabulary coefficient")
-    print(table([[str(t["tokens"]), *(f"{t[c]:.2f}" for c in columns)] for t in record["terms"]], ["tokens", *columns]))
-    cells = [[f"{r['attention']}: {r['way']}", format_bytes(r["peak_bytes"]), f"{100 * r['overhead']:.1f} %"] for r in record["ways"]]
+    print(
+        table(
+            [[str(t["tokens"]), *(f"{t[c]:.2f}" for c in columns)] for t in record["terms"]],
+            ["tokens", *columns],
+        )
+    )
+    cells = [
+        [
+            f"{r['attention']}: {r['way']}",
+            format_bytes(r["peak_bytes"]),
+            f"{100 * r['overhead']:.1f} %",
+        ]
+        for r in record["ways"]
+    ]
     print(table(cells, ["", "peak", "more compute"]))
 
 

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What needs torch or a solver is imported when it is first asked for: `remat solve` on a plain graph starts without torch.
+# What needs torch or a solver is imported when it is first asked for: `remat solve` on a plain
+# graph starts without torch.
 _LAZY = {
-    **dict.fromkeys(("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "face.api"),
+    **dict.fromkeys(
+        ("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "face.api"
+    ),
     **dict.fromkeys(("Fit", "fits"), "fit.fits"),
     **dict.fromkeys(("Batches", "max_batch"), "fit.max_batch"),
     **dict.fromkeys(("Measurement", "measure"), "run.measure"),

@@ -25,7 +25,9 @@ class _Alias(MetaPathFinder, Loader):
     def __init__(self, folder: str) -> None:
         self._prefix = f"{folder}."
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname.startswith(self._prefix) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -34,5 +36,6 @@ class _Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:  # the import system put the alias's here; relative imports need the real one
+        # the import system put the alias's here; relative imports need the real one
+        if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state

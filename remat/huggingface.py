@@ -14,8 +14,10 @@ class RematCallback(TrainerCallback):
     """Plans the model when training begins, and makes it plain again when it ends.
 
     Args:
-        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or "60%".
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds if it is not given.
+        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
+            "60%".
+        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds if it is
+        not given.
     """
 
     def __init__(self, budget: int | str, **options: Any) -> None:
@@ -25,7 +27,9 @@ class RematCallback(TrainerCallback):
         """Plans the model; called by the trainer once model and optimizer are where they train."""
         optimizer = kwargs.get("optimizer")
         held_bytes = state_bytes_of(optimizer) if optimizer is not None else 0
-        remat.checkpoint(kwargs["model"], self.budget, **{"reserve_bytes": held_bytes, **self.options})
+        remat.checkpoint(
+            kwargs["model"], self.budget, **{"reserve_bytes": held_bytes, **self.options}
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes the model plain again."""

@@ -11,26 +11,37 @@ from remat.fit.optimizer_memory import state_bytes_of
 
 
 class RematCallback(Callback):
-    """Plans a module of a `LightningModule` when training starts, and makes it plain again when it ends.
+    """Plans a module of a `LightningModule` when training starts, and makes it plain again when it
+    ends.
 
-    `training_step` itself logs and chooses, and stays as it is; the module that it calls is what takes the memory.
+    `training_step` itself logs and chooses, and stays as it is; the module that it calls is what
+    takes the memory.
 
     Args:
-        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or "60%".
-        module: the name of the module that `training_step` calls, such as "model" or "encoder.body".
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold if it is not given.
+        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
+            "60%".
+        module: the name of the module that `training_step` calls, such as "model" or
+            "encoder.body".
+        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold if it is
+        not given.
     """
 
     def __init__(self, budget: int | str, *, module: str, **options: Any) -> None:
         self.budget, self.module, self.options = budget, module, options
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plans the module; called by the trainer once model and optimizers are where they train."""
+        """Plans the module.
+
+        Called by the trainer once model and optimizers are where they train.
+        """
         try:
             planned = pl_module.get_submodule(self.module)
         except AttributeError as error:
             children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
-            raise ValueError(f"{type(pl_module).__name__} has no module {self.module!r} to plan; it has: {children}") from error
+            raise ValueError(
+                f"{type(pl_module).__name__} has no module {self.module!r} to plan; it has: "
+                f"{children}"
+            ) from error
         held_bytes = sum(map(state_bytes_of, trainer.optimizers))
         remat.checkpoint(planned, self.budget, **{"reserve_bytes": held_bytes, **self.options})
 

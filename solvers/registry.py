@@ -30,7 +30,8 @@ _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"
-SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)  # what free order finds is never compared with theirs
+# what free order finds is never compared with theirs
+SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)
 
 
 def make_solver(name: str, **options: Any) -> Solver:

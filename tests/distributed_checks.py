@@ -1,4 +1,7 @@
-"""Run by torchrun from `test_distributed.py`: checks that several ranks make together, their outcomes as JSON."""
+"""Run by torchrun from `test_distributed.py`.
+
+Checks that several ranks make together, their outcomes as JSON.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ WIDTH, TOKENS, BATCH = 32, 16, 32
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,8 +105,13 @@ def plan_of(model: nn.Module) -> tuple[remat.Solution, int]:
     return call.pieces[-1].solution, call.pieces[-1].solution.budget_bytes
 
 
-def train(model: nn.Module, sizes: list[int] | None = None, seed: int | None = None) -> list[torch.Tensor]:
-    """Five steps; returns their losses and the last gradients; each rank has data and dropout of its own where no seed is given."""
+def train(
+    model: nn.Module, sizes: list[int] | None = None, seed: int | None = None
+) -> list[torch.Tensor]:
+    """Five steps; returns their losses and the last gradients.
+
+    Each rank has data and dropout of its own where no seed is given.
+    """
     seed = dist.get_rank() if seed is None else seed
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(100 + seed)
@@ -118,9 +130,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(plain: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """The largest relative difference between the ranks' losses and gradients, 0.0 where all are equal to the bit."""
+    """The largest relative difference between the ranks' losses and gradients, 0.0 where all are
+    equal to the bit.
+    """
     pairs = zip(plain, found, strict=True)
-    return max(float((a - b).abs().max() / a.abs().max()) if a.numel() and not torch.equal(a, b) else 0.0 for a, b in pairs)
+    return max(
+        float((a - b).abs().max() / a.abs().max()) if a.numel() and not torch.equal(a, b) else 0.0
+        for a, b in pairs
+    )
 
 
 def of_all_ranks(mine: Any) -> list[Any]:
@@ -130,7 +147,10 @@ def of_all_ranks(mine: Any) -> list[Any]:
 
 
 def compared(
-    base: nn.Module, plain: Callable[[nn.Module], nn.Module], ours: Callable[[nn.Module], nn.Module], seed: int | None = None
+    base: nn.Module,
+    plain: Callable[[nn.Module], nn.Module],
+    ours: Callable[[nn.Module], nn.Module],
+    seed: int | None = None,
 ) -> dict[str, Any]:
     """Trains both, and says what the ranks found."""
     expected, before = train(plain(copy.deepcopy(base)), seed=seed), Counting.count[0]
@@ -159,15 +179,23 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def ddp() -> dict[str, Any]:
-    return compared(Net(), DistributedDataParallel, lambda m: DistributedDataParallel(planned(m, "60%")))
+    return compared(
+        Net(), DistributedDataParallel, lambda m: DistributedDataParallel(planned(m, "60%"))
+    )
 
 
 def ddp_from_outside() -> dict[str, Any]:
-    return compared(Net(), DistributedDataParallel, lambda m: planned(DistributedDataParallel(m), "60%"))
+    return compared(
+        Net(), DistributedDataParallel, lambda m: planned(DistributedDataParallel(m), "60%")
+    )
 
 
 def ddp_blocks() -> dict[str, Any]:
-    return compared(Net(), DistributedDataParallel, lambda m: DistributedDataParallel(planned(m, "75%", blocks=blocks_of(m))))
+    return compared(
+        Net(),
+        DistributedDataParallel,
+        lambda m: DistributedDataParallel(planned(m, "75%", blocks=blocks_of(m))),
+    )
 
 
 def fsdp() -> dict[str, Any]:
@@ -214,7 +242,10 @@ def a_smaller_last_batch_on_one_rank() -> dict[str, Any]:
     base, before = Net(), Counting.count[0]
     expected = train(DistributedDataParallel(copy.deepcopy(base)), sizes)
     found = train(DistributedDataParallel(planned(copy.deepcopy(base), "60%")), sizes)
-    return {"difference": max(of_all_ranks(difference(expected, found))), "solved": of_all_ranks(Counting.count[0] - before)}
+    return {
+        "difference": max(of_all_ranks(difference(expected, found))),
+        "solved": of_all_ranks(Counting.count[0] - before),
+    }
 
 
 def a_budget_that_cannot_be_met() -> dict[str, Any]:

@@ -16,7 +16,9 @@ MAX_OPERATORS = 10
 
 
 def naive_bytes_at(graph: Graph, steps: Sequence[int]) -> list[int]:
-    """Returns the bytes at every step, asking of every computation at every step whether it is still needed; O(S^3)."""
+    """Returns the bytes at every step, asking of every computation at every step whether it is
+    still needed; O(S^3).
+    """
     size = _sizes(graph, _repeated(steps))
     held = [graph.resident_bytes] * len(steps)
     for born, index in enumerate(steps):
@@ -25,7 +27,9 @@ def naive_bytes_at(graph: Graph, steps: Sequence[int]) -> list[int]:
                 held[step] += size[value]
     for step, index in enumerate(steps):
         op = graph.operators[index]
-        held[step] += op.workspace_bytes - max((size[v] for v in op.reuses if _dies_at(graph, steps, v, step)), default=0)
+        held[step] += op.workspace_bytes - max(
+            (size[v] for v in op.reuses if _dies_at(graph, steps, v, step)), default=0
+        )
     return held
 
 
@@ -45,12 +49,22 @@ def _sizes(graph: Graph, repeated: set[int]) -> list[int]:
 
 
 def _last_need(graph: Graph, steps: Sequence[int], value: int, born: int) -> int:
-    """Returns the last step that needs the value computed at step `born`; one beyond the end for an output."""
+    """Returns the last step that needs the value computed at step `born`.
+
+    One beyond the end for an output.
+    """
     writer = steps[born]
     end = next((s for s in range(born + 1, len(steps)) if steps[s] == writer), None)
     if end is None and value in graph.outputs:
         return len(steps)
-    return max((s for s in range(born, len(steps) if end is None else end) if value in graph.operators[steps[s]].reads), default=born)
+    return max(
+        (
+            s
+            for s in range(born, len(steps) if end is None else end)
+            if value in graph.operators[steps[s]].reads
+        ),
+        default=born,
+    )
 
 
 def _dies_at(graph: Graph, steps: Sequence[int], value: int, step: int) -> bool:
@@ -62,7 +76,9 @@ def _dies_at(graph: Graph, steps: Sequence[int], value: int, step: int) -> bool:
 
 
 def brute_force(graph: Graph, budget_bytes: int) -> float | None:
-    """Returns the least cost of any schedule in fixed order within the budget; None where none fits.
+    """Returns the least cost of any schedule in fixed order within the budget.
+
+    None where none fits.
 
     Searches all states (how far the first computations are, what is in memory) by cost. Small
     graphs of one region only. Snapshots are pinned; each is either paid for, or its readers are
@@ -73,15 +89,21 @@ def brute_force(graph: Graph, budget_bytes: int) -> float | None:
     assert all(graph.operators[i].pinned for i in snapshots)
     costs = [
         cost
-        for paid in itertools.chain.from_iterable(itertools.combinations(snapshots, k) for k in range(len(snapshots) + 1))
+        for paid in itertools.chain.from_iterable(
+            itertools.combinations(snapshots, k) for k in range(len(snapshots) + 1)
+        )
         if (cost := _search(graph, budget_bytes, free=set(snapshots) - set(paid))) is not None
     ]
     return min(costs, default=None)
 
 
 def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
-    """Dijkstra over states, with the snapshots of `free` taking no memory and binding their readers."""
-    size = [0 if graph.producer[v] in free else value.size_bytes for v, value in enumerate(graph.values)]
+    """Dijkstra over states, with the snapshots of `free` taking no memory and binding their
+    readers.
+    """
+    size = [
+        0 if graph.producer[v] in free else value.size_bytes for v, value in enumerate(graph.values)
+    ]
     unrepeatable = {u for i in free for v in graph.operators[i].writes for u in graph.users_of[v]}
     unrepeatable |= {i for i, op in enumerate(graph.operators) if op.pinned}
     outputs = frozenset(v for v in graph.outputs if not graph.values[v].is_resident)
@@ -106,9 +128,17 @@ def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
 
 
 def _moves(
-    graph: Graph, budget_bytes: int, size: list[int], unrepeatable: set[int], done: int, memory: frozenset[int]
+    graph: Graph,
+    budget_bytes: int,
+    size: list[int],
+    unrepeatable: set[int],
+    done: int,
+    memory: frozenset[int],
 ) -> Iterator[tuple[tuple[int, frozenset[int]], float]]:
-    """Yields what can follow a state: a value dropped, the next operator, or an earlier one again."""
+    """Yields what can follow a state.
+
+    A value dropped, the next operator, or an earlier one again.
+    """
     for value in memory:
         yield (done, memory - {value}), 0.0
     for index in range(min(done + 1, graph.num_operators)):
@@ -128,8 +158,13 @@ def _moves(
 
 
 def minimum_bytes(graph: Graph) -> int:
-    """Returns the smallest budget that any schedule in fixed order fits, by bisection over `brute_force`."""
-    low, high = -1, max(naive_bytes_at(graph, range(graph.num_operators)), default=graph.resident_bytes)
+    """Returns the smallest budget that any schedule in fixed order fits, by bisection over
+    `brute_force`.
+    """
+    low, high = (
+        -1,
+        max(naive_bytes_at(graph, range(graph.num_operators)), default=graph.resident_bytes),
+    )
     high = max(high, graph.resident_bytes)
     while high - low > 1:
         middle = (low + high) // 2
@@ -138,22 +173,31 @@ def minimum_bytes(graph: Graph) -> int:
 
 
 def revolve_advances(num_values: int, num_slots: int) -> int:
-    """Returns the fewest advances that give `num_values` chain values in reverse, from Bellman's equation."""
+    """Returns the fewest advances that give `num_values` chain values in reverse, from Bellman's
+    equation.
+    """
     table = [[0] * (num_slots + 1) for _ in range(num_values + 1)]
     for values in range(2, num_values + 1):
         table[values][1] = values * (values - 1) // 2
         for slots in range(2, num_slots + 1):
-            table[values][slots] = min(m + table[values - m][slots - 1] + table[m][slots] for m in range(1, values))
+            table[values][slots] = min(
+                m + table[values - m][slots - 1] + table[m][slots] for m in range(1, values)
+            )
     return table[num_values][num_slots]
 
 
 def revolve_closed_form(num_values: int, num_slots: int) -> int:
-    """Returns r l - C(s + r, r - 1) with C(s + r - 1, s) < l <= C(s + r, s) (Griewank and Walther 2000, proposition 1)."""
+    """Returns r l - C(s + r, r - 1) with C(s + r - 1, s) < l <= C(s + r, s) (Griewank and Walther
+    2000, proposition 1).
+    """
     r = next(r for r in itertools.count() if math.comb(num_slots + r, num_slots) >= num_values)
     return r * num_values - (math.comb(num_slots + r, r - 1) if r else 0)
 
 
 def sqrt_peak_bound(length: int) -> int:
-    """Returns the peak that sqrt(n) segments of a unit chain can't exceed: borders, one segment, and what a step holds."""
+    """Returns the peak that sqrt(n) segments of a unit chain can't exceed.
+
+    Borders, one segment, and what a step holds.
+    """
     root = math.isqrt(length - 1) + 1
     return 2 * root + 4

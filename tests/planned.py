@@ -1,4 +1,7 @@
-"""Planned steps for tests: a solver that answers with given steps, and what a step leaves behind."""
+"""Planned steps for tests.
+
+A solver that answers with given steps, and what a step leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ class Given(Solver):
     steps_of: Steps
 
     def solve(self, graph: remat.Graph, *, budget_bytes: int) -> remat.Solution:
-        return remat.Solution.of_steps(graph, budget_bytes, self.steps_of(graph), lower_bound_s=0.0, solver="given", wall_s=0.0)
+        return remat.Solution.of_steps(
+            graph, budget_bytes, self.steps_of(graph), lower_bound_s=0.0, solver="given", wall_s=0.0
+        )
 
 
 def keep_all(graph: remat.Graph) -> Sequence[int]:
@@ -40,22 +45,32 @@ def keep_nothing(graph: remat.Graph) -> Sequence[int]:
 
 
 def repeat_anything(seed: int) -> Steps:
-    """Anything that was computed is computed again at any time, in the forward too, and many times."""
+    """Anything that was computed is computed again at any time, in the forward too, and many
+    times.
+    """
 
     def steps(graph: remat.Graph) -> Sequence[int]:
         chance = random.Random(seed)
         found: list[int] = []
         for index in range(graph.num_operators):
             found.append(index)
-            again = [i for i in set(found) if graph.operators[i].is_recomputable and not graph.operators[i].is_snapshot]
+            again = [
+                i
+                for i in set(found)
+                if graph.operators[i].is_recomputable and not graph.operators[i].is_snapshot
+            ]
             found += chance.sample(again, min(len(again), chance.choice([0, 1, 2])))
         return found
 
     return steps
 
 
-def planned(model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars") -> nn.Module:
-    return remat.checkpoint(model, UNLIMITED, solver=Given(steps_of), costs="flops", differentiate=differentiate)
+def planned(
+    model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars"
+) -> nn.Module:
+    return remat.checkpoint(
+        model, UNLIMITED, solver=Given(steps_of), costs="flops", differentiate=differentiate
+    )
 
 
 def call_of(model: nn.Module) -> PlannedCall:
@@ -76,7 +91,12 @@ def state_after(model: nn.Module, *args: Any, seed: int = 1) -> list[Any]:
     loss = model(*args)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return [loss.detach(), torch.get_rng_state(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+    return [
+        loss.detach(),
+        torch.get_rng_state(),
+        gradients,
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+    ]
 
 
 class ChangedBuffer(nn.Module):

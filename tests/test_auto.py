@@ -1,4 +1,7 @@
-"""`Auto`, its bounds, the least budget and the curve: exact oracles on tiny graphs, published numbers on large ones."""
+"""`Auto`, its bounds, the least budget and the curve.
+
+Exact oracles on tiny graphs, published numbers on large ones.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,15 @@ from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 from remat.solvers.search.restarts import Restarts
 from remat.solvers.search.sequence import OVER, SLOT, bytes_held, pack
 from remat.solvers.search.timeline import lay_out
-from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, two_regions, unet
+from remat.tracers.synthetic import (
+    FAMILIES,
+    chain,
+    random_layered,
+    random_step,
+    transformer,
+    two_regions,
+    unet,
+)
 from tests.oracles import brute_force, minimum_bytes
 
 INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
@@ -52,7 +63,9 @@ def instance(name: str) -> tuple[Graph, dict[str, int]]:
     if not path.exists():
         pytest.skip(f"the published instance {path} is not there")
     data = json.loads(path.read_text())
-    return Graph.from_arrays(data["cost"], data["size"], data["edges"], first_backward=data.get("first_backward")), data["budgets"]
+    return Graph.from_arrays(
+        data["cost"], data["size"], data["edges"], first_backward=data.get("first_backward")
+    ), data["budgets"]
 
 
 def keep_all_bytes(graph: Graph) -> int:
@@ -63,7 +76,11 @@ def tiny_graph(seed: int) -> Graph:
     kind = seed % 4
     if kind == 3:
         return random_layered(3, seed=seed, width=2)
-    return random_layered(6, seed=seed, width=2, is_training=False) if kind == 2 else random_step(3 + seed % 4, seed=seed)
+    return (
+        random_layered(6, seed=seed, width=2, is_training=False)
+        if kind == 2
+        else random_step(3 + seed % 4, seed=seed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,9 @@ def tiny_graph(seed: int) -> Graph:
         ("random_layered_100", "80%", 47_769 * 1.025),
     ],
 )
-def test_published_instances_are_solved_near_the_best_known(name: str, label: str, best: float) -> None:
+def test_published_instances_are_solved_near_the_best_known(
+    name: str, label: str, best: float
+) -> None:
     graph, budgets = instance(name)
     gap = 0.001 if label != "7GB" else 0.005  # there it may stop at 0.5 % above the bound
     solution = Auto(gap=gap, rounds=1, time_limit_s=60.0).solve(graph, budget_bytes=budgets[label])
@@ -120,7 +139,10 @@ def test_bounds_and_answers_agree_with_brute_force(seed: int, share: float) -> N
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
+@given(
+    seed=st.integers(0, 10_000),
+    cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
+)
 def test_every_window_model_bounds_the_exact_optimum(seed: int, cuts: list[int]) -> None:
     graph = tiny_graph(seed)
     boundaries = [0, *sorted(c for c in cuts if c < graph.num_operators), graph.num_operators]
@@ -132,13 +154,17 @@ def test_every_window_model_bounds_the_exact_optimum(seed: int, cuts: list[int])
         assert best is not None
         for windows in (tiles, everything):
             model = WindowModel(graph, windows, priced=tiles, budget_bytes=budget)
-            assert model.bound_s(LazyRows(model).solve(deadline=time.perf_counter() + 5)) <= best * (1 + 1e-9)
+            assert model.bound_s(
+                LazyRows(model).solve(deadline=time.perf_counter() + 5)
+            ) <= best * (1 + 1e-9)
     model = WindowModel(graph, everything, priced=tiles, budget_bytes=ceiling, is_peak=True)
     assert model.peak_bytes(LazyRows(model).solve(deadline=time.perf_counter() + 5)) <= floor
 
 
 def walk(local: LocalSearch, steps: Sequence[int]) -> list[int]:
-    return [int(op) for op in local.run(np.array(steps, np.int64), Round(300, 1e-2, 1e-3), chunk=50)]
+    return [
+        int(op) for op in local.run(np.array(steps, np.int64), Round(300, 1e-2, 1e-3), chunk=50)
+    ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -149,9 +175,14 @@ def test_the_sequence_agrees_with_the_simulator_to_the_byte(seed: int, num_opera
     steps = walk(local, range(graph.num_operators))
     schedule = Schedule.from_steps(graph, steps)
     assert validate(graph, schedule) == []
-    state, simulation = lay_out(pack(graph, room=0), np.array(steps, np.int64)), simulate(graph, schedule)
+    state, simulation = (
+        lay_out(pack(graph, room=0), np.array(steps, np.int64)),
+        simulate(graph, schedule),
+    )
     is_step = (state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)
-    assert (bytes_held(state.slots)[is_step] + graph.resident_bytes).tolist() == simulation.bytes_at.tolist()
+    assert (
+        bytes_held(state.slots)[is_step] + graph.resident_bytes
+    ).tolist() == simulation.bytes_at.tolist()
     assert state.costs[-1] == pytest.approx(simulation.cost_s)
     assert state.sums[OVER] == np.maximum(bytes_held(state.slots), 0).sum()
 
@@ -175,7 +206,9 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
         assert solution.is_solved
         assert solution.peak_bytes <= budget
     if working_set_bytes(graph) > 0:
-        below = solver.improve(graph, budget_bytes=working_set_bytes(graph) - 1, shared=Shared(graph, least))
+        below = solver.improve(
+            graph, budget_bytes=working_set_bytes(graph) - 1, shared=Shared(graph, least)
+        )
         assert below.status is Status.INFEASIBLE
         assert below.minimum_bytes == least.peak_bytes
 
@@ -216,12 +249,21 @@ def test_eviction_fits_or_says_none(rule: Rule) -> None:
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 100_000), chances=st.lists(st.sampled_from([0.0, 0.3, 0.7]), min_size=1, max_size=3))
-def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does_not(seed: int, chances: list[float]) -> None:
+@given(
+    seed=st.integers(0, 100_000),
+    chances=st.lists(st.sampled_from([0.0, 0.3, 0.7]), min_size=1, max_size=3),
+)
+def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does_not(
+    seed: int, chances: list[float]
+) -> None:
     graph, rng = random_layered(12, seed=seed), random.Random(seed)
     first = forward_length(graph)
     kept = {
-        first + 3 * index: [v for v in range(len(graph.values)) if graph.producer[v] < first + 3 * index and rng.random() < chance]
+        first + 3 * index: [
+            v
+            for v in range(len(graph.values))
+            if graph.producer[v] < first + 3 * index and rng.random() < chance
+        ]
         for index, chance in enumerate(chances)
     }
     plan = steps_on_demand(graph, kept[first], later=kept)
@@ -232,25 +274,41 @@ def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does
     for rule in Rule:
         steps = steps_with_eviction(graph, needed * 9 // 10, rule, kept=kept)
         if steps is not None:
-            assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= needed * 9 // 10
+            assert (
+                simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes
+                <= needed * 9 // 10
+            )
 
 
 @pytest.mark.parametrize("graph", [random_layered(40, seed=1), unet(4)], ids=["layered", "unet"])
 def test_eviction_mends_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> None:
     first = forward_length(graph)
-    plan = [value for value in range(len(graph.values)) if graph.producer[value] < first and value % 2]
+    plan = [
+        value for value in range(len(graph.values)) if graph.producer[value] < first and value % 2
+    ]
     needed = simulate(graph, Schedule.from_steps(graph, steps_on_demand(graph, plan))).peak_bytes
-    mended = [steps_with_eviction(graph, needed * 9 // 10, rule, kept={first: plan}) for rule in Rule]
-    fitting = [simulate(graph, Schedule.from_steps(graph, steps.tolist())) for steps in mended if steps is not None]
+    mended = [
+        steps_with_eviction(graph, needed * 9 // 10, rule, kept={first: plan}) for rule in Rule
+    ]
+    fitting = [
+        simulate(graph, Schedule.from_steps(graph, steps.tolist()))
+        for steps in mended
+        if steps is not None
+    ]
     assert fitting
     assert all(simulation.peak_bytes <= needed * 9 // 10 for simulation in fitting)
 
 
-def test_where_the_compiler_would_take_too_long_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_compiler_would_take_too_long_it_runs_in_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiled, "is_ready", lambda function: False)
     graph, budgets = instance("checkmate_unet")
     for rule in Rule:
-        plain, fast = (steps_with_eviction(graph, budgets["7GB"], rule, left_s=left_s) for left_s in (1.0, math.inf))
+        plain, fast = (
+            steps_with_eviction(graph, budgets["7GB"], rule, left_s=left_s)
+            for left_s in (1.0, math.inf)
+        )
         assert plain is not None
         assert fast is not None
         assert np.array_equal(plain, fast)
@@ -262,12 +320,16 @@ def test_where_the_compiler_would_take_too_long_it_runs_in_python(monkeypatch: p
 def test_one_seed_gives_one_answer() -> None:
     graph = random_layered(9, seed=5)
     budget = int(0.7 * keep_all_bytes(graph))
-    first, second = (Auto(gap=0.0, seed=3, rounds=1).solve(graph, budget_bytes=budget) for _ in range(2))
+    first, second = (
+        Auto(gap=0.0, seed=3, rounds=1).solve(graph, budget_bytes=budget) for _ in range(2)
+    )
     assert first.schedule == second.schedule
     assert first.lower_bound_s == second.lower_bound_s
 
 
-@pytest.mark.parametrize(("graph", "share", "is_far"), [(random_step(40, seed=1), 0.77, False), (chain(30), 0.14, True)])
+@pytest.mark.parametrize(
+    ("graph", "share", "is_far"), [(random_step(40, seed=1), 0.77, False), (chain(30), 0.14, True)]
+)
 def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
     graph: Graph, share: float, is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +350,9 @@ def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
         Auto(gap=0.0, rounds=1, time_limit_s=60.0, threads=1).solve(graph, budget_bytes=budget)
     first, second = starts
     keep_all = list(range(graph.num_operators))
-    fits = [simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes <= budget for steps in first]
+    fits = [
+        simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes <= budget for steps in first
+    ]
     assert fits.index(True) == (0 if is_far else len(first) - 1)
     assert first[1 if is_far else 0] == keep_all
     assert second == [steps for steps, does_fit in zip(first, fits, strict=True) if not does_fit]
@@ -313,10 +377,13 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
         planned.append(offer_persistent(search, should_stop))
         return planned[-1]
 
-    monkeypatch.setattr("remat.solvers.auto.starting_schedules._LEAST_S", 0.0)  # however slow the machine is
+    # however slow the machine is
+    monkeypatch.setattr("remat.solvers.auto.starting_schedules._LEAST_S", 0.0)
     monkeypatch.setattr("remat.solvers.auto.solver.offer_persistent", planning)
     monkeypatch.setattr(LocalSearch, "run", recording)
-    solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(graph, budget_bytes=budget)
+    solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(
+        graph, budget_bytes=budget
+    )
     assert solution.is_solved
     assert len(planned) == is_far
     if is_far:
@@ -324,9 +391,13 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
 
 
 @pytest.mark.parametrize(("time_limit_s", "is_planned"), [(5.0, False), (100.0, True)])
-def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(time_limit_s: float, is_planned: bool) -> None:
+def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(
+    time_limit_s: float, is_planned: bool
+) -> None:
     graph = chain(300)
-    search = Search(graph, budget_bytes=int(0.04 * keep_all_bytes(graph)), gap=0.0, time_limit_s=time_limit_s)
+    search = Search(
+        graph, budget_bytes=int(0.04 * keep_all_bytes(graph)), gap=0.0, time_limit_s=time_limit_s
+    )
     assert (offer_persistent(search, lambda: False) is not None) == is_planned
     assert bool(search.num_starts or search.steps is not None) == is_planned
 
@@ -343,7 +414,9 @@ def test_a_large_graph_is_answered_within_the_time_limit() -> None:
 def test_progress_is_told_and_never_gets_worse() -> None:
     graph = random_layered(16, seed=7)
     told: list[Progress] = []
-    solution = Auto(rounds=1, time_limit_s=3.0, progress=told.append).solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
+    solution = Auto(rounds=1, time_limit_s=3.0, progress=told.append).solve(
+        graph, budget_bytes=int(0.6 * keep_all_bytes(graph))
+    )
     costs = [p.cost_s for p in told if p.cost_s is not None]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == solution.cost_s

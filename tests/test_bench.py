@@ -1,4 +1,7 @@
-"""The benchmark: rows are judged, kept, compared at equal peak, and drawn; absent instances are said to be absent."""
+"""The benchmark: rows are judged, kept, compared at equal peak, and drawn.
+
+Absent instances are said to be absent.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,12 @@ INSTANCE = {
     "edges": [[0, 1], [1, 2], [2, 3], [0, 3]],
     "total_cost": 4,
     "budgets": {"tight": 9, "none": 8},
-    "published": {"tight": {"moccasin": {"overhead_percent": 25.0, "seconds": 2.0}, "fastsa_free_order": {"overhead_percent": 0.0}}},
+    "published": {
+        "tight": {
+            "moccasin": {"overhead_percent": 25.0, "seconds": 2.0},
+            "fastsa_free_order": {"overhead_percent": 0.0},
+        }
+    },
 }
 
 
@@ -38,14 +46,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if REFEREE.is_file():
         shutil.copy(REFEREE, folder)
     transformer(2).save(folder / "graphs" / "tiny.json")
-    places = ["--instances", folder / "instances", "--graphs", folder / "graphs", "--output", folder / "results"]
+    places = [
+        "--instances",
+        folder / "instances",
+        "--graphs",
+        folder / "graphs",
+        "--output",
+        folder / "results",
+    ]
     options = [*map(str, places), "--time-limit", "0.5", "--gap", "0.05", "--names", "tiny"]
     assert bench.main(["published", "real", "frontier", "pictures", *options]) == 0
     return folder
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "results" / f"bench_{name}.json").read_text())["rows"]
+    found: list[dict[str, Any]] = json.loads(
+        (folder / "results" / f"bench_{name}.json").read_text()
+    )["rows"]
     return found
 
 
@@ -58,10 +75,25 @@ def test_published_instances_are_judged_and_compared(results: Path) -> None:
     assert [row["budget"] for row in table] == ["tight", "none"]
 
 
-def test_networks_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_networks_are_solved_until_it_is_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("checkmate_tiny", "layered"):
         (tmp_path / f"{name}.json").write_text(json.dumps(INSTANCE))
-    assert bench.main(["proof", "--instances", str(tmp_path), "--output", str(tmp_path), "--time-limit", "0.5"]) == 0
+    assert (
+        bench.main(
+            [
+                "proof",
+                "--instances",
+                str(tmp_path),
+                "--output",
+                str(tmp_path),
+                "--time-limit",
+                "0.5",
+            ]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "bench_proof.json").read_text())["rows"]
     assert [(row["instance"], row["budget"], row["gap"]) for row in found] == [
         ("checkmate_tiny", "tight", 0.002),
@@ -72,18 +104,36 @@ def test_networks_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.C
     assert "not proved: 0 of 2" in capsys.readouterr().out
 
 
-def test_traced_points_are_solved_until_it_is_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traced_points_are_solved_until_it_is_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformer(2).save(tmp_path / "gpt2_48.json")  # in place of the traced graph
-    options = ["--graphs", str(tmp_path), "--output", str(tmp_path), "--time-limit", "2", "--names", "gpt2_48"]
+    options = [
+        "--graphs",
+        str(tmp_path),
+        "--output",
+        str(tmp_path),
+        "--time-limit",
+        "2",
+        "--names",
+        "gpt2_48",
+    ]
     assert bench.main(["real_proof", *options]) == 0
     least, row = json.loads((tmp_path / "bench_real_proof.json").read_text())["rows"]
-    assert (row["graph"], row["budget"], row["budget_bytes"], row["gap"]) == ("gpt2_48", "least", least["peak_bytes"], 0.01)
+    assert (row["graph"], row["budget"], row["budget_bytes"], row["gap"]) == (
+        "gpt2_48",
+        "least",
+        least["peak_bytes"],
+        0.01,
+    )
     assert f"not proved: {int(not is_proved(row))} of 1" in capsys.readouterr().out
 
 
 def test_baselines_are_met_at_their_own_peak(results: Path) -> None:
     found = rows(results, "real")
-    reached = {row["peak_bytes"] for row in found if row["kind"] == "peer" and row["cost"] is not None}
+    reached = {
+        row["peak_bytes"] for row in found if row["kind"] == "peer" and row["cost"] is not None
+    }
     ours = {row["budget_bytes"]: row for row in found if row["kind"] == "auto at a peer's peak"}
     assert {row["peer"] for row in found if row["kind"] == "peer"} == set(PEERS)
     assert reached
@@ -96,7 +146,9 @@ def test_the_curve_is_compared_with_single_solves(results: Path) -> None:
     curve = next(row for row in found if row["kind"] == "curve")
     assert curve["is_monotone"]
     assert len(curve["points"]) == 20
-    assert {row["budget_bytes"] for row in found if row["kind"] == "separate"} == {point[0] for point in curve["points"]}
+    assert {row["budget_bytes"] for row in found if row["kind"] == "separate"} == {
+        point[0] for point in curve["points"]
+    }
 
 
 def test_finished_rows_are_kept_and_other_options_start_anew(tmp_path: Path) -> None:
@@ -108,7 +160,9 @@ def test_finished_rows_are_kept_and_other_options_start_anew(tmp_path: Path) -> 
     assert other.row({"name": "a"}, lambda: {"cost": 2.0})["cost"] == 2.0
 
 
-def test_absent_instances_are_said_to_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_absent_instances_are_said_to_be_absent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = ["--instances", str(tmp_path / "nowhere"), "--output", str(tmp_path)]
     assert bench.main(["published", *options]) == 2
     assert "--instances or REMAT_INSTANCES" in caplog.text

@@ -1,4 +1,7 @@
-"""Benders decomposition: never above the exact optimum, above each of its models, and given up where it bounds less."""
+"""Benders decomposition.
+
+Never above the exact optimum, above each of its models, and given up where it bounds less.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,11 @@ def bounds(graph: Graph, budget: int, cost_s: float, rounds: int) -> list[float]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]), above=st.sampled_from([1.0, 1.0 + 1e-12, 1.03]))
+@given(
+    seed=st.integers(0, 100_000),
+    share=st.sampled_from([0.0, 0.01, 0.25, 0.5]),
+    above=st.sampled_from([1.0, 1.0 + 1e-12, 1.03]),
+)
 def test_no_bound_is_above_the_optimum(seed: int, share: float, above: float) -> None:
     graph = random_training_graph(seed, 4, 7)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
@@ -69,7 +76,9 @@ def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
     assert found[-1] > found[0]
 
 
-def test_with_the_faintest_cuts_too_no_bound_is_above_a_schedule_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_faintest_cuts_too_no_bound_is_above_a_schedule_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_VIOLATION", 1e-9)
     known = Auto(threads=1, time_limit_s=30, gap=0.0).solve(GRAPH, budget_bytes=PEAK * 70 // 100)
     assert known.cost_s is not None
@@ -98,11 +107,18 @@ def test_it_is_given_up_where_its_relaxation_stays_far_below_a_known_bound() -> 
 
 
 def test_how_near_the_cutoff_is_does_not_make_it_give_up() -> None:
-    """With ten minutes for ResNet-50 at 5 GB it was given up at once: the bound was near a cutoff half a percent below the cost."""
+    """With ten minutes for ResNet-50 at 5 GB it was given up at once.
+
+    The bound was near a cutoff half a percent below the cost.
+    """
     cost_s = known_cost_s(GRAPH, TIGHT)
     known_s = bounds(GRAPH, TIGHT, cost_s, 1)[0]
     benders = Benders(GRAPH, budget_bytes=TIGHT, cost_s=cost_s)
-    benders.solve(deadline=time.perf_counter() + 60, cutoff_s=known_s * (1 + 1e-6), known_s=known_s * (1 - 1e-6))
+    benders.solve(
+        deadline=time.perf_counter() + 60,
+        cutoff_s=known_s * (1 + 1e-6),
+        known_s=known_s * (1 - 1e-6),
+    )
     assert not benders.is_over
     assert benders.best_s >= known_s * (1 - 1e-3)
 
@@ -112,12 +128,18 @@ def test_without_time_or_with_a_long_forward_there_is_no_bound() -> None:
     assert hurried.solve(deadline=0.0, cutoff_s=2 * GRAPH.cost_s) is None
     assert hurried.best_s == -math.inf
     assert hurried.is_over
-    assert Benders(random_layered(300, seed=0, is_training=True), budget_bytes=10**9, cost_s=1.0).is_over
+    assert Benders(
+        random_layered(300, seed=0, is_training=True), budget_bytes=10**9, cost_s=1.0
+    ).is_over
 
 
-def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=1_000)
-    search.offer(Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule.steps)  # type: ignore[union-attr]
+    search.offer(
+        Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule.steps  # type: ignore[union-attr]
+    )
     assert search.cost_s is not None
     search.raise_bound(search.cost_s * 0.99)
     models, deadlines = list[float](), list[float]()
@@ -128,7 +150,9 @@ def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(monk
         return True
 
     monkeypatch.setattr(Bounding, "refine", solve_a_model)
-    monkeypatch.setattr(bound_pipeline, "raise_bound", lambda *_, deadline: deadlines.append(deadline))
+    monkeypatch.setattr(
+        bound_pipeline, "raise_bound", lambda *_, deadline: deadlines.append(deadline)
+    )
     monkeypatch.setattr(bound_pipeline, "_MOST_BEFORE_BENDERS_S", 0.5)
     monkeypatch.setattr(Bounding, "_refine_to", lambda *_: None)
     Bounding(search, Refinement(GRAPH, budget_bytes=TIGHT), 0.0, by_clock=True).run(0.9)

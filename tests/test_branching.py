@@ -1,4 +1,7 @@
-"""The tree of kept and computed again: no schedule falls between its leaves, and no bound is above the optimum."""
+"""The tree of kept and computed again.
+
+No schedule falls between its leaves, and no bound is above the optimum.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ from remat.core.solution import Status
 from remat.solvers.auto import bound_pipeline
 from remat.solvers.auto.bound_pipeline import Bounding
 from remat.solvers.auto.minimum import minimum
-from remat.solvers.bounds.branch_and_refine import Branching, raise_bound_by_branching, refined_windows
+from remat.solvers.bounds.branch_and_refine import (
+    Branching,
+    raise_bound_by_branching,
+    refined_windows,
+)
 from remat.solvers.bounds.leaf_relaxation import Choice, boundaries_of
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.checkmate.milp import MILP
@@ -31,7 +38,11 @@ TIGHT = minimum(GRAPH).peak_bytes
 
 def tree_of(graph: Graph, budget: int, single: int | None = None) -> Branching:
     refinement = Refinement(graph, budget_bytes=budget)
-    refinement.singles = set() if single is None else {refinement.first + single % (graph.num_operators - refinement.first)}
+    refinement.singles = (
+        set()
+        if single is None
+        else {refinement.first + single % (graph.num_operators - refinement.first)}
+    )
     return Branching(refinement)
 
 
@@ -50,8 +61,16 @@ def value_of(graph: Graph, steps: list[int], choice: Choice) -> float:
     begin = first_run[choice.first - 1] + 1
     if choice.last >= 0:
         end = first_run[choice.last - 1] + 1
-        return float(any(op == choice.index and position > first_run[op] for position, op in enumerate(steps[:end]) if position >= begin))
-    writer = next(op for op, operator in enumerate(graph.operators) if choice.index in operator.writes)
+        return float(
+            any(
+                op == choice.index and position > first_run[op]
+                for position, op in enumerate(steps[:end])
+                if position >= begin
+            )
+        )
+    writer = next(
+        op for op, operator in enumerate(graph.operators) if choice.index in operator.writes
+    )
     if writer not in steps[:begin]:
         return 0.0
     for op in steps[begin:]:
@@ -69,7 +88,9 @@ def value_of(graph: Graph, steps: list[int], choice: Choice) -> float:
     above=st.sampled_from([0.95, 1.0, 1.03]),
     single=st.integers(0, 99),
 )
-def test_no_bound_is_above_the_optimum_and_its_schedule_is_in_one_leaf(seed: int, share: float, above: float, single: int) -> None:
+def test_no_bound_is_above_the_optimum_and_its_schedule_is_in_one_leaf(
+    seed: int, share: float, above: float, single: int
+) -> None:
     graph = random_training_graph(seed, 5, 9)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
@@ -77,19 +98,29 @@ def test_no_bound_is_above_the_optimum_and_its_schedule_is_in_one_leaf(seed: int
     assert best.status is Status.OPTIMAL
     assert best.cost_s is not None
     assert best.schedule is not None
-    tree, steps = tree_of(graph, budget, single if single % 2 else None), [int(op) for op in best.schedule.steps]
+    tree, steps = (
+        tree_of(graph, budget, single if single % 2 else None),
+        [int(op) for op in best.schedule.steps],
+    )
     while not tree.is_over:
         grow(tree, best.cost_s * above, 1)
         assert tree.bound_s() <= best.cost_s * (1 + 1e-9)
         if above > 1:
-            leaves = [leaf for _, _, leaf in tree.leaves if all(value_of(graph, steps, c) == value for c, value in leaf.fixed.items())]
+            leaves = [
+                leaf
+                for _, _, leaf in tree.leaves
+                if all(value_of(graph, steps, c) == value for c, value in leaf.fixed.items())
+            ]
             assert len(leaves) == 1
             if tree.num_leaves > 12:
                 break
 
 
 def test_where_it_ends_nothing_cheaper_is_left() -> None:
-    """Graphs on which the first relaxation is below the optimum; the tree says of most that nothing is cheaper."""
+    """Graphs on which the first relaxation is below the optimum.
+
+    The tree says of most that nothing is cheaper.
+    """
     opened = closed = 0
     for seed in range(25):
         graph = random_training_graph(seed, 5, 8)
@@ -97,7 +128,9 @@ def test_where_it_ends_nothing_cheaper_is_left() -> None:
         best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
         assert best.cost_s is not None
         found = grow(tree_of(graph, budget), best.cost_s, 60)
-        if Refinement(graph, budget_bytes=budget).relaxed_bound(time.perf_counter() + 60) < best.cost_s * (1 - 1e-5):
+        if Refinement(graph, budget_bytes=budget).relaxed_bound(
+            time.perf_counter() + 60
+        ) < best.cost_s * (1 - 1e-5):
             opened += 1
             closed += found[-1] >= best.cost_s * (1 - 1e-5)
     assert opened >= 10
@@ -108,7 +141,10 @@ def test_it_rises_above_refined_relaxations_and_never_falls() -> None:
     found = grow(tree_of(GRAPH, TIGHT), 2 * GRAPH.cost_s, 12)
     assert found == sorted(found)
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
-    refined = [refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s for _ in range(4)]
+    refined = [
+        refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s
+        for _ in range(4)
+    ]
     assert found[-1] > max(refined)
 
 
@@ -121,7 +157,9 @@ def test_leaves_are_refined_each_for_itself() -> None:
 
 
 def test_a_refined_leaf_bounds_no_less() -> None:
-    """But for what moments and cuts by rounding say, of which a model gets some of those that its points violate."""
+    """But for what moments and cuts by rounding say, of which a model gets some of those that its
+    points violate.
+    """
     tree = tree_of(GRAPH, TIGHT)
     grow(tree, 2 * GRAPH.cost_s, 16)
     for _, _, leaf in tree.leaves[:4]:
@@ -133,7 +171,9 @@ def test_a_refined_leaf_bounds_no_less() -> None:
             assert relaxed(tree, windows, leaf.fixed) >= 0.98 * before
 
 
-def relaxed(tree: Branching, windows: frozenset[tuple[int, int]], fixed: Mapping[Choice, float]) -> float:
+def relaxed(
+    tree: Branching, windows: frozenset[tuple[int, int]], fixed: Mapping[Choice, float]
+) -> float:
     """The relaxation's bound once no memory row is violated."""
     return tree._model(windows).solve(fixed, rounds=200, deadline=time.perf_counter() + 60).bound
 
@@ -152,7 +192,11 @@ def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for() -> None:
         assert len(set(asked)) == len(asked)
         last = list(leaf.fixed)[-1]
         values = [last.index] if last.last < 0 else GRAPH.operators[last.index].writes
-        readers = [v for v in range(last.first, GRAPH.num_operators) if set(values) & set(GRAPH.operators[v].reads)]
+        readers = [
+            v
+            for v in range(last.first, GRAPH.num_operators)
+            if set(values) & set(GRAPH.operators[v].reads)
+        ]
         if readers and not {readers[0], readers[0] + 1} <= set(model.boundaries):
             assert (readers[0], readers[0] + 1) in asked[:3]
             checked += 1
@@ -160,7 +204,10 @@ def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for() -> None:
 
 
 def test_the_first_stages_are_chosen_from_the_whole_backward() -> None:
-    """The stage that bounds most is found, whatever a schedule would ask for: none that was tried would have bounded more."""
+    """The stage that bounds most is found, whatever a schedule would ask for.
+
+    None that was tried would have bounded more.
+    """
     tree = Branching(Refinement(GRAPH, budget_bytes=TIGHT))
     first = forward_length(GRAPH)
     grow(tree, 2 * GRAPH.cost_s, 1)
@@ -200,11 +247,18 @@ def test_the_tree_ends_where_it_is_too_large() -> None:
 
 
 @pytest.mark.parametrize(("limit_s", "is_grown"), [(5.0, False), (60.0, True)])
-def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(monkeypatch: pytest.MonkeyPatch, limit_s: float, is_grown: bool) -> None:
+def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, is_grown: bool
+) -> None:
     """Else stages chosen by what they bound are all there is, as for a point of a curve."""
     grown = list[Search]()
-    monkeypatch.setattr(bound_pipeline, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search))
-    search, refinement = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s), Refinement(GRAPH, budget_bytes=TIGHT)
+    monkeypatch.setattr(
+        bound_pipeline, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search)
+    )
+    search, refinement = (
+        Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s),
+        Refinement(GRAPH, budget_bytes=TIGHT),
+    )
     assert search.offer(minimum(GRAPH).steps)
     assert not search.is_within(0.05)
     before_s = search.bound_s
@@ -219,7 +273,9 @@ def test_the_bound_of_a_search_is_raised_only_with_a_cutoff() -> None:
     before_s = search.bound_s
     raise_bound_by_branching(search, refinement, lambda: None, deadline=time.perf_counter() + 5)
     assert search.bound_s == before_s
-    raise_bound_by_branching(search, refinement, lambda: 2 * GRAPH.cost_s, deadline=time.perf_counter() + 5)
+    raise_bound_by_branching(
+        search, refinement, lambda: 2 * GRAPH.cost_s, deadline=time.perf_counter() + 5
+    )
     assert before_s < search.bound_s <= minimum_cost_s()
 
 

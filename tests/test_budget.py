@@ -35,7 +35,10 @@ def test_large_numbers_are_exact() -> None:
     assert parse_budget("9007199254740993B") == 9007199254740993  # 2**53 + 1, which no float is
 
 
-@pytest.mark.parametrize("budget", ["", "GiB", "8 GiBs", "1e9", "-5", "8,5GB", "0", "0%", 0, -1, "nan", "inf", "८GB", "5 5"])
+@pytest.mark.parametrize(
+    "budget",
+    ["", "GiB", "8 GiBs", "1e9", "-5", "8,5GB", "0", "0%", 0, -1, "nan", "inf", "८GB", "5 5"],
+)
 def test_what_is_no_budget_is_refused(budget: int | str) -> None:
     with pytest.raises(ValueError, match="budget"):
         parse_budget(budget, keep_all_bytes=1000)
@@ -104,4 +107,9 @@ def test_a_scale_is_the_largest_that_fits(largest: float, unit: str, name: str) 
     ],
 )
 def test_a_graph_says_what_its_numbers_count(device: str, costs: str, units: Units) -> None:
-    assert Units.of(Graph((Value("a", 1),), (Operator("a", 1.0, (), (0,)),), device=device, costs=costs)) == units
+    assert (
+        Units.of(
+            Graph((Value("a", 1),), (Operator("a", 1.0, (), (0,)),), device=device, costs=costs)
+        )
+        == units
+    )

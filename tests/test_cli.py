@@ -19,14 +19,26 @@ from remat.core.solution import Solution
 from remat.tracers.synthetic import chain, transformer
 
 Run = Callable[..., Result]
-KEYS = ["status", "cost", "peak", "overhead_percent", "lower_bound", "gap_percent", "solver", "wall_s", "order"]
+KEYS = [
+    "status",
+    "cost",
+    "peak",
+    "overhead_percent",
+    "lower_bound",
+    "gap_percent",
+    "solver",
+    "wall_s",
+    "order",
+]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return lambda *arguments: CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
+    return lambda *arguments: CliRunner().invoke(
+        commands.app, [str(argument) for argument in arguments]
+    )
 
 
 @pytest.fixture
@@ -34,7 +46,9 @@ def plain(tmp_path: Path) -> Path:
     path = tmp_path / "chain.json"
     graph = chain(16)
     edges = [[u, v] for v, op in enumerate(graph.operators) for u in op.reads]
-    path.write_text(json.dumps({"cost": [1] * 33, "size": [1] * 33, "edges": edges, "first_backward": 17}))
+    path.write_text(
+        json.dumps({"cost": [1] * 33, "size": [1] * 33, "edges": edges, "first_backward": 17})
+    )
     return path
 
 
@@ -60,7 +74,9 @@ def test_a_solved_instance_prints_what_the_simulator_says(run: Run, plain: Path)
 
 
 def test_the_default_solver_proves_its_answer(run: Run, plain: Path) -> None:
-    answer = json.loads(run("solve", plain, "--budget", "60%", "--format", "json", "--time-limit", "10").stdout)
+    answer = json.loads(
+        run("solve", plain, "--budget", "60%", "--format", "json", "--time-limit", "10").stdout
+    )
     assert answer["peak"] <= 0.6 * simulate(chain(16), Schedule.keep_all(chain(16))).peak_bytes
     assert answer["gap_percent"] <= 100 * (1 - answer["lower_bound"] / answer["cost"]) + 1e-9
 
@@ -74,7 +90,12 @@ def test_the_four_ends_have_their_own_exit_status(run: Run, plain: Path) -> None
     for result, status in ((impossible, "infeasible"), (stopped, "no_solution")):
         answer = json.loads(result.stdout)
         assert list(answer) == KEYS
-        assert (answer["status"], answer["cost"], answer["peak"], answer["order"]) == (status, None, None, [])
+        assert (answer["status"], answer["cost"], answer["peak"], answer["order"]) == (
+            status,
+            None,
+            None,
+            [],
+        )
 
 
 def test_a_table_for_a_person(run: Run, plain: Path) -> None:
@@ -94,7 +115,9 @@ def test_a_solution_can_be_saved(run: Run, plain: Path) -> None:
 
 def test_a_saved_graph_is_an_instance(run: Run, tmp_path: Path) -> None:
     transformer(2).save(tmp_path / "graph.json")
-    assert run("solve", "graph.json", "--budget", "90%", "--solver", "pytorch-knapsack").exit_code == 0
+    assert (
+        run("solve", "graph.json", "--budget", "90%", "--solver", "pytorch-knapsack").exit_code == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,14 +131,29 @@ def test_a_saved_graph_is_an_instance(run: Run, tmp_path: Path) -> None:
         (["--budget", "14", "--output", "nowhere/plan.json"], "nowhere"),
     ],
 )
-def test_what_cant_be_used_is_refused_in_one_line(run: Run, plain: Path, arguments: list[str], part: str) -> None:
+def test_what_cant_be_used_is_refused_in_one_line(
+    run: Run, plain: Path, arguments: list[str], part: str
+) -> None:
     assert_refused(run("solve", plain, *arguments), part)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"cost": [1], "size": [1, 2], "edges": []}', '{"cost": [-1], "size": [1], "edges": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        '{"cost": [1], "size": [1, 2], "edges": []}',
+        '{"cost": [-1], "size": [1], "edges": []}',
+    ],
+)
 def test_a_bad_file_is_refused_by_name(run: Run, tmp_path: Path, content: str) -> None:
     (tmp_path / "bad.json").write_text(content)
-    for command in (["solve", "bad.json", "--budget", "9"], ["plot", "bad.json"], ["bench", "bad.json"], ["frontier", "bad.json"]):
+    for command in (
+        ["solve", "bad.json", "--budget", "9"],
+        ["plot", "bad.json"],
+        ["bench", "bad.json"],
+        ["frontier", "bad.json"],
+    ):
         assert_refused(run(*command), "bad.json")
 
 
@@ -135,7 +173,12 @@ def test_frontier_table_json_and_file(run: Run, plain: Path) -> None:
     assert len(solved) >= 2
     by_budget = sorted((answer["budget"], answer["cost"]) for answer in solved)
     assert [cost for _, cost in by_budget] == sorted((cost for _, cost in by_budget), reverse=True)
-    assert run("plot", plain, "frontier.json", "--picture", "tradeoff", "--output", "curve.svg").exit_code == 0
+    assert (
+        run(
+            "plot", plain, "frontier.json", "--picture", "tradeoff", "--output", "curve.svg"
+        ).exit_code
+        == 0
+    )
     assert Path("curve.svg").exists()
 
 
@@ -163,7 +206,9 @@ def test_bench_compares_solvers(run: Run, plain: Path) -> None:
     assert result.exit_code == 0
     assert "chen-sqrt" in result.stdout
     assert "no_solution" in result.stdout
-    records = json.loads(run("bench", plain, "--budget", "80%", "--solver", "chen-sqrt", "--format", "json").stdout)
+    records = json.loads(
+        run("bench", plain, "--budget", "80%", "--solver", "chen-sqrt", "--format", "json").stdout
+    )
     assert [(record["instance"], record["name"]) for record in records] == [("chain", "chen-sqrt")]
     assert_refused(run("bench", plain, "--solver", "nobody"), "nobody")
 
@@ -181,7 +226,8 @@ import torch
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        first, last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+        self.layers = torch.nn.Sequential(first, torch.nn.ReLU(), last)
 
     def forward(self, x):
         return self.layers(x).sum()
@@ -191,7 +237,9 @@ def make():
 """
 
 
-def test_trace_saves_a_graph_and_says_what_it_holds(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_saves_a_graph_and_says_what_it_holds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "factory_of_a_model.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(tmp_path)
     result = run("trace", "factory_of_a_model:make", "--output", "graph.json")
@@ -200,7 +248,9 @@ def test_trace_saves_a_graph_and_says_what_it_holds(run: Run, tmp_path: Path, mo
     assert Graph.load("graph.json").num_operators > 4
 
 
-@pytest.mark.parametrize("factory", ["no_colon", "no_such_module:make", "json:nothing", ":make", "json:"])
+@pytest.mark.parametrize(
+    "factory", ["no_colon", "no_such_module:make", "json:nothing", ":make", "json:"]
+)
 def test_trace_refuses_what_it_cant_find(run: Run, factory: str) -> None:
     assert_refused(run("trace", factory))
 
@@ -213,7 +263,9 @@ def test_doctor_finds_this_machine_well(run: Run) -> None:
     assert "BAD" not in result.stdout
 
 
-def test_doctor_ends_with_1_where_something_needs_mending(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_ends_with_1_where_something_needs_mending(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / "file" / name))
     result = run("doctor")
@@ -235,7 +287,10 @@ def test_version(run: Run) -> None:
 
 
 def test_solve_starts_without_torch(plain: Path) -> None:
-    code = "import sys; from remat.cli.commands import app; app(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from remat.cli.commands import app; app(sys.argv[1:], "
+        "standalone_mode=False); assert 'torch' not in sys.modules"
+    )
     arguments = ["solve", str(plain), "--budget", "60%", "--time-limit", "5", "--format", "json"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -244,7 +299,9 @@ def test_solve_starts_without_torch(plain: Path) -> None:
 
 def test_python_m_remat_is_the_same(plain: Path) -> None:
     def call(*arguments: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "remat", *map(str, arguments)], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-m", "remat", *map(str, arguments)], capture_output=True, text=True
+        )
 
     done = call("solve", plain, "--budget", "14", "--solver", "chen-sqrt", "--format", "json")
     assert (done.returncode, list(json.loads(done.stdout)), done.stderr) == (0, KEYS, "")
@@ -253,12 +310,34 @@ def test_python_m_remat_is_the_same(plain: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-WIDE = ["bench", "INSTANCE", "--budget", "90%", "--solver", "chen-sqrt", "--solver", "pytorch-knapsack", "--solver", "recompute-attention"]
+WIDE = [
+    "bench",
+    "INSTANCE",
+    "--budget",
+    "90%",
+    "--solver",
+    "chen-sqrt",
+    "--solver",
+    "pytorch-knapsack",
+    "--solver",
+    "recompute-attention",
+]
 COMMANDS = {
     "bench": WIDE,
     "solve": ["solve", "INSTANCE", "--budget", "90%", "--solver", "chen-sqrt"],
     "frontier": ["frontier", "INSTANCE", "--points", "3", "--solver", "chen-sqrt"],
-    "sweep": ["sweep", "INSTANCE", "--budget", "90%", "--budget", "1MiB", "--solver", "chen-sqrt", "--jobs", "1"],
+    "sweep": [
+        "sweep",
+        "INSTANCE",
+        "--budget",
+        "90%",
+        "--budget",
+        "1MiB",
+        "--solver",
+        "chen-sqrt",
+        "--jobs",
+        "1",
+    ],
 }
 
 
@@ -268,8 +347,12 @@ def test_output_fits_a_terminal_of_80_columns_without_colour(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     step = transformer(2, width=2**16)
-    step.with_costs([op.cost_s * 1e-4 for op in step.operators], costs="roofline:H100").save(tmp_path / "instance.json")
-    result = run(*["instance.json" if argument == "INSTANCE" else argument for argument in COMMANDS[command]])
+    step.with_costs([op.cost_s * 1e-4 for op in step.operators], costs="roofline:H100").save(
+        tmp_path / "instance.json"
+    )
+    result = run(
+        *["instance.json" if argument == "INSTANCE" else argument for argument in COMMANDS[command]]
+    )
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -279,8 +362,23 @@ def test_output_fits_a_terminal_of_80_columns_without_colour(
 def test_report_and_export_write_what_solve_saved(run: Run, tmp_path: Path) -> None:
     step = transformer(2, width=2**16)
     step.save(tmp_path / "graph.json")
-    assert run("solve", "graph.json", "--budget", "90%", "--solver", "pytorch-knapsack", "--output", "plan.json").exit_code == 0
-    assert run("report", "graph.json", "plan.json", "--points", "0", "--output", "page.html").exit_code == 0
+    assert (
+        run(
+            "solve",
+            "graph.json",
+            "--budget",
+            "90%",
+            "--solver",
+            "pytorch-knapsack",
+            "--output",
+            "plan.json",
+        ).exit_code
+        == 0
+    )
+    assert (
+        run("report", "graph.json", "plan.json", "--points", "0", "--output", "page.html").exit_code
+        == 0
+    )
     assert "graph" in (tmp_path / "page.html").read_text()
     assert run("export", "graph.json", "plan.json", "--output", "trace.json").exit_code == 0
     assert run("export", "graph.json", "--output", "all.pickle").exit_code == 0

@@ -1,4 +1,7 @@
-"""The search runs compiled or not: without numba, with its compiler off, and with no folder to keep compiled code in."""
+"""The search runs compiled or not.
+
+Without numba, with its compiler off, and with no folder to keep compiled code in.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ solution = Auto(time_limit_s=2).solve(graph, budget_bytes=budget)
 assert solution.schedule is not None and not validate(graph, solution.schedule, budget_bytes=budget)
 print("compiled" if IS_COMPILED else "plain")
 """
-NO_FOLDER = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}  # which is for cells of notebooks
+# which is for cells of notebooks
+NO_FOLDER = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}
 
 
 def solve(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -36,8 +40,12 @@ def solve(arguments: list[str], variables: dict[str, str]) -> subprocess.Complet
     return done
 
 
-@pytest.mark.parametrize(("arguments", "variables"), [(["without numba"], {}), ([], {"NUMBA_DISABLE_JIT": "1"})])
-def test_without_the_compiler_it_solves_in_plain_python(arguments: list[str], variables: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "variables"), [(["without numba"], {}), ([], {"NUMBA_DISABLE_JIT": "1"})]
+)
+def test_without_the_compiler_it_solves_in_plain_python(
+    arguments: list[str], variables: dict[str, str]
+) -> None:
     assert solve(arguments, variables).stdout == "plain\n"
 
 
@@ -50,22 +58,34 @@ def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None
 
 @pytest.mark.parametrize("changed", ["function", "constant"])
 def test_a_change_reaches_all_that_was_compiled_with_the_old(changed: str, tmp_path: Path) -> None:
-    """Through functions and constants of other files too, where the compiled function's own has not changed."""
+    """Through functions and constants of other files too, where the compiled function's own has not
+    changed.
+    """
     pytest.importorskip("numba")
     header = "from remat.solvers.core.compiled import compiled, inner\n"
     package = tmp_path / "nested"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "between.py").write_text(f"{header}from .innermost import first\n@inner\ndef second(x):\n    return first(x)\n")
-    (package / "outermost.py").write_text(f"{header}from .between import second\n@compiled\ndef third(x):\n    return second(x)\n")
+    (package / "between.py").write_text(
+        f"{header}from .innermost import first\n@inner\ndef second(x):\n    return first(x)\n"
+    )
+    (package / "outermost.py").write_text(
+        f"{header}from .between import second\n@compiled\ndef third(x):\n    return second(x)\n"
+    )
     answers: list[str] = []
     for number in (1, 2, 2):
         (package / "constants.py").write_text(f"STEP = {number if changed == 'constant' else 0}\n")
         step = f"STEP + {number if changed == 'function' else 0}"
-        innermost = f"{header}from .constants import STEP\n@inner\ndef first(x):\n    return x + {step}\n"
+        innermost = (
+            f"{header}from .constants import STEP\n@inner\ndef first(x):\n    return x + {step}\n"
+        )
         if changed == "function" or not answers:
             (package / "innermost.py").write_text(innermost)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
         command = [sys.executable, "-c", "from nested.outermost import third; print(third(0))"]
-        answers.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
+        answers.append(
+            subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True
+            ).stdout.strip()
+        )
     assert answers == ["1", "2", "2"]

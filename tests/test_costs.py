@@ -22,8 +22,15 @@ from remat.tracers.profiled import profile
 aten = torch.ops.aten
 
 
-def node_of(target: Any, function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.fx.Node:
-    """The first node that calls `target` when `function` is traced on fake tensors of these shapes."""
+def node_of(
+    target: Any,
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> torch.fx.Node:
+    """The first node that calls `target` when `function` is traced on fake tensors of these
+    shapes.
+    """
     with FakeTensorMode():
         graph = make_fx(function)(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
     found: torch.fx.Node = next(node for node in graph.nodes if node.target == target)
@@ -47,42 +54,87 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (aten.add.Tensor, torch.add, [(8, 16), (16,)], 8 * 16),
         (aten.sum.default, torch.sum, [(8, 16)], 8 * 16),
         (aten.t.default, torch.t, [(8, 16)], 0),
-        (aten.convolution.default, lambda x, w: F.conv2d(x, w, padding=1), [(2, 3, 9, 9), (5, 3, 3, 3)], 2 * 2 * 81 * 5 * 27),
-        (aten.convolution.default, lambda x, w: F.conv2d(x, w, groups=6), [(2, 6, 9, 9), (6, 1, 3, 3)], 2 * 2 * 49 * 6 * 9),
-        (aten._scaled_dot_product_flash_attention_for_cpu.default, F.scaled_dot_product_attention, [(2, 4, 16, 8)] * 3, 4 * 8 * 256 * 8),
+        (
+            aten.convolution.default, lambda x, w: F.conv2d(x, w, padding=1),
+            [(2, 3, 9, 9), (5, 3, 3, 3)], 2 * 2 * 81 * 5 * 27,
+        ),
+        (
+            aten.convolution.default, lambda x, w: F.conv2d(x, w, groups=6),
+            [(2, 6, 9, 9), (6, 1, 3, 3)], 2 * 2 * 49 * 6 * 9,
+        ),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            F.scaled_dot_product_attention, [(2, 4, 16, 8)] * 3, 4 * 8 * 256 * 8,
+        ),
     ],
 )  # fmt: skip
-def test_flop_counts(target: Any, function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int) -> None:
+def test_flop_counts(
+    target: Any, function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int
+) -> None:
     assert flops().measure(node_of(target, function, *shapes)).cost_s == expected
 
 
 @pytest.mark.parametrize("groups", [1, 6])
 def test_convolution_backward_costs_one_forward_a_gradient(groups: int) -> None:
     def backward(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Any:
-        return aten.convolution_backward(grad, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups, [True, True, False])
+        return aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            None,
+            [1, 1],
+            [0, 0],
+            [1, 1],
+            False,
+            [0, 0],
+            groups,
+            [True, True, False],
+        )
 
-    node = node_of(aten.convolution_backward.default, backward, (2, 6, 9, 9), (6, 6 // groups, 3, 3), (2, 6, 7, 7))
+    node = node_of(
+        aten.convolution_backward.default,
+        backward,
+        (2, 6, 9, 9),
+        (6, 6 // groups, 3, 3),
+        (2, 6, 7, 7),
+    )
     assert flops().measure(node).cost_s == 2 * (2 * 2 * 49 * 6 * 9 * 6 // groups)
 
 
 def test_roofline_is_arithmetic_or_traffic_and_a_launch() -> None:
     h100 = devices.device("h100")
-    compute_bound = node_of(aten.mm.default, torch.mm, (4096, 4096), (4096, 4096), dtype=torch.bfloat16)
-    assert roofline(h100).measure(compute_bound).cost_s == pytest.approx(2 * 4096**3 / 989.5e12 + h100.launch_s)
+    compute_bound = node_of(
+        aten.mm.default, torch.mm, (4096, 4096), (4096, 4096), dtype=torch.bfloat16
+    )
+    assert roofline(h100).measure(compute_bound).cost_s == pytest.approx(
+        2 * 4096**3 / 989.5e12 + h100.launch_s
+    )
     memory_bound = node_of(aten.add.Tensor, torch.add, (4096, 4096), (4096,))
-    assert roofline(h100).measure(memory_bound).cost_s == pytest.approx((2 * 4096**2 + 4096) * 4 / 3.35e12 + h100.launch_s)
+    assert roofline(h100).measure(memory_bound).cost_s == pytest.approx(
+        (2 * 4096**2 + 4096) * 4 / 3.35e12 + h100.launch_s
+    )
 
 
 def test_expanded_inputs_are_read_once() -> None:
-    node = node_of(aten.add.Tensor, lambda x, y: x + y.expand(512, 1024, 16), (512, 1024, 16), (16,))
+    node = node_of(
+        aten.add.Tensor, lambda x, y: x + y.expand(512, 1024, 16), (512, 1024, 16), (16,)
+    )
     h100 = devices.device("h100")
-    assert roofline(h100).measure(node).cost_s == pytest.approx((2 * 512 * 1024 * 16 + 16) * 4 / 3.35e12 + h100.launch_s)
+    assert roofline(h100).measure(node).cost_s == pytest.approx(
+        (2 * 512 * 1024 * 16 + 16) * 4 / 3.35e12 + h100.launch_s
+    )
 
 
 def test_embedding_reads_rows_and_not_the_table() -> None:
-    node = node_of(aten.embedding.default, lambda w: F.embedding(torch.zeros(7, dtype=torch.long), w), (100_000, 64))
+    node = node_of(
+        aten.embedding.default,
+        lambda w: F.embedding(torch.zeros(7, dtype=torch.long), w),
+        (100_000, 64),
+    )
     h100 = devices.device("h100")
-    assert roofline(h100).measure(node).cost_s == pytest.approx((2 * 7 * 64 * 4 + 7 * 8) / 3.35e12 + h100.launch_s)
+    assert roofline(h100).measure(node).cost_s == pytest.approx(
+        (2 * 7 * 64 * 4 + 7 * 8) / 3.35e12 + h100.launch_s
+    )
 
 
 def test_views_are_free() -> None:
@@ -110,7 +162,9 @@ def test_device_names_forgive_case_and_spaces(name: str) -> None:
     assert devices.device(name) is devices.device("H100")
 
 
-@pytest.mark.parametrize("name", ["V100", "A100-40", "A100-80", "H100", "H200", "B200", "L4", "RTX 4090", "cpu"])
+@pytest.mark.parametrize(
+    "name", ["V100", "A100-40", "A100-80", "H100", "H200", "B200", "L4", "RTX 4090", "cpu"]
+)
 def test_every_device_has_sensible_figures(name: str) -> None:
     device = devices.device(name)
     assert 1e9 < device.fp32 <= device.flop_per_s(torch.float32, allow_tf32=True) < 1e16
@@ -168,15 +222,24 @@ def test_specs_resolve() -> None:
         resolve_costs("profile", "tpu")
 
 
-def costs_of(model: CostModel, function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[str, tuple[float, int]]:
+def costs_of(
+    model: CostModel, function: Callable[..., Any], *shapes: tuple[int, ...]
+) -> dict[str, tuple[float, int]]:
     """What each operator of `function` costs, by its name."""
     with FakeTensorMode():
         graph = make_fx(function)(*(torch.empty(shape) for shape in shapes)).graph
-    return {str(node.target): model.measure(node) for node in graph.nodes if node.op == "call_function"}
+    return {
+        str(node.target): model.measure(node) for node in graph.nodes if node.op == "call_function"
+    }
 
 
 def test_profile_measures_seconds_and_workspace() -> None:
-    costs = costs_of(profile("cpu"), lambda x, w: torch.native_dropout(x @ w, 0.5, True)[0].view(-1), (256, 512), (512, 512))
+    costs = costs_of(
+        profile("cpu"),
+        lambda x, w: torch.native_dropout(x @ w, 0.5, True)[0].view(-1),
+        (256, 512),
+        (512, 512),
+    )
     assert 0 < costs["aten.mm.default"][0] < 1
     assert costs["aten.mm.default"][1] == 0
     assert 0 < costs["aten.native_dropout.default"][0] < 1
@@ -192,7 +255,14 @@ def test_profile_gives_indices_that_are_in_range() -> None:
         return F.cross_entropy(x.flatten(0, 1), torch.zeros(35, dtype=torch.long))
 
     costs = costs_of(profile("cpu"), lookups, (11, 13))
-    for name in ("embedding.default", "index.Tensor", "gather.default", "index_put.default", "scatter.src", "nll_loss_forward.default"):
+    for name in (
+        "embedding.default",
+        "index.Tensor",
+        "gather.default",
+        "index_put.default",
+        "scatter.src",
+        "nll_loss_forward.default",
+    ):
         assert costs[f"aten.{name}"][0] > 0
 
 
@@ -221,7 +291,9 @@ def test_profile_estimates_what_cannot_be_run_alone(caplog: pytest.LogCaptureFix
     assert "can't be run alone" in caplog.text
 
 
-def test_a_broken_cache_is_ignored_and_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_cache_is_ignored_and_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "cache.json"
     path.write_text('{"half": [1.0')
     cache = DiskCache(path)
@@ -230,7 +302,9 @@ def test_a_broken_cache_is_ignored_and_written_anew(tmp_path: Path, caplog: pyte
     assert DiskCache(path).get("key") == (1.0, 2.0)
 
 
-def test_an_unwritable_cache_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_stays_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     cache = DiskCache(tmp_path / "file" / "cache.json")
     cache.put("key", (1.0,))
@@ -251,6 +325,8 @@ def test_profile_on_cuda() -> None:
     model = profile("cuda")
     with FakeTensorMode():
         graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph
-    cost_s, workspace_held = next(model.measure(node) for node in graph.nodes if node.op == "call_function")
+    cost_s, workspace_held = next(
+        model.measure(node) for node in graph.nodes if node.op == "call_function"
+    )
     assert 0 < cost_s < 1
     assert workspace_held >= 0

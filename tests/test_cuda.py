@@ -1,4 +1,7 @@
-"""What only a CUDA device can show. Skipped elsewhere, with the reason; `experiments/gpu_validation.py` measures at real sizes."""
+"""What only a CUDA device can show. Skipped elsewhere, with the reason.
+
+`experiments/gpu_validation.py` measures at real sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import remat
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"
+    ),
 ]
 
 

@@ -1,7 +1,8 @@
-"""Several ranks: what is planned trains as what is not, by one plan, solved once, within one budget a rank.
+"""Several ranks: what is planned trains as what is not, by one plan, solved once, within one budget
+a rank.
 
-The checks themselves are in `distributed_checks.py`, which torchrun starts once for 2 ranks and once for 4.
-"""
+The checks themselves are in `distributed_checks.py`, which torchrun starts once for 2 ranks and
+once for 4."""
 
 from __future__ import annotations
 
@@ -17,13 +18,24 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="this torch has no gloo"
+)
 
 
 def launch(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *args]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        *args,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    return subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +58,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (2, "fsdp", 0.0),
         (2, "tensor_parallel", 0.0),
         (2, "a_collective_runs_once", 0.0),
-        (4, "ddp", 1e-4),  # four gradients are summed in the order of their place in a bucket, which is another one here
+        # four gradients are summed in the order of their place in a bucket, which is another one
+        # here
+        (4, "ddp", 1e-4),
         (4, "fsdp_sharded_first", 0.0),
     ],
 )
-def test_training_is_that_of_plain_ranks(found: Any, num_ranks: int, name: str, tolerance: float) -> None:
+def test_training_is_that_of_plain_ranks(
+    found: Any, num_ranks: int, name: str, tolerance: float
+) -> None:
     results = found(num_ranks)
     assert name in results, results["failure"]
     result = results[name]
     assert result["difference"] <= tolerance
     assert result["plans"] == 1, "every rank runs the same plan"
     assert result["overhead"] > 0
-    in_flight = 0.25 if name == "tensor_parallel" else 0.1  # gloo releases what it sends in threads of its own, at times of its own
+    # gloo releases what it sends in threads of its own, at times of its own
+    in_flight = 0.25 if name == "tensor_parallel" else 0.1
     assert result["measured"] <= 1 + in_flight
 
 
@@ -78,7 +95,9 @@ def test_a_rank_with_a_smaller_batch_keeps_nobody_waiting(found: Any) -> None:
 
 def test_a_budget_that_cannot_be_met_is_an_error_on_every_rank(found: Any) -> None:
     messages = found(2)["a_budget_that_cannot_be_met"]["messages"]
-    assert len(messages) == 2 and all(m.startswith("BudgetError: no schedule fits in the budget 10 KiB") for m in messages)
+    assert len(messages) == 2 and all(
+        m.startswith("BudgetError: no schedule fits in the budget 10 KiB") for m in messages
+    )
     assert "are reserved" in messages[0]  # the buckets of DistributedDataParallel
 
 

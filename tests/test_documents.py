@@ -1,4 +1,6 @@
-"""Every Python block and every command of the documents and of the command line's own help runs as it stands."""
+"""Every Python block and every command of the documents and of the command line's own help runs as
+it stands.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,21 @@ from remat.core import serialize
 from remat.tracers.synthetic import chain
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/**/README.md")), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("[!.]*/**/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`(remat \w+\s[^`|]+)`")
 EXAMPLE = re.compile(r"Example:  (remat .*)$", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make (\w+)", re.MULTILINE)
-SHORTER = {"demo": ["--steps", "2"], "frontier": ["--points", "3", "--time-limit", "0.3"], "report": ["--points", "0"]}
+SHORTER = {
+    "demo": ["--steps", "2"],
+    "frontier": ["--points", "3", "--time-limit", "0.3"],
+    "report": ["--points", "0"],
+}
 MODEL = """
 import torch
 
@@ -35,24 +46,38 @@ class Net(torch.nn.Sequential):
 
 
 def make():
-    return Net(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)), (torch.zeros(16, 8),)
+    net = Net(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    return net, (torch.zeros(16, 8),)
 """
 
 
 def _blocks() -> list[tuple[str, str]]:
     paths = list(dict.fromkeys(DOCUMENTS))
-    return [(f"{path.relative_to(ROOT)}-{i}", code) for path in paths for i, code in enumerate(BLOCK.findall(path.read_text()))]
+    return [
+        (f"{path.relative_to(ROOT)}-{i}", code)
+        for path in paths
+        for i, code in enumerate(BLOCK.findall(path.read_text()))
+    ]
 
 
 def _commands() -> list[str]:
     found = [command for path in DOCUMENTS for command in COMMAND.findall(path.read_text())]
-    found += [example for command in commands.app.registered_commands for example in EXAMPLE.findall(command.callback.__doc__ or "")]
-    return sorted({re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found})
+    found += [
+        example
+        for command in commands.app.registered_commands
+        for example in EXAMPLE.findall(command.callback.__doc__ or "")
+    ]
+    return sorted(
+        {re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found}
+    )
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's GPT has fewer layers and plans less time: what is shown does not depend on either."""
+    """The demo's GPT has fewer layers and plans less time.
+
+    What is shown does not depend on either.
+    """
     monkeypatch.setattr("remat.cli.demo.LAYERS", 2)
     for planner in (remat.checkpoint, remat.solve):
         defaults = planner.__kwdefaults__
@@ -68,7 +93,10 @@ def test_block_runs(name: str, code: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the commands name: graphs, a plan, a curve, and a project with a model."""
+    """A folder with everything that the commands name.
+
+    Graphs, a plan, a curve, and a project with a model.
+    """
     folder, graph = tmp_path_factory.mktemp("project"), chain(12)
     for name in ("graph", "a", "b"):
         graph.save(folder / f"{name}.json")
@@ -84,7 +112,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", _commands())
 @pytest.mark.usefixtures("quick")
-def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs(
+    command: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -106,12 +136,15 @@ def test_command_runs(command: str, files: Path, tmp_path: Path, monkeypatch: py
 def test_every_make_command_has_a_recipe() -> None:
     named = {name for path in DOCUMENTS for name in MAKE.findall(path.read_text())}
     assert {"demo", "test"} <= named
-    done = subprocess.run(["make", "--dry-run", *sorted(named)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--dry-run", *sorted(named)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_documents_have_code_and_commands() -> None:
     assert sum(name.startswith("README.md") for name, _ in _blocks()) >= 2
     assert {command.split()[1] for command in _commands()} == {
-        command.name or getattr(command.callback, "__name__", "") for command in commands.app.registered_commands
+        command.name or getattr(command.callback, "__name__", "")
+        for command in commands.app.registered_commands
     }

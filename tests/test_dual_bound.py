@@ -1,4 +1,6 @@
-"""Safe bounds: below every feasible point in exact arithmetic, whatever the multipliers, and tight with a solver's own."""
+"""Safe bounds: below every feasible point in exact arithmetic, whatever the multipliers, and tight
+with a solver's own.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,58 @@ from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.checkmate.lp_rounding import lp_bound
 from remat.solvers.lp.linear import Program
-from remat.solvers.lp.safe_bound import LinearProgram, branching_margin, is_surely_infeasible, safe_bound, safe_support
+from remat.solvers.lp.safe_bound import (
+    LinearProgram,
+    branching_margin,
+    is_surely_infeasible,
+    safe_bound,
+    safe_support,
+)
 from remat.tracers.synthetic import random_layered, random_step
 from tests.oracles import brute_force, minimum_bytes
 
 
 def random_program(seed: int) -> tuple[LinearProgram, np.ndarray]:
-    """A program over some columns with numbers of very different size, and a point that is feasible in exact arithmetic."""
+    """A program over some columns with numbers of very different size, and a point that is feasible
+    in exact arithmetic.
+    """
     random = np.random.default_rng(seed)
     columns, rows = int(random.integers(1, 9)), int(random.integers(0, 7))
     point = random.integers(0, 2, columns).astype(np.float64)
-    matrix = random.integers(-3, 4, (rows, columns)) * 10.0 ** random.integers(-9, 9, (rows, columns))
-    exact = [sum(Fraction(float(a)) * Fraction(float(x)) for a, x in zip(row, point, strict=True)) for row in matrix]
+    matrix = random.integers(-3, 4, (rows, columns)) * 10.0 ** random.integers(
+        -9, 9, (rows, columns)
+    )
+    exact = [
+        sum(Fraction(float(a)) * Fraction(float(x)) for a, x in zip(row, point, strict=True))
+        for row in matrix
+    ]
     slack = random.integers(0, 3, rows)
-    low = np.array([float(e) - abs(float(e)) * 1e-12 if s != 1 else -math.inf for e, s in zip(exact, slack, strict=True)])
-    high = np.array([float(e) + abs(float(e)) * 1e-12 if s != 2 else math.inf for e, s in zip(exact, slack, strict=True)])
+    low = np.array(
+        [
+            float(e) - abs(float(e)) * 1e-12 if s != 1 else -math.inf
+            for e, s in zip(exact, slack, strict=True)
+        ]
+    )
+    high = np.array(
+        [
+            float(e) + abs(float(e)) * 1e-12 if s != 2 else math.inf
+            for e, s in zip(exact, slack, strict=True)
+        ]
+    )
     start = np.arange(rows + 1) * columns
     index = np.tile(np.arange(columns), rows)
     cost = random.integers(-5, 6, columns) * 10.0 ** random.integers(-6, 7, columns)
-    program = LinearProgram(cost, np.zeros(columns), np.ones(columns), low, high, start, index, matrix.ravel())
+    program = LinearProgram(
+        cost, np.zeros(columns), np.ones(columns), low, high, start, index, matrix.ravel()
+    )
     return program, point
 
 
 def exact_objective(program: LinearProgram, point: np.ndarray) -> Fraction:
-    return sum((Fraction(float(c)) * Fraction(float(x)) for c, x in zip(program.cost, point, strict=True)), Fraction(0))
+    return sum(
+        (Fraction(float(c)) * Fraction(float(x)) for c, x in zip(program.cost, point, strict=True)),
+        Fraction(0),
+    )
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -57,15 +87,22 @@ def test_no_feasible_point_is_below_it_whatever_the_multipliers(seed: int, sprea
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), spread=st.integers(-9, 9))
-def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(seed: int, spread: int) -> None:
+def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(
+    seed: int, spread: int
+) -> None:
     program, point = random_program(seed)
     random = np.random.default_rng(seed + 1)
     multipliers = random.normal(size=len(program.row_lower)) * 10.0**spread
     columns = np.flatnonzero(random.random(len(point)) < 0.5)
     support = safe_support(program, program.cost, multipliers, columns)
     if support.constant > -math.inf:
-        slope = [Fraction(float(a)) * Fraction(float(x)) for a, x in zip(support.slope, point[columns], strict=True)]
-        assert Fraction(support.constant) + sum(slope, Fraction(0)) <= exact_objective(program, point)
+        slope = [
+            Fraction(float(a)) * Fraction(float(x))
+            for a, x in zip(support.slope, point[columns], strict=True)
+        ]
+        assert Fraction(support.constant) + sum(slope, Fraction(0)) <= exact_objective(
+            program, point
+        )
 
 
 def test_fixed_columns_are_told_apart_and_what_holds_for_their_values_holds_for_all() -> None:
@@ -114,16 +151,27 @@ def test_a_program_without_points_is_proved_to_have_none() -> None:
 
 def test_columns_without_an_upper_bound_have_none_below() -> None:
     program = LinearProgram(
-        np.array([1.0]), np.zeros(1), np.array([math.inf]), np.zeros(0), np.zeros(0), np.zeros(1, int), np.zeros(0, int), np.zeros(0)
+        np.array([1.0]),
+        np.zeros(1),
+        np.array([math.inf]),
+        np.zeros(0),
+        np.zeros(0),
+        np.zeros(1, int),
+        np.zeros(0, int),
+        np.zeros(0),
     )
     assert safe_bound(program, np.zeros(0)) == pytest.approx(0.0)
-    free_fall = LinearProgram(np.array([-1.0]), *(getattr(program, n) for n in list(program.__dataclass_fields__)[1:]))
+    free_fall = LinearProgram(
+        np.array([-1.0]), *(getattr(program, n) for n in list(program.__dataclass_fields__)[1:])
+    )
     assert safe_bound(free_fall, np.zeros(0)) == -math.inf
 
 
 def test_the_margin_of_branching_grows_with_the_columns() -> None:
     assert branching_margin(np.zeros(1000), np.ones(1000), 1e-6, 1.0) == pytest.approx(1e-4 + 1e-6)
-    assert branching_margin(np.zeros(1), np.array([math.inf]), 1e-6, 100.0) == pytest.approx(1e-5 + 1e-6)
+    assert branching_margin(np.zeros(1), np.array([math.inf]), 1e-6, 100.0) == pytest.approx(
+        1e-5 + 1e-6
+    )
 
 
 def scaled(graph: Graph, cost_factor: float, size_factor: int) -> Graph:
@@ -132,7 +180,10 @@ def scaled(graph: Graph, cost_factor: float, size_factor: int) -> Graph:
 
     values = tuple(replace(v, size_bytes=v.size_bytes * size_factor) for v in graph.values)
     operators = tuple(
-        replace(op, cost_s=op.cost_s * cost_factor, workspace_bytes=op.workspace_bytes * size_factor) for op in graph.operators
+        replace(
+            op, cost_s=op.cost_s * cost_factor, workspace_bytes=op.workspace_bytes * size_factor
+        )
+        for op in graph.operators
     )
     return replace(graph, values=values, operators=operators)
 
@@ -144,25 +195,43 @@ def scaled(graph: Graph, cost_factor: float, size_factor: int) -> Graph:
     cost_factor=st.sampled_from([1e-9, 1 / 3, 1.0, 1e9 / 7]),
     size_factor=st.sampled_from([1, 10**6 + 3, 10**11 + 7]),
 )
-def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(seed: int, share: float, cost_factor: float, size_factor: int) -> None:
-    """The budget is the least byte at which the optimum is what it is: a byte of tolerance would show."""
-    plain = random_layered(6, seed=seed, width=2, is_training=False) if seed % 2 else random_step(3 + seed % 4, seed=seed)
+def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(
+    seed: int, share: float, cost_factor: float, size_factor: int
+) -> None:
+    """The budget is the least byte at which the optimum is what it is: a byte of tolerance would
+    show.
+    """
+    plain = (
+        random_layered(6, seed=seed, width=2, is_training=False)
+        if seed % 2
+        else random_step(3 + seed % 4, seed=seed)
+    )
     graph = scaled(plain, cost_factor, size_factor)
     floor, ceiling = minimum_bytes(plain), simulate(plain, Schedule.keep_all(plain)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
     best = brute_force(plain, budget)
     assert best is not None
     best_s = best * cost_factor
-    windows = [(a, b) for a in (0, 2, plain.num_operators) for b in (2, plain.num_operators) if a < b]
-    priced = [(0, 2), (2, plain.num_operators)] if plain.num_operators > 2 else [(0, plain.num_operators)]
+    windows = [
+        (a, b) for a in (0, 2, plain.num_operators) for b in (2, plain.num_operators) if a < b
+    ]
+    priced = (
+        [(0, 2), (2, plain.num_operators)]
+        if plain.num_operators > 2
+        else [(0, plain.num_operators)]
+    )
     windows = sorted({*windows, *priced})
     for is_relaxed in (True, False):
         model = WindowModel(graph, windows, priced=priced, budget_bytes=budget * size_factor)
-        bound_s = model.bound_s(LazyRows(model).solve(deadline=time.perf_counter() + 10, is_relaxed=is_relaxed))
+        bound_s = model.bound_s(
+            LazyRows(model).solve(deadline=time.perf_counter() + 10, is_relaxed=is_relaxed)
+        )
         assert bound_s <= best_s * (1 + 1e-12)
     assert lp_bound(graph, budget * size_factor) <= best_s * (1 + 1e-12)
     for name in ("auto", "milp", "lp-rounding"):
-        solution = make_solver(name, time_limit_s=2.0).solve(graph, budget_bytes=budget * size_factor)
+        solution = make_solver(name, time_limit_s=2.0).solve(
+            graph, budget_bytes=budget * size_factor
+        )
         assert solution.status is not Status.INFEASIBLE
         assert solution.lower_bound_s <= best_s * (1 + 1e-12)
         if solution.status is Status.OPTIMAL:

@@ -1,4 +1,7 @@
-"""Greedy eviction: what it must hold on to so that it does not get stuck, and what a plan makes it let go first."""
+"""Greedy eviction.
+
+What it must hold on to so that it does not get stuck, and what a plan makes it let go first.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,32 @@ SIZE = 100
 
 
 def _with_dropout() -> Graph:
-    """A chain of layers, each followed by a dropout that reads the state of a random generator, and its backward."""
+    """A chain of layers, each followed by a dropout that reads the state of a random generator, and
+    its backward.
+    """
     values: list[Value] = []
     operators: list[Operator] = []
 
-    def add(name: str, reads: tuple[int, ...], size: int = SIZE, phase: Phase = Phase.FORWARD, pinned: str = "") -> int:
+    def add(
+        name: str,
+        reads: tuple[int, ...],
+        size: int = SIZE,
+        phase: Phase = Phase.FORWARD,
+        pinned: str = "",
+    ) -> int:
         values.append(Value(name, size))
         writes = (len(values) - 1,)
-        operators.append(Operator(name, 0.0 if pinned else 1.0, reads, writes, phase=phase, pinned=pinned, is_snapshot=bool(pinned)))
+        operators.append(
+            Operator(
+                name,
+                0.0 if pinned else 1.0,
+                reads,
+                writes,
+                phase=phase,
+                pinned=pinned,
+                is_snapshot=bool(pinned),
+            )
+        )
         return writes[0]
 
     layers, last = [], add("input", ())
@@ -40,13 +61,20 @@ def test_a_generators_state_stays_while_its_dropout_may_be_computed_again(rule: 
     budget = 8 * SIZE + NUM_LAYERS
     steps = steps_with_eviction(graph, budget, rule)
     assert steps is not None
-    assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= budget < 2 * NUM_LAYERS * SIZE
+    assert (
+        simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes
+        <= budget
+        < 2 * NUM_LAYERS * SIZE
+    )
 
 
 def test_what_a_plan_drops_goes_before_what_it_keeps() -> None:
     graph = _with_dropout()
     first = next(i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD)
-    planned = {next(v for v, value in enumerate(graph.values) if value.name == f"linear{k}") for k in (1, 4, 7)}
+    planned = {
+        next(v for v, value in enumerate(graph.values) if value.name == f"linear{k}")
+        for k in (1, 4, 7)
+    }
     steps = steps_with_eviction(graph, 14 * SIZE, Rule.CHEAP, kept={first: planned})
     assert steps is not None
     again = {graph.operators[op].writes[0] for op in steps[first:].tolist() if op < first}
@@ -60,7 +88,17 @@ def test_a_generators_state_goes_when_the_backward_is_past_its_dropout() -> None
     last = len(graph.values) - 1
     values = (*graph.values, Value("last", 1))
     room = 8 * SIZE + NUM_LAYERS
-    operators = (*graph.operators, Operator("large", 1.0, (last,), (last + 1,), workspace_bytes=room - SIZE - 1, phase=Phase.BACKWARD))
+    operators = (
+        *graph.operators,
+        Operator(
+            "large",
+            1.0,
+            (last,),
+            (last + 1,),
+            workspace_bytes=room - SIZE - 1,
+            phase=Phase.BACKWARD,
+        ),
+    )
     graph = Graph(values, operators, (last + 1,))
     for rule in (Rule.CHEAP, Rule.FAR, Rule.LARGE, Rule.ENOUGH):
         steps = steps_with_eviction(graph, room, rule)

@@ -59,9 +59,14 @@ def test_a_snapshot_replays_to_the_predicted_peak(graph: Graph, schedule: Schedu
     assert times == sorted(times)
     assert times[-1] == pytest.approx(1e6 * simulate(graph, schedule).cost_s, abs=1)
     (segment,) = snapshot["segments"]
-    assert {b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"} == live
+    assert {
+        b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"
+    } == live
     assert sum(b["size"] for b in segment["blocks"]) == segment["total_size"] >= peak
-    assert all(one["address"] + one["size"] == next_["address"] for one, next_ in pairwise(segment["blocks"]))
+    assert all(
+        one["address"] + one["size"] == next_["address"]
+        for one, next_ in pairwise(segment["blocks"])
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,10 +75,14 @@ def test_every_family_replays(family: str) -> None:
     keep_all = Schedule.keep_all(graph)
     peak, live = replayed(memory_snapshot(graph, keep_all))
     assert peak == simulate(graph, keep_all).peak_bytes
-    assert sum(live.values()) == graph.resident_bytes + int(graph.arrays.size_bytes[graph.arrays.output].sum())
+    assert sum(live.values()) == graph.resident_bytes + int(
+        graph.arrays.size_bytes[graph.arrays.output].sum()
+    )
 
 
-def test_pytorchs_own_readers_accept_a_snapshot(graph: Graph, schedule: Schedule, tmp_path: Path) -> None:
+def test_pytorchs_own_readers_accept_a_snapshot(
+    graph: Graph, schedule: Schedule, tmp_path: Path
+) -> None:
     save(graph, schedule, tmp_path / "snapshot.pickle")
     snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
     assert "segments: 1" in _memory_viz.segsum(snapshot)
@@ -82,21 +91,31 @@ def test_pytorchs_own_readers_accept_a_snapshot(graph: Graph, schedule: Schedule
     assert "add_local_files" in _memory_viz.trace_plot(snapshot)
 
 
-def test_a_chrome_trace_has_every_step_once_and_in_time(graph: Graph, schedule: Schedule, tmp_path: Path) -> None:
+def test_a_chrome_trace_has_every_step_once_and_in_time(
+    graph: Graph, schedule: Schedule, tmp_path: Path
+) -> None:
     save(graph, schedule, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert events == chrome_trace(graph, schedule)["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert [e["args"]["operator"] for e in slices] == [graph.operators[i].name for i in schedule.steps]
+    assert [e["args"]["operator"] for e in slices] == [
+        graph.operators[i].name for i in schedule.steps
+    ]
     assert all(e["dur"] >= 0 and {"name", "cat", "pid", "tid", "ts"} <= set(e) for e in slices)
-    assert all(one["ts"] + one["dur"] == pytest.approx(next_["ts"]) for one, next_ in pairwise(slices))
+    assert all(
+        one["ts"] + one["dur"] == pytest.approx(next_["ts"]) for one, next_ in pairwise(slices)
+    )
     of_track: dict[str, int] = defaultdict(int)
     for event in slices:
         of_track[event["cat"]] += 1
     assert of_track["computed again"] == schedule.num_recomputations
     counters = [e["args"] for e in events if e["ph"] == "C"]
     assert [sum(c.values()) for c in counters] == simulate(graph, schedule).bytes_at.tolist()
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"forward", "backward", "computed again"}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
+        "forward",
+        "backward",
+        "computed again",
+    }
 
 
 def test_another_suffix_is_refused(graph: Graph, schedule: Schedule, tmp_path: Path) -> None:
@@ -113,15 +132,21 @@ def test_live_blocks_are_the_simulated_peak(family: str) -> None:
     assert Blocks.of(graph, schedule, in_place=False).live_bytes >= blocks.live_bytes
 
 
-@pytest.mark.parametrize("place", [in_time_order, greedy_by_size, lambda blocks: search(blocks, time_limit_s=0.2)])
-def test_placed_blocks_never_overlap_and_fill_no_less_than_what_is_live(place: Any, graph: Graph, schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    "place", [in_time_order, greedy_by_size, lambda blocks: search(blocks, time_limit_s=0.2)]
+)
+def test_placed_blocks_never_overlap_and_fill_no_less_than_what_is_live(
+    place: Any, graph: Graph, schedule: Schedule
+) -> None:
     blocks = Blocks.of(graph, schedule)
     offset = place(blocks)
     assert blocks.arena_bytes(offset) >= blocks.live_bytes
     for i in range(len(offset)):
         together = (blocks.first <= blocks.last[i]) & (blocks.last >= blocks.first[i])
         together[i] = False
-        apart = (offset + blocks.size_bytes <= offset[i]) | (offset[i] + blocks.size_bytes[i] <= offset)
+        apart = (offset + blocks.size_bytes <= offset[i]) | (
+            offset[i] + blocks.size_bytes[i] <= offset
+        )
         assert apart[together].all()
 
 

@@ -1,4 +1,7 @@
-"""The closed-form families as starts: `auto` is never above one of them, and the least budget never above theirs."""
+"""The closed-form families as starts.
+
+`auto` is never above one of them, and the least budget never above theirs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ GRAPH = chain(12)
 UNLIMITED = 1 << 60
 
 
-def test_auto_takes_a_family_over_where_nothing_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_family_over_where_nothing_else_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
     assert found.schedule is not None
     for step in ("_anneal", "_improve"):

@@ -49,12 +49,17 @@ def test_tiled_attention_survives_scores_that_overflow_alone() -> None:
 
 def test_a_graph_between_two_batches_is_the_traced_one() -> None:
     def traced(batch: int) -> remat.Graph:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0)
+        )
         return remat.trace(model, (torch.randn(batch, 8),), costs="flops", differentiate="all")
 
     between, real = at_batch(traced(64), traced(256), (64, 256), 128), traced(128)
     assert [v.size_bytes for v in between.values] == [v.size_bytes for v in real.values]
-    assert simulate(between, Schedule.keep_all(between)).peak_bytes == simulate(real, Schedule.keep_all(real)).peak_bytes
+    assert (
+        simulate(between, Schedule.keep_all(between)).peak_bytes
+        == simulate(real, Schedule.keep_all(real)).peak_bytes
+    )
     assert between.cost_s == pytest.approx(real.cost_s)
 
 
@@ -69,8 +74,18 @@ def test_the_leanest_schedule_of_a_heuristic_needs_least() -> None:
 
 
 def test_exponents_of_known_growth() -> None:
-    powers = {"no optimization": 1.0, "in place": 1.0, "sharing": 1.0, "drop cheap": 1.0, "sublinear": 0.5, "ours, least": 0.0}
-    rows = [{"size": n, "ways": {way: {"bytes": 7 * n**power} for way, power in powers.items()}} for n in (4, 8, 16, 32)]
+    powers = {
+        "no optimization": 1.0,
+        "in place": 1.0,
+        "sharing": 1.0,
+        "drop cheap": 1.0,
+        "sublinear": 0.5,
+        "ours, least": 0.0,
+    }
+    rows = [
+        {"size": n, "ways": {way: {"bytes": 7 * n**power} for way, power in powers.items()}}
+        for n in (4, 8, 16, 32)
+    ]
     assert exponents(rows) == pytest.approx(powers, abs=1e-9)
 
 
@@ -89,4 +104,10 @@ def test_gradients_are_judged_by_inductors_own_rounding() -> None:
         row("remat, run by Inductor", "60%", 2e-7),
     ]
     refused = {"model": "m", "family": "remat", "label": "1%", "refused": "too little"}
-    assert [r.get("gradients") for r in judged([*rows, refused])] == ["equal", "close", "wrong", "close", None]
+    assert [r.get("gradients") for r in judged([*rows, refused])] == [
+        "equal",
+        "close",
+        "wrong",
+        "close",
+        None,
+    ]

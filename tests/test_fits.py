@@ -1,4 +1,6 @@
-"""Will it fit: predicted before any time on a device, against what a real step of training holds."""
+"""Will it fit: predicted before any time on a device, against what a real step of training
+holds.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ WIDTH = 64
 class Block(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -49,7 +55,12 @@ def fit() -> remat.Fit:
 
 def test_a_plan_within_the_budget_is_found_and_its_parts_sum_to_its_peak(fit: remat.Fit) -> None:
     assert fit and fit.planned is not None and fit.solution is not None
-    assert fit.planned.total == fit.solution.peak_bytes + fit.held.total <= fit.budget_bytes < fit.keep_all.total
+    assert (
+        fit.planned.total
+        == fit.solution.peak_bytes + fit.held.total
+        <= fit.budget_bytes
+        < fit.keep_all.total
+    )
     assert fit.budget_bytes == int(0.6 * fit.keep_all.total)
     assert fit.bound_bytes <= fit.minimum_bytes <= fit.planned.total
     assert 0 < fit.overhead < 0.4
@@ -70,9 +81,21 @@ def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
 
     step()
     optimizer.zero_grad()
-    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    state = sum(
+        t.nbytes
+        for s in optimizer.state.values()
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    )
     held = state + sum(p.nbytes for p in model.parameters()) + x.nbytes
-    assert abs(remat.measure(step).peak_bytes + held - max(fit.keep_all.total, fit.optimizer_step_bytes)) <= 512
+    assert (
+        abs(
+            remat.measure(step).peak_bytes
+            + held
+            - max(fit.keep_all.total, fit.optimizer_step_bytes)
+        )
+        <= 512
+    )
 
 
 def test_a_model_on_the_meta_device_gives_the_same_answer(fit: remat.Fit) -> None:
@@ -87,7 +110,9 @@ def test_a_model_on_the_meta_device_gives_the_same_answer(fit: remat.Fit) -> Non
 def test_seventy_billion_parameters_need_no_memory() -> None:
     with torch.device("meta"):
         model = Net(depth=2, width=1 << 16)
-    found = remat.fits(model, (torch.empty(1, 16, 1 << 16, device="meta"),), device="H100", time_limit_s=2.0)
+    found = remat.fits(
+        model, (torch.empty(1, 16, 1 << 16, device="meta"),), device="H100", time_limit_s=2.0
+    )
     assert not found and found.status is remat.Status.INFEASIBLE and found.planned is None
     assert found.keep_all.parameters > 250 << 30
     assert "shard them over more than" in found.verdict
@@ -115,25 +140,44 @@ def test_what_does_not_fit_says_what_would() -> None:
     found = remat.fits(Net(), batch_of(64), device="cpu", budget="200KiB", time_limit_s=1.0)
     assert not found and found.solution is None and found.overhead == float("inf")
     assert "does not fit (proved)" in str(found)
-    assert remat.fits(Net(), batch_of(64), device="cpu", budget=found.minimum_bytes, time_limit_s=1.0)
+    assert remat.fits(
+        Net(), batch_of(64), device="cpu", budget=found.minimum_bytes, time_limit_s=1.0
+    )
 
 
 def test_accumulated_gradients_and_a_reserve_are_held_too(fit: remat.Fit) -> None:
-    found = remat.fits(Net(), batch_of(64), device="cpu", time_limit_s=1.0, is_accumulating=True, reserve_bytes=12345)
+    found = remat.fits(
+        Net(),
+        batch_of(64),
+        device="cpu",
+        time_limit_s=1.0,
+        is_accumulating=True,
+        reserve_bytes=12345,
+    )
     assert found.keep_all.total == fit.keep_all.total + fit.held.gradient_bytes + 12345
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop"]
+)
 def test_memory_of_optimizers_is_what_they_take(name: str) -> None:
-    parameters = [nn.Parameter(torch.zeros(48, 32)) for _ in range(3)] + [nn.Parameter(torch.zeros(7))]
+    parameters = [nn.Parameter(torch.zeros(48, 32)) for _ in range(3)] + [
+        nn.Parameter(torch.zeros(7))
+    ]
     predicted = optimizer_memory(name, parameters)
     optimizer = OPTIMIZERS[name](parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    state = sum(
+        t.nbytes
+        for s in optimizer.state.values()
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    )
     assert state == predicted.state_bytes
-    assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64  # scalars of the step
+    # scalars of the step
+    assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64
 
 
 def test_any_optimizer_is_measured() -> None:
@@ -147,7 +191,10 @@ def test_any_optimizer_is_measured() -> None:
 
     parameters = [nn.Parameter(torch.zeros(100))]
     assert optimizer_memory(Three, parameters).state_bytes == 1200
-    assert optimizer_memory("adamw-8bit", [nn.Parameter(torch.zeros(1 << 16))]).state_bytes == 2 * (1 << 16) + 2 * 4 * 256
+    assert (
+        optimizer_memory("adamw-8bit", [nn.Parameter(torch.zeros(1 << 16))]).state_bytes
+        == 2 * (1 << 16) + 2 * 4 * 256
+    )
     frozen = [nn.Parameter(torch.zeros(100), requires_grad=False)]
     assert optimizer_memory("adamw", frozen).state_bytes == 0
     with pytest.raises(TypeError, match="made a list"):
@@ -163,7 +210,9 @@ def test_any_optimizer_is_measured() -> None:
     (lambda b: b * b, 50, 7),
     (lambda b: 512 * -(-b // 7), 5120, 70),
 ])  # fmt: skip
-def test_the_largest_batch_is_found_in_few_probes(size_of: Callable[[int], int], budget: int, expected: int) -> None:
+def test_the_largest_batch_is_found_in_few_probes(
+    size_of: Callable[[int], int], budget: int, expected: int
+) -> None:
     probes: list[int] = []
 
     def probe(batch: int) -> int:
@@ -175,11 +224,22 @@ def test_the_largest_batch_is_found_in_few_probes(size_of: Callable[[int], int],
 
 
 def test_largest_and_best_batch() -> None:
-    found = remat.max_batch(Net(depth=1), batch_of, "2MiB", device="T4", optimizer="sgd", points=2, time_limit_s=0.5)
+    found = remat.max_batch(
+        Net(depth=1), batch_of, "2MiB", device="T4", optimizer="sgd", points=2, time_limit_s=0.5
+    )
     sizes = [row.batch for row in found.rows]
     assert sizes == sorted(sizes) and sizes[-1] == found.largest
-    assert all(row.fit.planned is not None and row.fit.planned.total <= 2 << 20 for row in found.rows)
-    assert not remat.fits(Net(depth=1), batch_of(4 * found.largest), device="T4", optimizer="sgd", budget="2MiB", time_limit_s=0.5)
+    assert all(
+        row.fit.planned is not None and row.fit.planned.total <= 2 << 20 for row in found.rows
+    )
+    assert not remat.fits(
+        Net(depth=1),
+        batch_of(4 * found.largest),
+        device="T4",
+        optimizer="sgd",
+        budget="2MiB",
+        time_limit_s=0.5,
+    )
     assert found.best.samples_per_s == max(row.samples_per_s for row in found.rows)
     assert "largest that fits" in str(found)
     assert json.loads(json.dumps(found.record()))["largest"] == found.largest
@@ -194,7 +254,11 @@ def test_not_even_one_sample() -> None:
 
 
 def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["import torch", "def make():", "    return torch.nn.Linear(64, 64, device='meta'), (torch.empty(8, 64, device='meta'),)"]
+    lines = [
+        "import torch",
+        "def make():",
+        "    return torch.nn.Linear(64, 64, device='meta'), (torch.empty(8, 64, device='meta'),)",
+    ]
     (tmp_path / "ci_model.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
 

@@ -1,4 +1,7 @@
-"""The trade-off curve: monotone, valid, bounded by the exact optimum, and no dearer than a few solves."""
+"""The trade-off curve.
+
+Monotone, valid, bounded by the exact optimum, and no dearer than a few solves.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def check(graph: Graph, budgets: Sequence[int], solutions: Sequence[Solution]) -
         assert numbers == sorted(numbers, reverse=True)
 
 
-@pytest.mark.parametrize("graph", [random_layered(14, seed=3), transformer(2)], ids=["layered", "transformer"])
+@pytest.mark.parametrize(
+    "graph", [random_layered(14, seed=3), transformer(2)], ids=["layered", "transformer"]
+)
 def test_the_curve_is_monotone_and_valid(graph: Graph) -> None:
     budgets = spread(graph, 8)
     check(graph, budgets[::-1], frontier_solutions(graph, budgets[::-1], QUICK))
@@ -61,7 +66,10 @@ def test_its_bounds_are_below_the_optimum_at_every_budget() -> None:
 
 
 def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for and taken, not what a busy machine takes: a share of the time limit each, and one limit for second looks."""
+    """What is asked for and taken, not what a busy machine takes.
+
+    A share of the time limit each, and one limit for second looks.
+    """
     allowed: list[float] = []
     improve = Auto.improve
 
@@ -74,7 +82,11 @@ def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Auto, "improve", counted)
     graph = random_layered(30, seed=2)
     budgets = spread(graph, 20)
-    check(graph, budgets, frontier_solutions(graph, budgets, Auto(gap=1e-6, rounds=1, time_limit_s=0.8)))
+    check(
+        graph,
+        budgets,
+        frontier_solutions(graph, budgets, Auto(gap=1e-6, rounds=1, time_limit_s=0.8)),
+    )
     assert sum(allowed) <= 3.5 * 0.8
 
 
@@ -82,9 +94,19 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
     """A least budget's gap may never close; it is not what all of the time is spent on."""
     looks: list[tuple[int, float]] = []
 
-    def counted(self: Auto, graph: Graph, *, budget_bytes: int, known_bound_s: float, **_: Any) -> Solution:
+    def counted(
+        self: Auto, graph: Graph, *, budget_bytes: int, known_bound_s: float, **_: Any
+    ) -> Solution:
         looks.append((budget_bytes, self.time_limit_s))
-        return Solution.of_steps(graph, budget_bytes, steps, lower_bound_s=bounds_s[budget_bytes], gap=0.0, solver="", wall_s=0.0)
+        return Solution.of_steps(
+            graph,
+            budget_bytes,
+            steps,
+            lower_bound_s=bounds_s[budget_bytes],
+            gap=0.0,
+            solver="",
+            wall_s=0.0,
+        )
 
     monkeypatch.setattr(Auto, "improve", counted)
     graph = chain(20)
@@ -100,7 +122,9 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the peak of keeping everything there is one answer, and below a budget proved infeasible none."""
+    """Above the peak of keeping everything there is one answer, and below a budget proved
+    infeasible none.
+    """
     asked: list[int] = []
     improve = Auto.improve
 
@@ -133,7 +157,9 @@ def test_the_front_door_spreads_budgets_from_the_least_to_all() -> None:
     check(graph, spread(graph, 4), solutions)
 
 
-def test_budgets_share_the_closed_form_schedules_and_the_least_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budgets_share_the_closed_form_schedules_and_the_least_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[str] = []
     for kind in (ChenGreedy, LinearizedGreedy):
 
@@ -161,7 +187,10 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
     near = shared.refinement(tight + 1)
     assert near.boundaries == first.boundaries
     fresh = Refinement(graph, budget_bytes=tight + 1)
-    assert near.solve(deadline=math.inf, is_relaxed=True).bound_s >= fresh.solve(deadline=math.inf, is_relaxed=True).bound_s
+    assert (
+        near.solve(deadline=math.inf, is_relaxed=True).bound_s
+        >= fresh.solve(deadline=math.inf, is_relaxed=True).bound_s
+    )
 
 
 def test_stages_of_models_with_integers_are_not_taken_over() -> None:

@@ -34,7 +34,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.dropout, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH)
+        self.up, self.dropout, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.2),
+            nn.BatchNorm1d(WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.up(x))
@@ -65,7 +69,10 @@ class Broken(Base):
 
 
 class Prints(Base):
-    """Reads numbers off tensors: Python's own state changes at every step, and dynamo compiles anew."""
+    """Reads numbers off tensors.
+
+    Python's own state changes at every step, and dynamo compiles anew.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -75,7 +82,10 @@ class Prints(Base):
 
 
 class Loop(Base):
-    """A break within a loop: dynamo gives the frame up, its other operators run eagerly; blocks share their compiled code."""
+    """A break within a loop: dynamo gives the frame up, its other operators run eagerly.
+
+    Blocks share their compiled code.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 2
@@ -86,7 +96,9 @@ class Loop(Base):
 
 
 class InPlace(Base):
-    """What a piece handed over, and what another one read, is changed afterwards, by a piece and by an eager operator."""
+    """What a piece handed over, and what another one read, is changed afterwards, by a piece and by
+    an eager operator.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -115,7 +127,10 @@ class Buffer(Base):
 
 
 class Skips(Base):
-    """Two pieces read what a third made: its gradient is a sum; a parameter that two pieces read."""
+    """Two pieces read what a third made: its gradient is a sum.
+
+    A parameter that two pieces read.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.blocks[0](x)
@@ -128,14 +143,19 @@ class Skips(Base):
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].register_forward_hook(lambda module, args, out: self.seen.append(out.detach().sum().item()))
+        self.blocks[1].register_forward_hook(
+            lambda module, args, out: self.seen.append(out.detach().sum().item())
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.loss(self.blocks[2](self.blocks[1](self.blocks[0](x))))
 
 
 class Random(Base):
-    """Random numbers in pieces, and one that becomes a Python number; a piece whose backward computes nothing."""
+    """Random numbers in pieces, and one that becomes a Python number.
+
+    A piece whose backward computes nothing.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -147,16 +167,23 @@ class Random(Base):
 
 
 class Views(Base):
-    """Eager operators take part of what a piece made, keep a tensor for their own backward, and hold for a moment what no graph knows."""
+    """Eager operators take part of what a piece made, keep a tensor for their own backward, and
+    hold for a moment what no graph knows.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[1](self.blocks[0](x))
-        part = torch.compiler.disable(lambda t: (t[1:] * 2).exp() + torch.stack([t[1:].detach()] * 10).mean(0))(x)
+        part = torch.compiler.disable(
+            lambda t: (t[1:] * 2).exp() + torch.stack([t[1:].detach()] * 10).mean(0)
+        )(x)
         return self.loss(self.blocks[3](self.blocks[2](part)))
 
 
 class ViewAfterwards(Base):
-    """A piece reads what it was given, and later a view of it: a sum may not be made in its memory in between."""
+    """A piece reads what it was given, and later a view of it.
+
+    A sum may not be made in its memory in between.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -175,7 +202,10 @@ class Branches(Base):
 
 
 class ChangesOnOneBranch(Base):
-    """One way of two changes what the first piece made and saved: naively, it would copy only what changed in the step before."""
+    """One way of two changes what the first piece made and saved.
+
+    Naively, it would copy only what changed in the step before.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = self.blocks[0](x)
@@ -196,7 +226,10 @@ class ManyResults(Base):
 
 
 class Unused(Base):
-    """A result that the loss does not need, of a head that has no other: its gradient is none, not zeros."""
+    """A result that the loss does not need, of a head that has no other.
+
+    Its gradient is none, not zeros.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -252,7 +285,9 @@ def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tens
 
 
 def assert_same_states(model: nn.Module, plain: nn.Module, seed: int = 0) -> None:
-    for ours, theirs in zip(state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed), strict=True):
+    for ours, theirs in zip(
+        state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -287,9 +322,14 @@ def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
     assert plan.solution.overhead > 0
 
 
-@pytest.mark.parametrize(("name", "budget", "num_steps"), [("Broken", "70%", 3), ("Views", "90%", 5)])
+@pytest.mark.parametrize(
+    ("name", "budget", "num_steps"), [("Broken", "70%", 3), ("Views", "90%", 5)]
+)
 def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: int) -> None:
-    """Naive: each piece has a budget of its own, in which it keeps everything; what runs between them is forgotten."""
+    """Naive: each piece has a budget of its own, in which it keeps everything.
+
+    What runs between them is forgotten.
+    """
     model, x = MODELS[name](), batch(0).requires_grad_()
     remat.checkpoint(model, budget, costs="flops", time_limit_s=1.0)
     for _ in range(num_steps):
@@ -307,9 +347,14 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
         assert joined is not None
         alone = [Schedule.keep_all(run.step.graph) for run in joined.runs]
         assert all(
-            simulate(run.step.graph, own).peak_bytes <= report.solution.budget_bytes for run, own in zip(joined.runs, alone, strict=True)
+            simulate(run.step.graph, own).peak_bytes <= report.solution.budget_bytes
+            for run, own in zip(joined.runs, alone, strict=True)
         )
-        assert simulate(joined.graph, composed(joined, alone)).peak_bytes > report.solution.budget_bytes  # that is how wrong it is
+        # that is how wrong it is
+        assert (
+            simulate(joined.graph, composed(joined, alone)).peak_bytes
+            > report.solution.budget_bytes
+        )
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +383,9 @@ def test_a_trace_goes_through_the_breaks_and_its_plan_runs(traced: remat.Graph) 
 
 
 def test_a_trace_of_what_needs_data_says_so() -> None:
-    with pytest.raises(remat.TraceError, match=r"remat\.checkpoint finds them in the first real step"):
+    with pytest.raises(
+        remat.TraceError, match=r"remat\.checkpoint finds them in the first real step"
+    ):
         remat.trace(Branches(), (batch(0),))
 
 
@@ -349,7 +396,9 @@ def test_a_plan_of_another_path_is_refused(traced: remat.Graph) -> None:
 
 
 def test_a_budget_that_pieces_cant_meet_says_what_can(traced: remat.Graph) -> None:
-    with pytest.raises(remat.BudgetError, match=r"the least known to do is.* it cuts at: .*graph_break\(\)") as caught:
+    with pytest.raises(
+        remat.BudgetError, match=r"the least known to do is.* it cuts at: .*graph_break\(\)"
+    ) as caught:
         remat.checkpoint(Broken(), 1000, costs="flops", time_limit_s=1.0)(batch(0))
     assert caught.value.minimum_bytes < 0.6 * simulate(traced, Schedule.keep_all(traced)).peak_bytes
 
@@ -375,7 +424,9 @@ def test_an_error_between_pieces_leaves_nothing_behind() -> None:
     model.is_failing = False
     plain.load_state_dict(model.state_dict())
     for seed in range(2):
-        for ours, theirs in zip(state_after(model, x, seed), state_after(plain, x, seed), strict=True):
+        for ours, theirs in zip(
+            state_after(model, x, seed), state_after(plain, x, seed), strict=True
+        ):
             assert torch.equal(ours, theirs)
 
 
@@ -395,7 +446,9 @@ def test_steps_in_pieces_that_overlap() -> None:
 
 
 def test_gradients_of_earlier_steps_count_in_pieces() -> None:
-    """Naive: the plan of the first step, which found no gradients, serves those that add to them."""
+    """Naive: the plan of the first step, which found no gradients, serves those that add to
+    them.
+    """
     model, x = Broken(), batch(0)
     planned(model, keep_nothing)
     budgets = []
@@ -411,7 +464,9 @@ def test_gradients_of_earlier_steps_count_in_pieces() -> None:
 def test_what_cuda_counts_beside_the_step_is_no_excess() -> None:
     """Naive: optimizer state, for which room was reserved, takes its room a second time."""
     model, x = Broken(), batch(0)
-    remat.checkpoint(model, UNLIMITED, reserve_bytes=4096, solver=Given(keep_nothing), costs="flops")
+    remat.checkpoint(
+        model, UNLIMITED, reserve_bytes=4096, solver=Given(keep_nothing), costs="flops"
+    )
     model(x)
     runner = runner_of(model)
     runner.device_type = "cuda"  # the allocator's number is for all that is there
@@ -420,7 +475,8 @@ def test_what_cuda_counts_beside_the_step_is_no_excess() -> None:
     model(x)
     assert runner.plan.unplanned_bytes == 0
     runner.plan.meter.peak_bytes = UNLIMITED + 100
-    with pytest.raises(remat.ScheduleError, match="exceeds the budget"):  # planned again, below the peak of the one plan that is given
+    # planned again, below the peak of the one plan that is given
+    with pytest.raises(remat.ScheduleError, match="exceeds the budget"):
         model(x)
 
 
@@ -433,7 +489,9 @@ def test_a_graph_of_pieces_that_is_kept_is_refused() -> None:
 
 
 class Beside:
-    """While it is entered, another thread is inside of `step`, where that runs what `meets` returned."""
+    """While it is entered, another thread is inside of `step`, where that runs what `meets`
+    returned.
+    """
 
     def __init__(self) -> None:
         self.is_inside, self.may_end = threading.Event(), threading.Event()
@@ -457,14 +515,24 @@ class Beside:
         self.thread.join()
 
 
-def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: `fullgraph=True`, below which dynamo compiles nothing, in any thread: the pieces ran plain, and held as much."""
+def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naive: `fullgraph=True`, below which dynamo compiles nothing, in any thread.
+
+    The pieces ran plain, and held as much.
+    """
     model, beside = Broken(), Beside()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing)
     assert_same_states(model, plain)
-    whole, x = planned(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), differentiate="all"), torch.randn(2, 3)
-    monkeypatch.setattr(capture, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph)))
+    whole, x = (
+        planned(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), differentiate="all"),
+        torch.randn(2, 3),
+    )
+    monkeypatch.setattr(
+        capture, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph))
+    )
     beside.step = lambda: whole(x).sum().backward()
     with beside:
         assert_same_states(model, plain)
@@ -473,10 +541,16 @@ def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(monkeypatch: pyte
 
 
 def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
-    """Another thread is in a user's own function of `fullgraph=True`. Naive: the step runs plain, and above its budget."""
+    """Another thread is in a user's own function of `fullgraph=True`.
+
+    Naive: the step runs plain, and above its budget.
+    """
     model, x, beside = Broken(), batch(0), Beside()
     planned(model, keep_nothing)(x).backward()
-    beside.step = partial(torch.compile(torch.sin, backend=lambda module, _: beside.meets(module), fullgraph=True), torch.ones(2))
+    beside.step = partial(
+        torch.compile(torch.sin, backend=lambda module, _: beside.meets(module), fullgraph=True),
+        torch.ones(2),
+    )
     with beside, pytest.raises(remat.TraceError, match="fullgraph=True"):
         model(x)
     model(x).backward()
@@ -497,10 +571,14 @@ class LoopOfOperators(nn.Module):
 
 
 def test_a_step_without_any_piece_says_why() -> None:
-    """Naive: at first "nothing to differentiate", then plain steps, above the budget, that nobody notices."""
+    """Naive: at first "nothing to differentiate", then plain steps, above the budget, that nobody
+    notices.
+    """
     model = planned(LoopOfOperators(), keep_nothing)
     for _ in range(2):
-        with pytest.raises(remat.TraceError, match=r"graph break inside of a loop.*graph_break\(\)"):
+        with pytest.raises(
+            remat.TraceError, match=r"graph break inside of a loop.*graph_break\(\)"
+        ):
             model(batch(0))
 
 

@@ -1,4 +1,6 @@
-"""Every heuristic on every family of graphs, the closed forms on chains, and what each method promises."""
+"""Every heuristic on every family of graphs, the closed forms on chains, and what each method
+promises.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,22 @@ from remat.tracers.synthetic import (
 from tests.oracles import brute_force, revolve_advances, revolve_closed_form, sqrt_peak_bound
 
 UNLIMITED = 2**62
-GENERAL = ("keep-all", "ap-sqrt", "ap-greedy", "linear-sqrt", "linear-greedy", "recompute-cheap", "pytorch-knapsack")
+GENERAL = (
+    "keep-all",
+    "ap-sqrt",
+    "ap-greedy",
+    "linear-sqrt",
+    "linear-greedy",
+    "recompute-cheap",
+    "pytorch-knapsack",
+)
 CHAINS_ONLY = ("revolve",)
 STAGES_ONLY = ("chen-sqrt", "chen-greedy")
 NAMED_ONLY = ("recompute-attention", "per-block")
 HEURISTICS = (*GENERAL, *STAGES_ONLY, *CHAINS_ONLY, *NAMED_ONLY)
 SEGMENTS = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linear-sqrt", "linear-greedy")
-FIXED_FAMILIES = tuple(name for name in HEURISTICS if name != "pytorch-knapsack")  # the same schedules whatever the budget
+# the same schedules whatever the budget
+FIXED_FAMILIES = tuple(name for name in HEURISTICS if name != "pytorch-knapsack")
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -58,7 +69,9 @@ def family(name: str) -> Graph:
 
 
 def solve(name: str, graph: Graph, budget_bytes: int) -> Solution | None:
-    """The solution, or None where the graph is outside the method's class, which general methods never say."""
+    """The solution, or None where the graph is outside the method's class, which general methods
+    never say.
+    """
     try:
         return make_solver(name).solve(graph, budget_bytes=budget_bytes)
     except SolverError:
@@ -79,7 +92,9 @@ def check(graph: Graph, solution: Solution, budget_bytes: int) -> None:
 
 @pytest.mark.parametrize("graph_name", FAMILIES)
 @pytest.mark.parametrize("name", HEURISTICS)
-def test_every_heuristic_on_every_family_at_every_kind_of_budget(name: str, graph_name: str) -> None:
+def test_every_heuristic_on_every_family_at_every_kind_of_budget(
+    name: str, graph_name: str
+) -> None:
     graph = family(graph_name)
     unlimited = solve(name, graph, UNLIMITED)
     if unlimited is None:
@@ -92,9 +107,14 @@ def test_every_heuristic_on_every_family_at_every_kind_of_budget(name: str, grap
     below = make_solver(name).solve(graph, budget_bytes=least - 1)
     if name in FIXED_FAMILIES:
         assert below.status is Status.NO_SOLUTION
-        assert (below.schedule, below.minimum_bytes, below.lower_bound_s) == (None, least, graph.cost_s)
+        assert (below.schedule, below.minimum_bytes, below.lower_bound_s) == (
+            None,
+            least,
+            graph.cost_s,
+        )
     else:
-        assert below.status is Status.NO_SOLUTION or below.peak_bytes < least  # a bisection found what the grid had not
+        # a bisection found what the grid had not
+        assert below.status is Status.NO_SOLUTION or below.peak_bytes < least
 
 
 def test_the_matrix_has_no_empty_row() -> None:
@@ -103,7 +123,9 @@ def test_the_matrix_has_no_empty_row() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED_FAMILIES)
-@pytest.mark.parametrize("graph_name", ["chain", "chain_with_skips", "random_layered", "transformer"])
+@pytest.mark.parametrize(
+    "graph_name", ["chain", "chain_with_skips", "random_layered", "transformer"]
+)
 def test_more_budget_never_costs_more(name: str, graph_name: str) -> None:
     graph = family(graph_name)
     unlimited = solve(name, graph, UNLIMITED)
@@ -143,7 +165,9 @@ def test_scaling_sizes_and_budget_changes_nothing(name: str) -> None:
         scaled = replace(
             graph,
             values=tuple(replace(v, size_bytes=v.size_bytes * 7) for v in graph.values),
-            operators=tuple(replace(op, workspace_bytes=op.workspace_bytes * 7) for op in graph.operators),
+            operators=tuple(
+                replace(op, workspace_bytes=op.workspace_bytes * 7) for op in graph.operators
+            ),
         )
         budget_bytes = int(0.8 * keep_all(graph)[0])
         one, other = solve(name, graph, budget_bytes), solve(name, scaled, 7 * budget_bytes)
@@ -167,7 +191,9 @@ def test_a_chain_at_sixty_percent_costs_more_and_holds_less(name: str, has_phase
 
 @pytest.mark.parametrize("length", [4, 9, 25, 36, 100, 400])
 @pytest.mark.parametrize("name", ["chen-sqrt", "ap-sqrt", "linear-sqrt"])
-def test_sqrt_segments_hold_two_square_roots_for_less_than_one_more_forward(name: str, length: int) -> None:
+def test_sqrt_segments_hold_two_square_roots_for_less_than_one_more_forward(
+    name: str, length: int
+) -> None:
     graph = chain(length)
     solution = make_solver(name).solve(graph, budget_bytes=UNLIMITED)
     peak_bytes, cost_s = keep_all(graph)
@@ -185,7 +211,9 @@ def test_greedy_reaches_what_sqrt_reaches_or_less_on_a_chain(method: str) -> Non
     assert greedy.cost_s <= sqrt.cost_s + 8
 
 
-def test_articulation_points_carry_a_residual_network_where_skips_hide_stages_from_nothing() -> None:
+def test_articulation_points_carry_a_residual_network_where_skips_hide_stages_from_nothing() -> (
+    None
+):
     graph = diamond(12)
     peak_bytes, cost_s = keep_all(graph)
     for name in SEGMENTS:
@@ -196,7 +224,10 @@ def test_articulation_points_carry_a_residual_network_where_skips_hide_stages_fr
 
 def test_methods_for_sequences_say_so_of_other_graphs() -> None:
     with pytest.raises(SolverError, match="sequence of stages"):
-        make_solver("chen-sqrt").solve(Graph.from_arrays([1] * 4, [1] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)]), budget_bytes=UNLIMITED)
+        make_solver("chen-sqrt").solve(
+            Graph.from_arrays([1] * 4, [1] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)]),
+            budget_bytes=UNLIMITED,
+        )
     with pytest.raises(SolverError, match="chain; '3' reads '0'"):
         make_solver("revolve").solve(chain_with_skips(9), budget_bytes=UNLIMITED)
 
@@ -207,8 +238,14 @@ def test_a_long_skip_leaves_articulation_points_nothing_and_the_order_everything
     graph = training_step(parents, [1.0] * length, [1] * length)
     peak_bytes, _ = keep_all(graph)
     budget_bytes = int(0.6 * peak_bytes)
-    assert make_solver("ap-greedy").solve(graph, budget_bytes=budget_bytes).status is Status.NO_SOLUTION
-    assert make_solver("chen-greedy").solve(graph, budget_bytes=budget_bytes).status is Status.NO_SOLUTION
+    assert (
+        make_solver("ap-greedy").solve(graph, budget_bytes=budget_bytes).status
+        is Status.NO_SOLUTION
+    )
+    assert (
+        make_solver("chen-greedy").solve(graph, budget_bytes=budget_bytes).status
+        is Status.NO_SOLUTION
+    )
     assert make_solver("linear-greedy").solve(graph, budget_bytes=budget_bytes).is_solved
 
 
@@ -218,7 +255,11 @@ def test_a_long_skip_leaves_articulation_points_nothing_and_the_order_everything
 @pytest.mark.parametrize("num_slots", range(1, 8))
 def test_revolve_counts_are_the_binomials(num_slots: int) -> None:
     for num_values in range(1, 41):
-        assert advances(num_values, num_slots) == revolve_closed_form(num_values, num_slots) == revolve_advances(num_values, num_slots)
+        assert (
+            advances(num_values, num_slots)
+            == revolve_closed_form(num_values, num_slots)
+            == revolve_advances(num_values, num_slots)
+        )
 
 
 @pytest.mark.parametrize("num_slots", range(2, 7))
@@ -226,7 +267,9 @@ def test_revolve_splits_are_optimal(num_slots: int) -> None:
     for num_values in range(2, 41):
         split = first_split(num_values, num_slots)
         assert 1 <= split < num_values
-        rest = revolve_advances(num_values - split, num_slots - 1) + revolve_advances(split, num_slots)
+        rest = revolve_advances(num_values - split, num_slots - 1) + revolve_advances(
+            split, num_slots
+        )
         assert split + rest == revolve_advances(num_values, num_slots)
 
 
@@ -239,7 +282,8 @@ def test_revolve_computes_exactly_as_many_forward_operators_as_the_closed_form(l
         assert solution.schedule is not None
         forward = sum(graph.operators[i].phase is Phase.FORWARD for i in solution.schedule.steps)
         assert forward == revolve_closed_form(num_values, num_slots)
-        assert solution.peak_bytes <= num_slots + 3  # slots but the start; a value, its gradient and the next of each
+        # slots but the start; a value, its gradient and the next of each
+        assert solution.peak_bytes <= num_slots + 3
 
 
 def test_revolve_needs_logarithmically_many_slots() -> None:
@@ -251,7 +295,13 @@ def test_revolve_needs_logarithmically_many_slots() -> None:
 
 def test_revolve_passes_pinned_operators() -> None:
     graph = chain(20)
-    graph = replace(graph, operators=tuple(replace(op, pinned="effect" if i in (0, 7, 13) else "") for i, op in enumerate(graph.operators)))
+    graph = replace(
+        graph,
+        operators=tuple(
+            replace(op, pinned="effect" if i in (0, 7, 13) else "")
+            for i, op in enumerate(graph.operators)
+        ),
+    )
     solution = Revolve(num_slots=2).solve(graph, budget_bytes=UNLIMITED)
     check(graph, solution, UNLIMITED)
     assert solution.cost_s > graph.cost_s
@@ -272,7 +322,11 @@ def test_what_could_not_be_had_back_is_kept() -> None:
 
 def test_values_that_cross_regions_are_kept() -> None:
     graph = family("two_regions")
-    crossing = {v for v, users in enumerate(graph.users_of) if {graph.operators[u].region for u in users} == {0, 1}}
+    crossing = {
+        v
+        for v, users in enumerate(graph.users_of)
+        if {graph.operators[u].region for u in users} == {0, 1}
+    }
     assert crossing
     assert crossing <= values_always_kept(graph)
 
@@ -303,7 +357,9 @@ def test_articulation_points_of_known_graphs() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(num_nodes=st.integers(1, 12), density=st.floats(0, 0.5), seed=seeds)
-def test_articulation_points_are_those_whose_removal_disconnects(num_nodes: int, density: float, seed: int) -> None:
+def test_articulation_points_are_those_whose_removal_disconnects(
+    num_nodes: int, density: float, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     adjacent = np.triu(random.random((num_nodes, num_nodes)) < density, 1)
     adjacent |= adjacent.T
@@ -336,14 +392,26 @@ def recomputed(graph: Graph, solution: Solution) -> set[str]:
 
 def test_recompute_cheap_never_repeats_a_matrix_product() -> None:
     graph = transformer(3)
-    repeated = recomputed(graph, make_solver("recompute-cheap").solve(graph, budget_bytes=UNLIMITED))
-    assert {name.split(".")[-1] for name in repeated} <= {"norm1", "softmax", "dropout", "1", "add1", "add2", "embed"}
+    repeated = recomputed(
+        graph, make_solver("recompute-cheap").solve(graph, budget_bytes=UNLIMITED)
+    )
+    assert {name.split(".")[-1] for name in repeated} <= {
+        "norm1",
+        "softmax",
+        "dropout",
+        "1",
+        "add1",
+        "add2",
+        "embed",
+    }
     assert {"blocks.0.attn.softmax", "blocks.2.mlp.1"} <= repeated
 
 
 def test_recompute_cheap_without_targets_goes_by_cost() -> None:
     graph = diamond(6)  # branches of 5 and 1, tops and joins of 1 and 2
-    solution = make_solver("recompute-cheap").solve(graph, budget_bytes=int(0.8 * keep_all(graph)[0]))
+    solution = make_solver("recompute-cheap").solve(
+        graph, budget_bytes=int(0.8 * keep_all(graph)[0])
+    )
     costs = {graph.operators[int(name)].cost_s for name in recomputed(graph, solution)}
     assert solution.is_solved
     assert costs <= {1.0, 2.0}
@@ -352,14 +420,18 @@ def test_recompute_cheap_without_targets_goes_by_cost() -> None:
 def test_recompute_attention_repeats_the_inside_of_attention_only() -> None:
     graph = transformer(3)
     solution = make_solver("recompute-attention").solve(graph, budget_bytes=UNLIMITED)
-    assert recomputed(graph, solution) == {f"blocks.{i}.attn.{name}" for i in range(3) for name in ("scores", "softmax", "dropout")}
+    assert recomputed(graph, solution) == {
+        f"blocks.{i}.attn.{name}" for i in range(3) for name in ("scores", "softmax", "dropout")
+    }
     assert solution.peak_bytes < keep_all(graph)[0]
 
 
 def test_recompute_attention_finds_modules_where_there_are_no_targets() -> None:
     graph = transformer(2)
     graph = replace(graph, operators=tuple(replace(op, target="") for op in graph.operators))
-    names = recomputed(graph, make_solver("recompute-attention").solve(graph, budget_bytes=UNLIMITED))
+    names = recomputed(
+        graph, make_solver("recompute-attention").solve(graph, budget_bytes=UNLIMITED)
+    )
     assert {"blocks.0.attn.softmax", "blocks.1.attn.scores"} <= names
     assert all(".attn." in name for name in names)
 
@@ -369,7 +441,12 @@ def test_recompute_attention_is_honest_about_what_it_cannot_find() -> None:
         make_solver("recompute-attention").solve(chain(5), budget_bytes=UNLIMITED)
     graph = transformer(1)
     fused = {"aten._softmax.default": "aten._scaled_dot_product_flash_attention.default"}
-    graph = replace(graph, operators=tuple(replace(op, target=fused.get(op.target, op.target)) for op in graph.operators))
+    graph = replace(
+        graph,
+        operators=tuple(
+            replace(op, target=fused.get(op.target, op.target)) for op in graph.operators
+        ),
+    )
     with pytest.raises(SolverError, match="fused kernels"):
         make_solver("recompute-attention").solve(graph, budget_bytes=UNLIMITED)
 
@@ -386,7 +463,12 @@ def test_per_block_keeps_the_stream_between_blocks_and_repeats_their_inside() ->
 def test_a_block_that_runs_twice_is_two_segments() -> None:
     graph = chain(12)
     forward = [f"shared.{i // 3 % 2}" for i in range(12)]  # 0 0 0 1 1 1 0 0 0 1 1 1
-    graph = replace(graph, operators=tuple(replace(op, module=forward[i] if i < 12 else "") for i, op in enumerate(graph.operators)))
+    graph = replace(
+        graph,
+        operators=tuple(
+            replace(op, module=forward[i] if i < 12 else "") for i, op in enumerate(graph.operators)
+        ),
+    )
     solution = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert recomputed(graph, solution) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
@@ -397,7 +479,12 @@ def test_stages_of_blocks_make_a_depth_and_a_blocks_own_sequential_does_not() ->
     assert {"blocks.0.attn.qkv", "blocks.0.mlp.0", "blocks.0.mlp.1"} <= recomputed(graph, one_depth)
     graph = chain(12)
     nested = [f"stages.{i // 6}.blocks.{i // 3 % 2}" for i in range(12)]
-    graph = replace(graph, operators=tuple(replace(op, module=nested[i] if i < 12 else "") for i, op in enumerate(graph.operators)))
+    graph = replace(
+        graph,
+        operators=tuple(
+            replace(op, module=nested[i] if i < 12 else "") for i, op in enumerate(graph.operators)
+        ),
+    )
     inner = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert recomputed(graph, inner) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
@@ -415,18 +502,30 @@ def test_per_block_needs_blocks() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(count=st.integers(1, 12), fraction=st.floats(0, 1), seed=seeds)
-def test_both_knapsacks_fit_and_the_exact_one_is_best(count: int, fraction: float, seed: int) -> None:
+def test_both_knapsacks_fit_and_the_exact_one_is_best(
+    count: int, fraction: float, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     units = random.integers(1, 50, count)
     share, cost_s = units / units.sum(), random.integers(0, 10, count).astype(float)
     chosen = {
-        name: list(items(fraction)) for name, items in (("dp", dp_knapsack(share, cost_s)), ("ilp", ilp_knapsack(share, cost_s, 10.0)))
+        name: list(items(fraction))
+        for name, items in (
+            ("dp", dp_knapsack(share, cost_s)),
+            ("ilp", ilp_knapsack(share, cost_s, 10.0)),
+        )
     }
-    best = max(cost_s[list(s)].sum() for s in _subsets(count) if share[list(s)].sum() <= fraction + 1e-9)
+    best = max(
+        cost_s[list(s)].sum() for s in _subsets(count) if share[list(s)].sum() <= fraction + 1e-9
+    )
     assert cost_s[chosen["ilp"]].sum() == pytest.approx(best)
     assert share[chosen["ilp"]].sum() <= fraction + 1e-6
     assert share[chosen["dp"]].sum() <= fraction + (count + 1) / 10_000
-    tighter = max(cost_s[list(s)].sum() for s in _subsets(count) if share[list(s)].sum() <= fraction - (count + 1) / 10_000 or not s)
+    tighter = max(
+        cost_s[list(s)].sum()
+        for s in _subsets(count)
+        if share[list(s)].sum() <= fraction - (count + 1) / 10_000 or not s
+    )
     assert cost_s[chosen["dp"]].sum() >= tighter - 1e-9
 
 
@@ -436,7 +535,8 @@ def _subsets(count: int) -> list[list[int]]:
 
 def test_our_knapsack_saves_what_pytorchs_own_saves() -> None:
     knapsack = pytest.importorskip(
-        "torch._functorch._activation_checkpointing.knapsack", reason="this PyTorch keeps its knapsack elsewhere"
+        "torch._functorch._activation_checkpointing.knapsack",
+        reason="this PyTorch keeps its knapsack elsewhere",
     )
     random = np.random.default_rng(0)
     size, cost_s = random.integers(1, 1000, 40), random.random(40)

@@ -1,4 +1,7 @@
-"""Even stages tile the backward, and their windows are unions of them; programs that go on from the last basis."""
+"""Even stages tile the backward, and their windows are unions of them.
+
+Programs that go on from the last basis.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from remat.solvers.bounds.dyadic_windows import LEAST_OPERATORS, even_stages
 from remat.solvers.lp.linear import Program
 
 
-@pytest.mark.parametrize(("first", "end", "length"), [(5, 45, 4), (5, 46, 4), (3, 40, 8), (0, 7, 16), (2, 103, 1)])
-def test_windows_are_unions_of_stages_that_tile_the_backward(first: int, end: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "end", "length"), [(5, 45, 4), (5, 46, 4), (3, 40, 8), (0, 7, 16), (2, 103, 1)]
+)
+def test_windows_are_unions_of_stages_that_tile_the_backward(
+    first: int, end: int, length: int
+) -> None:
     stages, windows = even_stages(first, end, length)
     boundaries = [first, *(b for _, b in stages)]
     assert stages == list(pairwise(boundaries))
@@ -36,13 +43,20 @@ def test_relaxations_that_go_on_from_the_last_basis_give_the_same_bounds(seed: i
     programs[1].starts_from_last = True
     bounds: list[list[float]] = [[], []]
     for _ in range(4):
-        cost, width = random.uniform(0, 5, 12), np.stack([random.permutation(12)[:3] for _ in range(6)])
+        cost, width = (
+            random.uniform(0, 5, 12),
+            np.stack([random.permutation(12)[:3] for _ in range(6)]),
+        )
         for program, found in zip(programs, bounds, strict=True):
             first = program.num_columns
             program.add_columns(cost)
             program.add_rows(width + first, [1.0, 1.0, 1.0], lower=1.0)
             if first:
-                program.add_rows(np.stack([width[:, 0] + first, width[:, 1] + first - 12], axis=1), [1.0, 1.0], lower=1.5)
+                program.add_rows(
+                    np.stack([width[:, 0] + first, width[:, 1] + first - 12], axis=1),
+                    [1.0, 1.0],
+                    lower=1.5,
+                )
             found.append(program.minimise(is_relaxed=True, time_limit_s=10).bound)
     assert bounds[1] == pytest.approx(bounds[0], rel=1e-9)
     assert bounds[0] == sorted(bounds[0])

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # theirs
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -56,10 +58,17 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, Any]:
     watch, model = Watch(), gpt2()
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, max_steps=4, logging_steps=1, report_to=[], use_cpu=True,
+        output_dir=str(folder), per_device_train_batch_size=8, max_steps=4, logging_steps=1,
+        report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows(32), eval_dataset=rows(8), callbacks=[watch, *callbacks])
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=rows(32),
+        eval_dataset=rows(8),
+        callbacks=[watch, *callbacks],
+    )
     trainer.train()
     trainer.evaluate()
     return watch, model
@@ -80,7 +89,10 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 def test_gradient_checkpointing_may_stay_enabled() -> None:
-    """Models that call `torch.utils.checkpoint` are planned as if they did not: nothing is recomputed twice."""
+    """Models that call `torch.utils.checkpoint` are planned as if they did not.
+
+    Nothing is recomputed twice.
+    """
 
     def step(change: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
         model = gpt2().train()
@@ -105,7 +117,14 @@ class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
+        layers = [
+            nn.Linear(16, 64),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(64, 64),
+            nn.GELU(),
+            nn.Linear(64, 1),
+        ]
         self.model = nn.Sequential(*layers)
         self.losses: list[float] = []
         self.report: remat.Report | None = None
@@ -128,9 +147,13 @@ class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def with_lightning(folder: Path, *callbacks: Any) -> Regression:
     torch.manual_seed(7)
-    module, data = Regression(), torch.randn(4 * 256, 16, generator=torch.Generator().manual_seed(1))
+    module, data = (
+        Regression(),
+        torch.randn(4 * 256, 16, generator=torch.Generator().manual_seed(1)),
+    )
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
     )  # fmt: skip
     with warnings.catch_warnings():

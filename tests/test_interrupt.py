@@ -1,4 +1,7 @@
-"""Ctrl-C in real processes: the best so far is the answer, soon; what was not asked to heed it is left alone."""
+"""Ctrl-C in real processes: the best so far is the answer, soon.
+
+What was not asked to heed it is left alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=Tru
 
 @pytest.fixture(autouse=True)
 def interrupts() -> Iterator[None]:
-    """Interrupts as a program on a terminal has them: what a shell starts in the background ignores them, and its children too."""
+    """Interrupts as a program on a terminal has them.
+
+    What a shell starts in the background ignores them, and its children too.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -57,8 +63,20 @@ def problem(folder: Path, num_nodes: int) -> tuple[Path, Graph, int]:
 @pytest.mark.parametrize(("solver", "num_nodes"), [("auto", 150), ("milp", 40), ("free-order", 70)])
 def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes: int) -> None:
     path, graph, budget = problem(tmp_path, num_nodes)
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(path), solver, str(budget), str(LIMIT_S)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        SCRIPT,
+        str(path),
+        solver,
+        str(budget),
+        str(LIMIT_S),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "found\n"
         time.sleep(0.5)  # into the next model, or the next round of annealing
@@ -78,8 +96,22 @@ def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
     """Its progress, on a terminal of its own, says when there is something to print."""
     path, graph, budget = problem(tmp_path, 150)
     terminal, end = os.openpty()
-    command = [sys.executable, "-m", "remat", "solve", str(path), "--budget", str(budget), "--gap", "0", "--time-limit", str(LIMIT_S)]
-    process = subprocess.Popen([*command, "--format", "json"], stdout=subprocess.PIPE, stderr=end, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "remat",
+        "solve",
+        str(path),
+        "--budget",
+        str(budget),
+        "--gap",
+        "0",
+        "--time-limit",
+        str(LIMIT_S),
+    ]
+    process = subprocess.Popen(
+        [*command, "--format", "json"], stdout=subprocess.PIPE, stderr=end, text=True
+    )
     os.close(end)
     seen = b""
     while b"found +" not in seen:

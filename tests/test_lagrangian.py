@@ -1,4 +1,7 @@
-"""Prices for memory: the bound against the linear program and the optimum, the cut against enumeration, the schedules."""
+"""Prices for memory.
+
+The bound against the linear program and the optimum, the cut against enumeration, the schedules.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +54,31 @@ def least_weight(graph: Graph, first: int, weight: list[float], price: list[floa
 def test_the_cut_is_the_least_of_all_choices(seed: int, data: st.DataObject) -> None:
     graph = random_step(7, seed=seed)
     first = forward_length(graph)
-    weights = st.lists(st.integers(-3, 9), min_size=graph.num_operators, max_size=graph.num_operators)
+    weights = st.lists(
+        st.integers(-3, 9), min_size=graph.num_operators, max_size=graph.num_operators
+    )
     prices = st.lists(st.integers(0, 9), min_size=len(graph.values), max_size=len(graph.values))
     weight, price = data.draw(weights), data.draw(prices)
-    cut = MinCut(graph, Accounting(graph), first).cut(np.array(weight, np.float64), np.array(price, np.float64))
+    cut = MinCut(graph, Accounting(graph), first).cut(
+        np.array(weight, np.float64), np.array(price, np.float64)
+    )
     best = least_weight(graph, first, [float(w) for w in weight], [float(p) for p in price])
     assert cut.value <= best + 1e-9
     assert cut.value == pytest.approx(best, abs=1e-4)
-    assert np.dot(weight, cut.is_again) + np.dot(price, cut.is_kept) == pytest.approx(best, abs=1e-4)
+    assert np.dot(weight, cut.is_again) + np.dot(price, cut.is_kept) == pytest.approx(
+        best, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize("name", ["chain", "unet", "transformer", "layered"])
 def test_the_bound_is_that_of_the_linear_relaxation(name: str, share: float) -> None:
-    graph = {"chain": chain(40), "unet": unet(5), "transformer": transformer(6), "layered": random_layered(60, seed=3)}[name]
+    graph = {
+        "chain": chain(40),
+        "unet": unet(5),
+        "transformer": transformer(6),
+        "layered": random_layered(60, seed=3),
+    }[name]
     least = minimum(graph)
     budget = int(least.peak_bytes + share * (keep_all_bytes(graph) - least.peak_bytes))
     first, count = forward_length(graph), graph.num_operators
@@ -85,7 +99,9 @@ def test_no_bound_is_above_the_optimum(seed: int, share: float) -> None:
     budget = int(floor + share * (ceiling - floor))
     best = brute_force(graph, budget)
     assert best is not None
-    assert Lagrangian(graph, budget_bytes=budget).raise_bound(deadline=deadline()) <= best * (1 + 1e-12)
+    assert Lagrangian(graph, budget_bytes=budget).raise_bound(deadline=deadline()) <= best * (
+        1 + 1e-12
+    )
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -99,7 +115,10 @@ def test_every_family_has_a_bound_and_valid_schedules(name: str) -> None:
 
 
 def test_layers_that_repeat_are_solved_once() -> None:
-    """One solution of a layer serves all of them: the gap shrinks, and no more cuts are needed for more layers."""
+    """One solution of a layer serves all of them.
+
+    The gap shrinks, and no more cuts are needed for more layers.
+    """
     gaps, cuts = [], []
     for blocks in (20, 160):
         graph = transformer(blocks)
@@ -107,7 +126,10 @@ def test_layers_that_repeat_are_solved_once() -> None:
         lagrangian = Lagrangian(graph, budget_bytes=budget)
         bound = lagrangian.raise_bound(deadline=deadline())
         cuts.append(lagrangian.num_cuts)
-        found = [simulate(graph, Schedule.from_steps(graph, steps)) for steps in lagrangian.schedules(deadline=deadline())]
+        found = [
+            simulate(graph, Schedule.from_steps(graph, steps))
+            for steps in lagrangian.schedules(deadline=deadline())
+        ]
         gaps.append(min(run.cost_s for run in found if run.peak_bytes <= budget) / bound - 1)
     assert gaps[1] < min(gaps[0], 2e-3)
     assert cuts[1] <= 2 * cuts[0]
@@ -115,6 +137,8 @@ def test_layers_that_repeat_are_solved_once() -> None:
 
 def test_thousands_of_operators_are_planned_within_a_percent() -> None:
     graph = transformer(120)
-    solution = Auto(gap=0.01, time_limit_s=30).solve(graph, budget_bytes=int(0.75 * keep_all_bytes(graph)))
+    solution = Auto(gap=0.01, time_limit_s=30).solve(
+        graph, budget_bytes=int(0.75 * keep_all_bytes(graph))
+    )
     assert graph.num_operators > 3_000
     assert solution.gap <= 0.01

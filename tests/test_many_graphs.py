@@ -1,8 +1,7 @@
 """Every solver on random graphs of up to 7 operators, against brute force.
 
-Few graphs by default; `REMAT_EXAMPLES=10000 pytest tests/test_many_graphs.py` runs as many as it says
-(`experiments/many_graphs.py` does, and writes down what came of it).
-"""
+Few graphs by default; `REMAT_EXAMPLES=10000 pytest tests/test_many_graphs.py` runs as many as it
+says (`experiments/many_graphs.py` does, and writes down what came of it)."""
 
 from __future__ import annotations
 
@@ -29,8 +28,14 @@ GAP = 1e-6
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Graph, int]:
-    """A graph of up to 7 operators, and a budget where things go wrong: around the least one, or anywhere above."""
-    kind, seed = draw(st.sampled_from(["step", "step", "layered", "training", "chain", "skips"])), draw(st.integers(0, 2**20))
+    """A graph of up to 7 operators, and a budget where things go wrong.
+
+    Around the least one, or anywhere above.
+    """
+    kind, seed = (
+        draw(st.sampled_from(["step", "step", "layered", "training", "chain", "skips"])),
+        draw(st.integers(0, 2**20)),
+    )
     count = draw(st.integers(1, 7))
     graph = {
         "step": lambda: random_step(count, seed=seed),
@@ -42,15 +47,20 @@ def problems(draw: st.DrawFn) -> tuple[Graph, int]:
     least, most = minimum_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     place = draw(st.sampled_from(["below", "least", "above", "between"]))
     between = least + int(draw(st.floats(0, 1)) * (most - least))
-    return graph, {"below": least - 1, "least": least, "above": least + 1, "between": between}[place]
+    return graph, {"below": least - 1, "least": least, "above": least + 1, "between": between}[
+        place
+    ]
 
 
 def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
     """Asserts what holds for every method."""
     try:
-        solution = make_solver(name, time_limit_s=5.0, gap=GAP, rounds=1).solve(graph, budget_bytes=budget)
+        solution = make_solver(name, time_limit_s=5.0, gap=GAP, rounds=1).solve(
+            graph, budget_bytes=budget
+        )
     except SolverError:
-        assert name not in ("auto", *EXACT, FREE_ORDER)  # the others may say that the graph is outside their class
+        # the others may say that the graph is outside their class
+        assert name not in ("auto", *EXACT, FREE_ORDER)
         return
     if name in EXACT:
         assert solution.status is (Status.INFEASIBLE if best is None else Status.OPTIMAL)
@@ -60,15 +70,25 @@ def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
         assert solution.status is not Status.INFEASIBLE
         assert solution.lower_bound_s <= best * (1 + 1e-9)
     if solution.schedule is not None:
-        assert validate(graph, solution.schedule, budget_bytes=budget, is_free_order=name == FREE_ORDER) == []
+        assert (
+            validate(
+                graph, solution.schedule, budget_bytes=budget, is_free_order=name == FREE_ORDER
+            )
+            == []
+        )
         assert solution.cost_s == pytest.approx(simulate(graph, solution.schedule).cost_s)
         if name != FREE_ORDER:
             assert best is not None
             assert solution.cost_s >= best * (1 - 1e-9)
-            assert solution.status is not Status.OPTIMAL or solution.cost_s <= best * (1 + 2 * GAP) + 1e-9
+            assert (
+                solution.status is not Status.OPTIMAL
+                or solution.cost_s <= best * (1 + 2 * GAP) + 1e-9
+            )
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(problem=problems())
 def test_no_solver_is_wrong_on_a_random_graph(problem: tuple[Graph, int]) -> None:
     graph, budget = problem
@@ -77,4 +97,6 @@ def test_no_solver_is_wrong_on_a_random_graph(problem: tuple[Graph, int]) -> Non
         try:
             check(name, graph, budget, best)
         except AssertionError as failure:
-            raise AssertionError(f"{name} at {budget} of {graph}, whose optimum is {best}") from failure
+            raise AssertionError(
+                f"{name} at {budget} of {graph}, whose optimum is {best}"
+            ) from failure

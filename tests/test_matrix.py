@@ -1,8 +1,9 @@
-"""Every solver on every kind of graph at the budgets where things go wrong: the exact optimum is known at each point.
+"""Every solver on every kind of graph at the budgets where things go wrong.
 
-The graphs are small enough for the MILP to prove its optimum, and with it the least budget there is, so that
-`bound <= optimum <= cost` can be asked of everyone.
-"""
+The exact optimum is known at each point.
+
+The graphs are small enough for the MILP to prove its optimum, and with it the least budget there
+is, so that `bound <= optimum <= cost` can be asked of everyone."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ GRAPHS = {
     "unet": synthetic.unet(1),
     "diamond": synthetic.diamond(1),
     "random_layered": synthetic.random_layered(6, seed=1, width=2),
-    "random_layered_without_phases": synthetic.random_layered(12, seed=2, width=3, is_training=False),
+    "random_layered_without_phases": synthetic.random_layered(
+        12, seed=2, width=3, is_training=False
+    ),
     "transformer": synthetic.transformer(1),
     "star": synthetic.star(3),
     "wide_fan_in": synthetic.wide_fan_in(3),
@@ -54,7 +57,9 @@ def least_budget(family: str) -> int:
     low, high = -1, _keep_all_bytes(graph)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if optimum(family, middle).status is Status.INFEASIBLE else (low, middle)
+        low, high = (
+            (middle, high) if optimum(family, middle).status is Status.INFEASIBLE else (low, middle)
+        )
     return high
 
 
@@ -67,7 +72,9 @@ def optimum(family: str, budget_bytes: int) -> Solution:
 
 
 def _solve(solver: str, graph: Graph, budget_bytes: int) -> Solution | None:
-    """The solution, or None where the graph is outside the method's class, which only some may say."""
+    """The solution, or None where the graph is outside the method's class, which only some may
+    say.
+    """
     if solver not in SPECIAL:
         return make_solver(solver, time_limit_s=1.0).solve(graph, budget_bytes=budget_bytes)
     try:
@@ -82,7 +89,12 @@ def _keep_all_bytes(graph: Graph) -> int:
 
 def _budget(family: str, name: str) -> int:
     least, most = least_budget(family), _keep_all_bytes(GRAPHS[family])
-    return {"minimum": least, "minimum + 1": least + 1, "middle": (least + most) // 2, "unlimited": 2 * most}[name]
+    return {
+        "minimum": least,
+        "minimum + 1": least + 1,
+        "middle": (least + most) // 2,
+        "unlimited": 2 * most,
+    }[name]
 
 
 @pytest.mark.parametrize("family", GRAPHS)

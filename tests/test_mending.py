@@ -1,4 +1,8 @@
-"""Mended schedules: valid and within the budget, the same where nothing is to be mended, and better than the greedy alone."""
+"""Mended schedules.
+
+Valid and within the budget, the same where nothing is to be mended, and better than the greedy
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,11 @@ from tests.test_refinement import random_training_graph
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.1, 0.3, 0.6]), rule=st.sampled_from(list(Rule)))
+@given(
+    seed=st.integers(0, 100_000),
+    share=st.sampled_from([0.1, 0.3, 0.6]),
+    rule=st.sampled_from(list(Rule)),
+)
 def test_what_is_mended_is_valid_and_fits(seed: int, share: float, rule: Rule) -> None:
     graph = random_training_graph(seed, 8, 20)
     floor, ceiling = working_set_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
@@ -37,12 +45,19 @@ def test_what_is_mended_is_valid_and_fits(seed: int, share: float, rule: Rule) -
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000))
-def test_an_unrolled_schedule_costs_what_it_costs_and_without_snapshots_needs_no_less(seed: int) -> None:
+def test_an_unrolled_schedule_costs_what_it_costs_and_without_snapshots_needs_no_less(
+    seed: int,
+) -> None:
     graph = random_step(12, seed=seed)
-    graph = replace(graph, operators=tuple(replace(op, is_snapshot=False) for op in graph.operators))
+    graph = replace(
+        graph, operators=tuple(replace(op, is_snapshot=False) for op in graph.operators)
+    )
     steps = steps_on_demand(graph, ())
     once = unrolled(graph, steps)
-    simulated, plain = simulate(graph, Schedule.from_steps(graph, steps)), simulate(once, Schedule.keep_all(once))
+    simulated, plain = (
+        simulate(graph, Schedule.from_steps(graph, steps)),
+        simulate(once, Schedule.keep_all(once)),
+    )
     assert plain.cost_s == pytest.approx(simulated.cost_s)
     assert plain.peak_bytes >= simulated.peak_bytes
 
@@ -64,5 +79,10 @@ def test_segments_mended_are_cheaper_than_the_greedy_alone() -> None:
     budget = int(minimum(graph).peak_bytes * 1.25)
     greedy = [steps_with_eviction(graph, budget, rule) for rule in Rule]
     alone = min(float(graph.arrays.cost_s[steps].sum()) for steps in greedy if steps is not None)
-    segments = [mended(graph, list(steps), budget_bytes=budget) for steps in ChenGreedy().members(graph)]
-    assert min(float(graph.arrays.cost_s[steps].sum()) for steps in segments if steps is not None) < 0.7 * alone
+    segments = [
+        mended(graph, list(steps), budget_bytes=budget) for steps in ChenGreedy().members(graph)
+    ]
+    assert (
+        min(float(graph.arrays.cost_s[steps].sum()) for steps in segments if steps is not None)
+        < 0.7 * alone
+    )

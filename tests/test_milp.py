@@ -1,4 +1,7 @@
-"""The MILP against brute force, and what its parts promise: bounds, orders inside stages, limits, backends."""
+"""The MILP against brute force, and what its parts promise.
+
+Bounds, orders inside stages, limits, backends.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ from remat.solvers.lp.highs import Highs
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step, unet
 from tests.oracles import brute_force, minimum_bytes
 
-# operator 1 has to be computed twice before operator 5: its value makes room for 3, and 5 reads both
-TWICE_IN_A_STAGE = Graph.from_arrays([1] * 6, [1, 2, 2, 1, 4, 1], [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (3, 5)])
+# operator 1 has to be computed twice before operator 5: its value makes room for 3, and 5 reads
+# both
+TWICE_IN_A_STAGE = Graph.from_arrays(
+    [1] * 6, [1, 2, 2, 1, 4, 1], [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (3, 5)]
+)
 # before operator 6, operator 1 has to be recomputed ahead of operator 0
 OUT_OF_ORDER = Graph.from_arrays([1] * 4, [10, 10, 1, 20], [(1, 2)])
 
@@ -47,14 +53,19 @@ def small_dags(draw: st.DrawFn) -> tuple[Graph, int]:
 
 @st.composite
 def small_steps(draw: st.DrawFn) -> tuple[Graph, int]:
-    """Whatever a graph can have: several outputs, in-place operators, snapshots, workspaces, pins, results."""
+    """Whatever a graph can have.
+
+    Several outputs, in-place operators, snapshots, workspaces, pins, results.
+    """
     graph = random_step(draw(st.integers(1, 7)), seed=draw(st.integers(0, 2**20)))
     return graph, draw(_budgets(graph))
 
 
 def _budgets(graph: Graph) -> st.SearchStrategy[int]:
     form = stage_form(graph, 0)
-    least = graph.resident_bytes + max(map(form.working_bytes, range(form.num_operators)), default=0)
+    least = graph.resident_bytes + max(
+        map(form.working_bytes, range(form.num_operators)), default=0
+    )
     peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     return st.integers(max(least - 1, 0), max(peak, least))
 
@@ -93,13 +104,24 @@ def test_milp_equals_brute_force_at_and_below_the_minimum(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_more_budget_never_costs_more(case: tuple[Graph, int]) -> None:
     graph, budget_bytes = case
-    costs = [s.cost_s for b in range(budget_bytes, budget_bytes + 3) if (s := MILP().solve(graph, budget_bytes=b)).is_solved]
+    costs = [
+        s.cost_s
+        for b in range(budget_bytes, budget_bytes + 3)
+        if (s := MILP().solve(graph, budget_bytes=b)).is_solved
+    ]
     assert costs == sorted(costs, reverse=True)
 
 
-@pytest.mark.parametrize(("graph", "budget_bytes", "num_steps"), [(TWICE_IN_A_STAGE, 5, 10), (OUT_OF_ORDER, 20, 4)])
-def test_optimum_outside_of_checkmates_class(graph: Graph, budget_bytes: int, num_steps: int) -> None:
-    """In its stages an operator is computed once and in order; schedules that do otherwise can be better."""
+@pytest.mark.parametrize(
+    ("graph", "budget_bytes", "num_steps"), [(TWICE_IN_A_STAGE, 5, 10), (OUT_OF_ORDER, 20, 4)]
+)
+def test_optimum_outside_of_checkmates_class(
+    graph: Graph, budget_bytes: int, num_steps: int
+) -> None:
+    """In its stages an operator is computed once and in order.
+
+    Schedules that do otherwise can be better.
+    """
     solution = MILP().solve(graph, budget_bytes=budget_bytes)
     _assert_exact(graph, budget_bytes, solution)
     assert solution.schedule is not None
@@ -124,12 +146,16 @@ def test_checkmates_own_accounting_is_never_below_the_optimum(case: tuple[Graph,
     graph, budget_bytes = case
     best = brute_force(graph, budget_bytes)
     if stage_form(graph, budget_bytes).fits_every_operator:
-        assert _ordered_optimum(graph, budget_bytes) >= (math.inf if best is None else best) - 1e-3  # what a bound leaves to tolerances
+        # what a bound leaves to tolerances
+        assert _ordered_optimum(graph, budget_bytes) >= (math.inf if best is None else best) - 1e-3
 
 
 @st.composite
 def wild_schedules(draw: st.DrawFn) -> tuple[Graph, list[int]]:
-    """A graph and a valid schedule of no use: anything recomputable may be computed again at any time."""
+    """A graph and a valid schedule of no use.
+
+    Anything recomputable may be computed again at any time.
+    """
     graph = random_step(draw(st.integers(1, 7)), seed=draw(st.integers(0, 2**20)))
     steps: list[int] = []
     for index in range(graph.num_operators):
@@ -142,7 +168,10 @@ def wild_schedules(draw: st.DrawFn) -> tuple[Graph, list[int]]:
 @given(wild_schedules())
 @settings(max_examples=150, deadline=None)
 def test_the_relaxation_has_a_point_for_every_schedule(case: tuple[Graph, list[int]]) -> None:
-    """So its optimum is a bound: within the schedule's own peak, the model with every moment row admits it."""
+    """So its optimum is a bound.
+
+    Within the schedule's own peak, the model with every moment row admits it.
+    """
     graph, steps = case
     simulation = simulate(graph, Schedule.from_steps(graph, steps))
     model = stage_model(stage_form(graph, simulation.peak_bytes))
@@ -152,13 +181,19 @@ def test_the_relaxation_has_a_point_for_every_schedule(case: tuple[Graph, list[i
 
 
 def _least_completion(model: CheckmateModel, steps: list[int]) -> float:
-    """Returns the model's least cost where R, S and Z are those of `steps`; infinite where they break a row."""
+    """Returns the model's least cost where R, S and Z are those of `steps`.
+
+    Infinite where they break a row.
+    """
     arrays, point = model.arrays(), point_of_steps(model, steps)
     known = ~np.isnan(point)
     rows = np.repeat(np.arange(len(arrays.row_upper)), np.diff(arrays.row_start))
-    fixed = np.bincount(rows, arrays.value * np.where(known, point, 0.0)[arrays.index], len(arrays.row_upper))
+    fixed = np.bincount(
+        rows, arrays.value * np.where(known, point, 0.0)[arrays.index], len(arrays.row_upper)
+    )
     for row in range(len(arrays.row_upper)):
-        for entry in range(arrays.row_start[row], arrays.row_start[row + 1]):  # H - ... rows only bound H from below, D from above
+        # H - ... rows only bound H from below, D from above
+        for entry in range(arrays.row_start[row], arrays.row_start[row + 1]):
             if not known[arrays.index[entry]] and arrays.value[entry] < 0:
                 fixed[row] = -math.inf
     if (fixed > arrays.row_upper + 1e-9).any():
@@ -169,7 +204,10 @@ def _least_completion(model: CheckmateModel, steps: list[int]) -> float:
 @given(small_steps())
 @settings(max_examples=60, deadline=None)
 def test_without_the_exact_search_answers_stay_valid(case: tuple[Graph, int]) -> None:
-    """What a graph too large for it gets: the paper's accounting finds the schedule, the relaxation the bound."""
+    """What a graph too large for it gets.
+
+    The paper's accounting finds the schedule, the relaxation the bound.
+    """
     graph, budget_bytes = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_search, "_MAX_STATES", 0)
@@ -203,7 +241,11 @@ def test_rounding_with_a_seed_is_reproducible() -> None:
     assert first.schedule == second.schedule
 
 
-@pytest.mark.parametrize("graph", [chain(6), chain_with_skips(5), unet(1), TWICE_IN_A_STAGE], ids=["chain", "skips", "unet", "twice"])
+@pytest.mark.parametrize(
+    "graph",
+    [chain(6), chain_with_skips(5), unet(1), TWICE_IN_A_STAGE],
+    ids=["chain", "skips", "unet", "twice"],
+)
 def test_pulp_agrees_with_highs(graph: Graph) -> None:
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     for budget_bytes in (keep_all - 1, (2 * keep_all) // 3):
@@ -251,11 +293,16 @@ def test_progress_tells_bounds_that_only_rise_and_costs_that_only_fall() -> None
 
 
 def test_the_number_of_threads_may_change_in_one_process() -> None:
-    """HiGHS refuses a second number of threads without saying so: it once came back with nothing done."""
+    """HiGHS refuses a second number of threads without saying so.
+
+    It once came back with nothing done.
+    """
     graph = unet(2)
     budget_bytes = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     for threads in (1, 2, 1):
-        assert MILP(threads=threads).solve(graph, budget_bytes=budget_bytes).status is Status.OPTIMAL
+        assert (
+            MILP(threads=threads).solve(graph, budget_bytes=budget_bytes).status is Status.OPTIMAL
+        )
 
 
 def test_an_incumbent_is_never_made_worse() -> None:
@@ -263,7 +310,9 @@ def test_an_incumbent_is_never_made_worse() -> None:
     budget_bytes = int(0.85 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     known = MILP(time_limit_s=5.0).solve(graph, budget_bytes=budget_bytes)
     assert known.schedule is not None
-    again = MILP(time_limit_s=0.05, incumbent=known.schedule.steps).solve(graph, budget_bytes=budget_bytes)
+    again = MILP(time_limit_s=0.05, incumbent=known.schedule.steps).solve(
+        graph, budget_bytes=budget_bytes
+    )
     assert again.cost_s <= known.cost_s
 
 
@@ -272,7 +321,8 @@ def test_an_absurdly_big_model_is_refused_with_its_size() -> None:
         MILP().solve(chain(500), budget_bytes=200)
     with pytest.raises(SolverError, match=r"4,001 operators .*use solver='auto'"):
         MILP().solve(chain(2000), budget_bytes=200)
-    assert MILP().solve(chain(2000), budget_bytes=10_000).status is Status.OPTIMAL  # keeping everything needs no model
+    # keeping everything needs no model
+    assert MILP().solve(chain(2000), budget_bytes=10_000).status is Status.OPTIMAL
 
 
 def test_points_of_schedules_survive_the_way_back() -> None:

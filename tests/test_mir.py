@@ -25,7 +25,11 @@ from tests.test_refinement import random_training_graph
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
-    sizes=st.lists(st.one_of(st.integers(-40, 40), st.sampled_from([-(2**40), 2**39, 2**40 + 1])), min_size=1, max_size=8),
+    sizes=st.lists(
+        st.one_of(st.integers(-40, 40), st.sampled_from([-(2**40), 2**39, 2**40 + 1])),
+        min_size=1,
+        max_size=8,
+    ),
     share=st.floats(0, 1),
     seed=st.integers(0, 10_000),
 )
@@ -33,8 +37,12 @@ def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -
     low, high = sum(min(size, 0) for size in sizes), sum(max(size, 0) for size in sizes)
     upper = int(low + share * (high - low))
     rng = np.random.default_rng(seed)
-    point = np.where(rng.random(len(sizes)) < 0.4, rng.random(len(sizes)), rng.integers(0, 2, len(sizes)))
-    for cut in rounded(Knapsack(np.arange(len(sizes)), np.array(sizes), upper, rng.permutation(len(sizes))), point):
+    point = np.where(
+        rng.random(len(sizes)) < 0.4, rng.random(len(sizes)), rng.integers(0, 2, len(sizes))
+    )
+    for cut in rounded(
+        Knapsack(np.arange(len(sizes)), np.array(sizes), upper, rng.permutation(len(sizes))), point
+    ):
         assert float(cut.coefficients @ point[cut.columns]) > cut.upper
         for bits in itertools.product((0, 1), repeat=len(sizes)):
             if sum(size * bit for size, bit in zip(sizes, bits, strict=True)) <= upper:
@@ -42,14 +50,20 @@ def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -
 
 
 def test_a_part_of_a_large_value_is_cut_off() -> None:
-    (cut,) = rounded(Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9, np.arange(4)), np.array([1.0, 1.0, 0.25, 0.0]))
+    (cut,) = rounded(
+        Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9, np.arange(4)),
+        np.array([1.0, 1.0, 0.25, 0.0]),
+    )
     assert cut.columns.tolist() == [0, 1, 2]
     np.testing.assert_allclose(cut.coefficients, 1)
     np.testing.assert_allclose(cut.upper, 2)  # two of them fit, whatever becomes of the small one
 
 
 def test_what_is_cheap_to_drop_is_left_out_of_a_cut() -> None:
-    """The last value fits once 3 of 20 bytes are missing: had the first operator's 2 bytes a part in it, dropping them would do."""
+    """The last value fits once 3 of 20 bytes are missing.
+
+    Had the first operator's 2 bytes a part in it, dropping them would do.
+    """
     sizes, written = np.array([2, 6, 6, 6]), np.array([0, 2, 3, 1])
     plain, few = rounded(Knapsack(np.arange(4), sizes, 17, written), np.array([1.0, 1.0, 1.0, 0.5]))
     assert 0 in plain.columns.tolist()
@@ -58,7 +72,10 @@ def test_what_is_cheap_to_drop_is_left_out_of_a_cut() -> None:
 
 
 def test_a_point_with_nothing_fractional_is_left_alone() -> None:
-    assert rounded(Knapsack(np.arange(2), np.array([3, 5]), 4, np.arange(2)), np.array([1.0, 1.0])) == []
+    assert (
+        rounded(Knapsack(np.arange(2), np.array([3, 5]), 4, np.arange(2)), np.array([1.0, 1.0]))
+        == []
+    )
 
 
 def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int) -> float:
@@ -68,11 +85,19 @@ def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int)
     priced = [(0, first), *pairwise(boundaries)]
     model = WindowModel(graph, sorted({(0, first), *windows}), priced=priced, budget_bytes=budget)
     model.program.starts_from_last = True
-    return model.bound_s(LazyRows(model, most_roundings=most_roundings).solve(deadline=time.perf_counter() + 60, is_relaxed=True))
+    return model.bound_s(
+        LazyRows(model, most_roundings=most_roundings).solve(
+            deadline=time.perf_counter() + 60, is_relaxed=True
+        )
+    )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.25, 0.5, 0.75]), stages=st.integers(1, 3))
+@given(
+    seed=st.integers(0, 100_000),
+    share=st.sampled_from([0.0, 0.25, 0.5, 0.75]),
+    stages=st.integers(1, 3),
+)
 def test_no_bound_with_cuts_is_above_the_optimum(seed: int, share: float, stages: int) -> None:
     graph = random_training_graph(seed, 4, 7)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes

@@ -1,7 +1,9 @@
-"""Every family of architectures and `torch.nn` itself: a planned step is the plain one to the bit, or refused in one clear error.
+"""Every family of architectures and `torch.nn` itself.
 
-`experiments/coverage.py` does the same for all of them, at three budgets; here is a sample that is quick.
-"""
+A planned step is the plain one to the bit, or refused in one clear error.
+
+`experiments/coverage.py` does the same for all of them, at three budgets; here is a sample that is
+quick."""
 
 from __future__ import annotations
 
@@ -43,7 +45,15 @@ SAMPLE = (
     "GAN step",
     "PatchTST",  # batch norm of a transposed tensor
 )
-MODULES = ("nn.GRU", "nn.Softshrink", "nn.MultiMarginLoss", "nn.BatchNorm1d", "nn.GLU", "nn.Embedding", "nn.ReflectionPad3d")
+MODULES = (
+    "nn.GRU",
+    "nn.Softshrink",
+    "nn.MultiMarginLoss",
+    "nn.BatchNorm1d",
+    "nn.GLU",
+    "nn.Embedding",
+    "nn.ReflectionPad3d",
+)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
@@ -55,7 +65,9 @@ def keep_half(graph: remat.Graph) -> Sequence[int]:
 
 
 def assert_is_plain(plain: Workload) -> None:
-    """The step that keeps half leaves the plain step's loss, gradients, buffers and random state, twice."""
+    """The step that keeps half leaves the plain step's loss, gradients, buffers and random state,
+    twice.
+    """
     mine = Workload(planned(copy.deepcopy(plain.model), keep_half), plain.kwargs)
     assert all(is_same_step(mine, plain, seed) for seed in (1, 2))
 
@@ -68,17 +80,28 @@ def test_architectures(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_scans_otherwise_under_compilation_is_refused() -> None:
-    """Mamba takes a scan in place of its loop where it is compiled; on the CPU no operator tells, and gradients differed."""
+    """Mamba takes a scan in place of its loop where it is compiled.
+
+    On the CPU no operator tells, and gradients differed.
+    """
     scans = ARCHITECTURES["Mamba, associative scan"]
     assert isinstance(scans, Architecture)
-    workload = replace(scans, config={**scans.config, "num_hidden_layers": 1}, batch=lambda: words(8)).make()
+    workload = replace(
+        scans, config={**scans.config, "num_hidden_layers": 1}, batch=lambda: words(8)
+    ).make()
     with pytest.raises(remat.TraceError, match="use_associative_scan=False"):
         remat.trace(workload.model, kwargs=workload.kwargs)
 
 
-def test_a_part_of_transformers_may_be_imported_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where whatever a user imported left `transformers.modeling_utils` out, no model of anybody could be planned."""
-    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing"))
+def test_a_part_of_transformers_may_be_imported_without_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where whatever a user imported left `transformers.modeling_utils` out, no model of anybody
+    could be planned.
+    """
+    monkeypatch.setitem(
+        sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing")
+    )
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
     assert remat.trace(nn.Linear(2, 2), (torch.ones(2, 2),), costs="flops").operators
 
@@ -91,7 +114,9 @@ def test_modules_of_torch_nn(name: str) -> None:
 
 
 class Interpolated(nn.Module):
-    """Bilinear up and down, which AOTAutograd computes from indices unless told otherwise, between batch norms."""
+    """Bilinear up and down, which AOTAutograd computes from indices unless told otherwise, between
+    batch norms.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +155,10 @@ def test_an_lstm_in_onednn_is_refused_and_torchs_own_is_planned() -> None:
 
 
 def test_a_recurrent_cell_whose_gates_are_no_whole_vectors_is_refused() -> None:
-    """Captured, gates lie in memory otherwise than plain PyTorch's: gradients differed in the last bit."""
+    """Captured, gates lie in memory otherwise than plain PyTorch's.
+
+    Gradients differed in the last bit.
+    """
     model = nn.Sequential(nn.GRU(4, 16, num_layers=2))
     with pytest.raises(remat.TraceError, match="multiple of 32 units"):
         remat.checkpoint(model, UNLIMITED, costs="flops", differentiate="all")(torch.randn(2, 8, 4))
@@ -189,7 +217,15 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     aten.smooth_l1_loss_backward.default: (_X, _X, _X.sin(), 0, 1.0),
     aten.log_sigmoid_forward.default: (_X,),
     aten._log_softmax_backward_data.default: (_X, _X, 1, torch.float32),
-    aten.native_batch_norm.default: (torch.randn(4, 3, 6), torch.ones(3), torch.zeros(3), *_STATISTICS, True, 0.1, 1e-5),
+    aten.native_batch_norm.default: (
+        torch.randn(4, 3, 6),
+        torch.ones(3),
+        torch.zeros(3),
+        *_STATISTICS,
+        True,
+        0.1,
+        1e-5,
+    ),
     aten.xlogy.Tensor: (_X, _X.exp()),
     aten.mse_loss.default: (_X, _X.sin(), 1),
     aten.upsample_bilinear2d_backward.default: (_X, [5, 6], [4, 3, 3, 4], False, None, None),
@@ -199,17 +235,29 @@ CALLS: dict[Any, tuple[Any, ...]] = {
 @pytest.mark.parametrize("transposed", [(-1, -2), (1, 3), (1, 2)])
 @pytest.mark.parametrize("operator", CALLS, ids=str)
 def test_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, int]) -> None:
-    """The layouts that fake tensors are given, against what the kernel returns for a first argument that is no row after row."""
+    """The layouts that fake tensors are given, against what the kernel returns for a first argument
+    that is no row after row.
+    """
     first, *rest = CALLS[operator]
     first = (
-        first.transpose(*transposed[: first.dim()]).contiguous().transpose(*transposed) if first.dim() == 4 else first.mT.contiguous().mT
+        first.transpose(*transposed[: first.dim()]).contiguous().transpose(*transposed)
+        if first.dim() == 4
+        else first.mT.contiguous().mT
     )
     real = operator(first, *rest)
     assert operator in LAYOUTS
     with plain_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = operator(*(mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in (first, *rest)))
+        fake = operator(
+            *(
+                mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a
+                for a in (first, *rest)
+            )
+        )
     for got, want in zip(tree_leaves(fake), tree_leaves(real), strict=True):
-        assert (got.shape, got.untyped_storage().nbytes()) == (want.shape, want.untyped_storage().nbytes())
+        assert (got.shape, got.untyped_storage().nbytes()) == (
+            want.shape,
+            want.untyped_storage().nbytes(),
+        )
         assert [s for s, n in zip(got.stride(), got.shape, strict=True) if n > 1] == [
             s for s, n in zip(want.stride(), want.shape, strict=True) if n > 1
         ]
@@ -221,7 +269,8 @@ class DividesNumbers(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = int(torch.div(x.shape[0], 2, rounding_mode="trunc"))  # two numbers, as in Longformer
+        # two numbers, as in Longformer
+        parts = int(torch.div(x.shape[0], 2, rounding_mode="trunc"))
         first: torch.Tensor = self.linear(x).tanh().chunk(parts)[0]
         return first.sum()
 

@@ -1,4 +1,7 @@
-"""Exact search around a schedule: its model against brute force, its answers against the validator."""
+"""Exact search around a schedule.
+
+Its model against brute force, its answers against the validator.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,20 @@ def keep_all_bytes(graph: Graph) -> int:
 
 
 def tiny_graph(seed: int) -> Graph:
-    return random_layered(6, seed=seed, width=2, is_training=False) if seed % 3 == 2 else random_step(3 + seed % 4, seed=seed)
+    return (
+        random_layered(6, seed=seed, width=2, is_training=False)
+        if seed % 3 == 2
+        else random_step(3 + seed % 4, seed=seed)
+    )
 
 
 def everything(graph: Graph) -> np.ndarray:
     count = graph.num_operators
-    pairs = [(i, t) for i, t in itertools.product(range(count), range(count + 1)) if i < t and graph.operators[i].is_recomputable]
+    pairs = [
+        (i, t)
+        for i, t in itertools.product(range(count), range(count + 1))
+        if i < t and graph.operators[i].is_recomputable
+    ]
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
@@ -40,12 +51,15 @@ def everything(graph: Graph) -> np.ndarray:
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
 def test_with_everything_free_it_is_the_optimum(seed: int, share: float) -> None:
     graph = tiny_graph(seed)
-    assume(not graph.arrays.is_snapshot.any())  # the model counts them as soon as something could need them
+    # the model counts them as soon as something could need them
+    assume(not graph.arrays.is_snapshot.any())
     floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
     budget = int(floor + share * (ceiling - floor))
     best, start = brute_force(graph, budget), minimum(graph).steps
     assert best is not None
-    slots = slots_around(np.array(start, np.int64), graph.num_operators, everything(graph), passes=4)
+    slots = slots_around(
+        np.array(start, np.int64), graph.num_operators, everything(graph), passes=4
+    )
     model = SlotModel(graph, slots, budget_bytes=budget)
     answer = Highs().minimise(model.arrays, gap=1e-9, time_limit_s=20)
     assert answer.is_finished
@@ -74,18 +88,28 @@ def test_what_it_improves_is_valid_and_costs_no_more(seed: int, family: str, sha
     steps = Neighbourhood(graph, budget, seed).improve(least.steps, max_rounds=5)
     schedule = Schedule.from_steps(graph, steps)
     assert validate(graph, schedule, budget_bytes=budget) == []
-    assert simulate(graph, schedule).cost_s <= simulate(graph, Schedule.from_steps(graph, least.steps)).cost_s
+    assert (
+        simulate(graph, schedule).cost_s
+        <= simulate(graph, Schedule.from_steps(graph, least.steps)).cost_s
+    )
 
 
 def test_one_seed_gives_one_answer() -> None:
     graph = random_layered(8, seed=2)
     least = minimum(graph)
-    first, second = (Neighbourhood(graph, least.peak_bytes, 3).improve(least.steps, max_rounds=6) for _ in range(2))
+    first, second = (
+        Neighbourhood(graph, least.peak_bytes, 3).improve(least.steps, max_rounds=6)
+        for _ in range(2)
+    )
     assert first == second
 
 
 def test_it_brings_a_wasteful_schedule_to_the_optimum() -> None:
-    graph = next(g for g in map(tiny_graph, range(100)) if not g.arrays.is_snapshot.any() and minimum_bytes(g) < keep_all_bytes(g))
+    graph = next(
+        g
+        for g in map(tiny_graph, range(100))
+        if not g.arrays.is_snapshot.any() and minimum_bytes(g) < keep_all_bytes(g)
+    )
     budget = keep_all_bytes(graph)
     again = [i for i, op in enumerate(graph.operators) if op.is_recomputable]
     wasteful = [*range(graph.num_operators - 1), *again[: len(again) // 2], graph.num_operators - 1]
@@ -96,7 +120,9 @@ def test_it_brings_a_wasteful_schedule_to_the_optimum() -> None:
 def test_a_schedule_beyond_the_budget_is_refused() -> None:
     graph = random_layered(12, seed=1)
     with pytest.raises(ValueError, match="budget"):
-        Neighbourhood(graph, keep_all_bytes(graph) - 1).improve(range(graph.num_operators), max_rounds=1)
+        Neighbourhood(graph, keep_all_bytes(graph) - 1).improve(
+            range(graph.num_operators), max_rounds=1
+        )
 
 
 def test_threads_do_not_change_what_restarts_find() -> None:
@@ -108,4 +134,7 @@ def test_threads_do_not_change_what_restarts_find() -> None:
         restarts.run([range(graph.num_operators)], threads=threads)
         found.append([(cost_s, steps.tolist()) for cost_s, steps in restarts.pool])
     assert found[0] == found[1]
-    assert all(validate(graph, Schedule.from_steps(graph, steps), budget_bytes=budget) == [] for _, steps in found[0])
+    assert all(
+        validate(graph, Schedule.from_steps(graph, steps), budget_bytes=budget) == []
+        for _, steps in found[0]
+    )

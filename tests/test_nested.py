@@ -1,4 +1,7 @@
-"""Checkpoints of two levels: valid, few over the forward's end, and lower peaks than one level where the loss leaves little room."""
+"""Checkpoints of two levels.
+
+Valid, few over the forward's end, and lower peaks than one level where the loss leaves little room.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,24 @@ from remat.tracers.synthetic import chain, transformer
 
 
 def with_a_crowded_loss(graph: Graph) -> Graph:
-    """The graph whose first operator of the backward takes as much workspace as half of what the forward writes."""
+    """The graph whose first operator of the backward takes as much workspace as half of what the
+    forward writes.
+    """
     boundary = graph.num_forward
-    written = sum(graph.values[v].size_bytes for op in graph.operators[:boundary] for v in op.writes)
+    written = sum(
+        graph.values[v].size_bytes for op in graph.operators[:boundary] for v in op.writes
+    )
     loss = replace(graph.operators[boundary], workspace_bytes=written // 2)
-    return replace(graph, operators=(*graph.operators[:boundary], loss, *graph.operators[boundary + 1 :]))
+    return replace(
+        graph, operators=(*graph.operators[:boundary], loss, *graph.operators[boundary + 1 :])
+    )
 
 
 def lowest_peak(graph: Graph, family: ChenGreedy | Nested) -> int:
-    return min(simulate(graph, Schedule.from_steps(graph, list(steps))).peak_bytes for steps in family.members(graph))
+    return min(
+        simulate(graph, Schedule.from_steps(graph, list(steps))).peak_bytes
+        for steps in family.members(graph)
+    )
 
 
 @pytest.mark.parametrize("graph", [chain(24), transformer(6)], ids=["chain", "transformer"])
@@ -42,10 +54,15 @@ def test_where_the_loss_leaves_little_room_two_levels_need_less_than_one() -> No
 
 def test_a_stage_is_computed_again_once_a_level() -> None:
     graph = chain(36)
-    times = [max(steps.count(op) for op in range(graph.num_forward)) for steps in map(list, Nested().members(graph))]
+    times = [
+        max(steps.count(op) for op in range(graph.num_forward))
+        for steps in map(list, Nested().members(graph))
+    ]
     assert max(times) == 3  # in the forward, for the run of segments, for its own segment
 
 
 def test_a_forward_without_stages_is_refused() -> None:
     with pytest.raises(SolverError, match="sequence of stages"):
-        list(Nested().members(Graph.from_arrays([1] * 4, [1] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)])))
+        list(
+            Nested().members(Graph.from_arrays([1] * 4, [1] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)]))
+        )

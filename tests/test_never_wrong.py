@@ -1,8 +1,10 @@
-"""What existing tools get silently wrong, one test each: the planned step is right, and without our protection it is not.
+"""What existing tools get silently wrong, one test each.
 
-Each test runs the same comparison twice: as it is, and on the naive implementation, which is ours with one
-protection taken out. The second run must fail, so that the comparison is known to see the mistake.
-"""
+The planned step is right, and without our protection it is not.
+
+Each test runs the same comparison twice: as it is, and on the naive implementation, which is ours
+with one protection taken out. The second run must fail, so that the comparison is known to see the
+mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ import remat
 from remat.run import capture, executor, rewrite
 from remat.tracers import aot, cleaning, retarget
 
-from .planned import UNLIMITED, ChangedBuffer, Steps, assert_same, call_of, keep_all, keep_nothing, planned, state_after
+from .planned import (
+    UNLIMITED,
+    ChangedBuffer,
+    Steps,
+    assert_same,
+    call_of,
+    keep_all,
+    keep_nothing,
+    planned,
+    state_after,
+)
 
 Check = Callable[[], None]
 
@@ -30,7 +42,9 @@ Check = Callable[[], None]
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
-def assert_only_naive_is_wrong(check: Check, monkeypatch: pytest.MonkeyPatch, *naive: tuple[Any, str, Any]) -> None:
+def assert_only_naive_is_wrong(
+    check: Check, monkeypatch: pytest.MonkeyPatch, *naive: tuple[Any, str, Any]
+) -> None:
     """`check` passes, and fails once each (owner, name, value) of `naive` is in its place."""
     check()
     torch._dynamo.reset()
@@ -41,7 +55,9 @@ def assert_only_naive_is_wrong(check: Check, monkeypatch: pytest.MonkeyPatch, *n
             check()
 
 
-def same_as_plain(make: Callable[[], nn.Module], x: torch.Tensor, steps_of: Steps = keep_nothing) -> Check:
+def same_as_plain(
+    make: Callable[[], nn.Module], x: torch.Tensor, steps_of: Steps = keep_nothing
+) -> Check:
     """Returns a check that two planned steps leave what the plain ones do."""
 
     def check() -> None:
@@ -50,7 +66,9 @@ def same_as_plain(make: Callable[[], nn.Module], x: torch.Tensor, steps_of: Step
         plain = copy.deepcopy(model)
         planned(model, steps_of)
         for seed in (1, 2):
-            assert_same(state_after(model, x.clone(), seed=seed), state_after(plain, x.clone(), seed=seed))
+            assert_same(
+                state_after(model, x.clone(), seed=seed), state_after(plain, x.clone(), seed=seed)
+            )
         assert call_of(model).pieces
 
     return check
@@ -67,14 +85,20 @@ class Dropouts(nn.Module):
         hidden = F.dropout(self.linear(x).sin(), 0.3)
         hidden = self.rrelu(hidden + torch.randn_like(hidden) * torch.rand(8))
         hidden = F.alpha_dropout(hidden.sin(), 0.2) * torch.bernoulli(hidden.sigmoid())
-        hidden = F.scaled_dot_product_attention(hidden[None], hidden[None], hidden[None], dropout_p=0.2)
+        hidden = F.scaled_dot_product_attention(
+            hidden[None], hidden[None], hidden[None], dropout_p=0.2
+        )
         return hidden.sin().pow(2).sum()
 
 
 def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: a recomputed dropout draws a new mask, as `activation_memory_budget` of PyTorch 2.13 does."""
+    """Naive: a recomputed dropout draws a new mask, as `activation_memory_budget` of PyTorch 2.13
+    does.
+    """
 
-    def draw_anew(operator: Any, state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    def draw_anew(
+        operator: Any, state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any
+    ) -> Any:
         return operator(*args, **kwargs)
 
     check = same_as_plain(Dropouts, torch.randn(4, 8))
@@ -82,9 +106,13 @@ def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_buffer_is_read_as_it_was_before_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: the recomputation reads the buffer itself, as Inductor's defaults do (PyTorch 2.13)."""
+    """Naive: the recomputation reads the buffer itself, as Inductor's defaults do (PyTorch
+    2.13).
+    """
     check = same_as_plain(ChangedBuffer, torch.randn(4, 8))
-    assert_only_naive_is_wrong(check, monkeypatch, (rewrite._Writer, "_replacements", lambda *_: {}))
+    assert_only_naive_is_wrong(
+        check, monkeypatch, (rewrite._Writer, "_replacements", lambda *_: {})
+    )
 
 
 class Counted(nn.Module):
@@ -114,9 +142,16 @@ def repeat_changes(graph: remat.Graph) -> list[int]:
 
 
 def test_buffers_change_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: what changes a buffer may be computed again like anything else, from the buffer as it is then."""
+    """Naive: what changes a buffer may be computed again like anything else, from the buffer as it
+    is then.
+    """
     check = same_as_plain(Counted, torch.randn(4, 8), repeat_changes)
-    assert_only_naive_is_wrong(check, monkeypatch, (aot, "pinned_reason", lambda *_: ""), (rewrite._Writer, "_replacements", lambda *_: {}))
+    assert_only_naive_is_wrong(
+        check,
+        monkeypatch,
+        (aot, "pinned_reason", lambda *_: ""),
+        (rewrite._Writer, "_replacements", lambda *_: {}),
+    )
 
 
 @torch.library.custom_op("remat_tests::ticket", mutates_args=())
@@ -147,7 +182,10 @@ class TakesTickets(nn.Module):
 
 
 def test_a_custom_operator_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: every operator may be computed again. Its effect would happen twice, its second result be another one."""
+    """Naive: every operator may be computed again.
+
+    Its effect would happen twice, its second result be another one.
+    """
 
     def check() -> None:
         _TICKETS.clear()
@@ -159,7 +197,9 @@ def test_a_custom_operator_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -181,13 +221,20 @@ class Reduces(nn.Module):
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of collectives under compilation
 def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: every operator may be computed again. Ranks whose plans differ would then wait for each other for ever."""
+    """Naive: every operator may be computed again.
+
+    Ranks whose plans differ would then wait for each other for ever.
+    """
 
     def check() -> None:
         model = planned(Reduces())
         model(torch.randn(4, 8)).backward()
         halves = call_of(model).pieces[0].split
-        names = [str(node.target) for half in (halves.forward, halves.backward) for node in half.graph.nodes]
+        names = [
+            str(node.target)
+            for half in (halves.forward, halves.backward)
+            for node in half.graph.nodes
+        ]
         assert names.count("_c10d_functional.all_reduce.default") == 1
         assert len(names) > len(call_of(model).pieces[0].step.nodes)  # something was computed again
 
@@ -208,7 +255,10 @@ class Scatters(nn.Module):
 
 
 def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: every operator may be computed again; the gradient is then of other values than the loss. The reason is on the node."""
+    """Naive: every operator may be computed again.
+
+    The gradient is then of other values than the loss. The reason is on the node.
+    """
     args = (torch.randn(4, 8), torch.tensor([0, 1, 1, 2]))
     on_cpu = remat.trace(Scatters(), args, costs="flops")
     assert not any(op.pinned for op in on_cpu.operators if "index_add" in op.target)
@@ -222,7 +272,9 @@ def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.Monkey
                 assert times[index] == 1
                 assert op.pinned == "its CUDA kernel gives another result at every run"
 
-    assert_only_naive_is_wrong(check, monkeypatch, (retarget, "is_nondeterministic", lambda *_: False))
+    assert_only_naive_is_wrong(
+        check, monkeypatch, (retarget, "is_nondeterministic", lambda *_: False)
+    )
 
 
 class Item(nn.Module):
@@ -239,16 +291,24 @@ class Item(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_number_read_off_a_tensor_is_that_of_each_step(dtype: torch.dtype) -> None:
-    """Naive: `item` is traced as the number that it was in the first step; the second step, with another seed, shows it."""
+    """Naive: `item` is traced as the number that it was in the first step.
+
+    The second step, with another seed, shows it.
+    """
     same_as_plain(lambda: Item().to(dtype), torch.randn(4, 8, dtype=dtype))()
 
 
 def test_the_step_stays_within_the_simulated_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: values live as long as their Python names, as in a module's `forward` or in `fx.Interpreter`'s defaults."""
+    """Naive: values live as long as their Python names, as in a module's `forward` or in
+    `fx.Interpreter`'s defaults.
+    """
 
     def check() -> None:
         torch.manual_seed(0)
-        model, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]), torch.randn(64, 64)
+        model, x = (
+            nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]),
+            torch.randn(64, 64),
+        )
         planned(model, differentiate="all")
         model(x).sum().backward()
         piece = call_of(model).pieces[0]
@@ -258,7 +318,9 @@ def test_the_step_stays_within_the_simulated_peak(monkeypatch: pytest.MonkeyPatc
 
 
 class Aliases(nn.Module):
-    """Returns its input, a view of it, a copy that changes nothing, and one parameter's view through tied layers."""
+    """Returns its input, a view of it, a copy that changes nothing, and one parameter's view
+    through tied layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,11 +330,21 @@ class Aliases(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = x.sin() @ self.token.weight.t()
         loss = (hidden @ self.head.weight).sin().sum()
-        return {"loss": loss, "input": x, "view": x[:2], "copy": x.clone(), "hidden": hidden.detach(), "same": hidden.detach().clone()}
+        return {
+            "loss": loss,
+            "input": x,
+            "view": x[:2],
+            "copy": x.clone(),
+            "hidden": hidden.detach(),
+            "same": hidden.detach().clone(),
+        }
 
 
 def test_outputs_share_memory_where_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: a copy that changes nothing is dropped wherever it is; writing into one output then changes the other."""
+    """Naive: a copy that changes nothing is dropped wherever it is.
+
+    Writing into one output then changes the other.
+    """
 
     def check() -> None:
         torch.manual_seed(0)
@@ -285,10 +357,20 @@ def test_outputs_share_memory_where_plain_ones_do(monkeypatch: pytest.MonkeyPatc
             out["loss"].backward()
             out["copy"].zero_()
             out["same"].zero_()
-            ends.append((out, given, each.head.weight.grad, out["input"] is given, out["view"].data_ptr() == given.data_ptr()))
+            ends.append(
+                (
+                    out,
+                    given,
+                    each.head.weight.grad,
+                    out["input"] is given,
+                    out["view"].data_ptr() == given.data_ptr(),
+                )
+            )
         assert_same(*ends)
 
-    assert_only_naive_is_wrong(check, monkeypatch, (cleaning, "_would_share_a_result", lambda *_: False))
+    assert_only_naive_is_wrong(
+        check, monkeypatch, (cleaning, "_would_share_a_result", lambda *_: False)
+    )
 
 
 class Sines(nn.Module):
@@ -304,7 +386,10 @@ class Sines(nn.Module):
 
 
 def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: the backward runs as often as it is asked to; what its first run wrote over, autograd takes for a mistake of the user's."""
+    """Naive: the backward runs as often as it is asked to.
+
+    What its first run wrote over, autograd takes for a mistake of the user's.
+    """
 
     def check() -> None:
         torch.manual_seed(0)
@@ -323,4 +408,6 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ends.append([p.grad for p in each.parameters()])
         assert_same(*ends)
 
-    assert_only_naive_is_wrong(check, monkeypatch, (capture, "runs_once", lambda backward: backward))
+    assert_only_naive_is_wrong(
+        check, monkeypatch, (capture, "runs_once", lambda backward: backward)
+    )

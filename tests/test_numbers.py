@@ -1,4 +1,7 @@
-"""Numbers, pictures and commands in the documents: each is in a result file, in a folder, in the program."""
+"""Numbers, pictures and commands in the documents.
+
+Each is in a result file, in a folder, in the program.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,11 @@ def rows_of(text: str) -> set[str]:
 
 
 def found_in(pattern: str) -> set[tuple[str, str]]:
-    return {(path.relative_to(ROOT).as_posix(), match) for path in DOCUMENTS for match in re.findall(pattern, path.read_text())}
+    return {
+        (path.relative_to(ROOT).as_posix(), match)
+        for path in DOCUMENTS
+        for match in re.findall(pattern, path.read_text())
+    }
 
 
 def test_the_front_pages_measured_peaks_are_those_of_the_result_file() -> None:
@@ -54,21 +61,37 @@ def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
     rows = [coverage.Row(**row) for model in coverage.load().values() for row in model["rows"]]
     counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
     assert (
-        f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, dropout on: {counts.pop('equal')} equal plain"
-        in page
+        f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, "
+        f"dropout on: {counts.pop('equal')} equal plain" in page
     )
     in_pieces = [
-        counts.pop(way) for way in ("equal to aot_eager", "BudgetError at a later step", "equal, above predicted on a path of its own")
+        counts.pop(way)
+        for way in (
+            "equal to aot_eager",
+            "BudgetError at a later step",
+            "equal, above predicted on a path of its own",
+        )
     ]
-    assert f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into: {in_pieces[0]} equal plain" in page
+    assert (
+        f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into: "
+        f"{in_pieces[0]} equal plain" in page
+    )
     assert f"at each; {in_pieces[1]} do where they can" in page
     assert f"{in_pieces[2]} took a path of their own" in page
-    assert f"{counts.pop('TraceError')} are refused with a `TraceError`, and one is not equal to itself" in page
+    assert (
+        f"{counts.pop('TraceError')} are refused with a `TraceError`, and one is not equal to "
+        "itself" in page
+    )
     assert counts == {"plain PyTorch differs from itself": 1}
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
-    assert f"{modules.pop('equal'):,} are equal within the prediction, {modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
-    assert f"and {modules.pop('TraceError')} are refused (an LSTM on the CPU runs in oneDNN)." in page
+    assert (
+        f"{modules.pop('equal'):,} are equal within the prediction, "
+        f"{modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
+    )
+    assert (
+        f"and {modules.pop('TraceError')} are refused (an LSTM on the CPU runs in oneDNN)." in page
+    )
     assert not modules
 
 
@@ -81,10 +104,19 @@ def test_the_front_pages_published_graphs_are_those_of_the_result_file() -> None
 
 
 def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
-    shown, runs = rows_of((ROOT / "README.md").read_text()), json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"]
+    shown, runs = (
+        rows_of((ROOT / "README.md").read_text()),
+        json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"],
+    )
     for run in runs:
-        peak = f"{run['peak_bytes'] / 2**20:.0f} MiB, {100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
-        numbers = f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | {run['loss']:.6f} |"
+        peak = (
+            f"{run['peak_bytes'] / 2**20:.0f} MiB, "
+            f"{100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
+        )
+        numbers = (
+            f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | "
+            f"{run['loss']:.6f} |"
+        )
         assert any(numbers in line for line in shown), numbers
 
 
@@ -94,26 +126,39 @@ def test_the_front_page_shows_what_its_blocks_print() -> None:
     assert len(blocks) == len(outputs) >= 2
     for text, output in zip(blocks, outputs, strict=True):
         printed = iter(line.rstrip() for line in output.splitlines())
-        for line in (line.rstrip() for line in text.splitlines() if line.strip() not in ("", "...")):
+        for line in (
+            line.rstrip() for line in text.splitlines() if line.strip() not in ("", "...")
+        ):
             assert line in printed, f"not printed, or not in this order: {line}"
 
 
 def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
     page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     small, middle, large = read("speed")["step"]
-    assert f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times plain's time" in page
-    assert f"one of {middle['plain_s']:.1f} s {middle['ratio']:.3f}, one of {large['plain_s']:.1f} s {large['ratio']:.3f}" in page
+    assert (
+        f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times "
+        "plain's time" in page
+    )
+    assert (
+        f"one of {middle['plain_s']:.1f} s {middle['ratio']:.3f}, one of "
+        f"{large['plain_s']:.1f} s {large['ratio']:.3f}" in page
+    )
 
 
 def test_the_largest_graph_is_solved_as_the_guide_says() -> None:
     largest = max(read("bench_scale")["rows"], key=lambda row: row["operators"])
-    assert "more than 100,000 operators within 1 % of each other in less than a minute" in (ROOT / "docs" / "how-it-works.md").read_text()
+    assert (
+        "more than 100,000 operators within 1 % of each other in less than a minute"
+        in (ROOT / "docs" / "how-it-works.md").read_text()
+    )
     assert largest["operators"] > 100_000 and largest["gap_percent"] < 1 and largest["seconds"] < 60
 
 
 def test_a_complete_run_took_as_long_as_is_said() -> None:
     run = read("experiments_time")
-    assert set(FIGURES) <= set(run["scripts"]) and all(script["is_done"] for script in run["scripts"].values())
+    assert set(FIGURES) <= set(run["scripts"]) and all(
+        script["is_done"] for script in run["scripts"].values()
+    )
     assert f"took {run['total']['wall_s'] / 60:.0f} minutes" in (RESULTS / "README.md").read_text()
 
 
@@ -146,7 +191,9 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
 
 
 def test_every_path_that_is_named_exists() -> None:
-    for document, path in found_in(r"`((?:experiments|tests|solvers|tracers|remat|docs)/[\w./-]+\.(?:py|json|md|png|csv))`"):
+    for document, path in found_in(
+        r"`((?:experiments|tests|solvers|tracers|remat|docs)/[\w./-]+\.(?:py|json|md|png|csv))`"
+    ):
         assert (ROOT / path).exists(), f"{document} names {path}"
 
 

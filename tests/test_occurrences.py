@@ -1,4 +1,6 @@
-"""What the moves keep up to date, bytes and costs, is what laying the sequence out anew gives, after any number of moves."""
+"""What the moves keep up to date, bytes and costs, is what laying the sequence out anew gives,
+after any number of moves.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ from remat.solvers.free_order.moves import anneal_free
 from remat.solvers.free_order.solver import OrderSearch
 from remat.solvers.search import annealing
 from remat.solvers.search.annealing import LocalSearch, Round, anneal
-from remat.solvers.search.sequence import BLOCK, HELD, LEAST, MOST, OVER, ROOM, SLOT, State, bytes_held, steps_of
+from remat.solvers.search.sequence import (
+    BLOCK,
+    HELD,
+    LEAST,
+    MOST,
+    OVER,
+    ROOM,
+    SLOT,
+    State,
+    bytes_held,
+    steps_of,
+)
 from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import random_step
 
@@ -33,18 +46,41 @@ def moves_of(local: LocalSearch | OrderSearch, hot: float, count: int = 1) -> Mo
     """So many moves, each taken or taken back."""
 
     def move(state: State, random: np.random.Generator) -> None:
-        best_slot, best, draws = state.slots[SLOT].copy(), np.array([np.inf, np.inf]), random.random(1 << 12)
+        best_slot, best, draws = (
+            state.slots[SLOT].copy(),
+            np.array([np.inf, np.inf]),
+            random.random(1 << 12),
+        )
         if isinstance(local, OrderSearch):
-            anneal_free(*state, local.rules, local.relations, draws, count, 0.5, hot, hot, 1.0, local.weight, best_slot, best)
+            anneal_free(
+                *state,
+                local.rules,
+                local.relations,
+                draws,
+                count,
+                0.5,
+                hot,
+                hot,
+                1.0,
+                local.weight,
+                best_slot,
+                best,
+            )
         else:
             anneal(*state, draws, count, hot, hot, 1.0, local.weight, count, best_slot, best)
 
     return move
 
 
-def check(first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int, seed: int = 0) -> Ints:
+def check(
+    first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int, seed: int = 0
+) -> Ints:
     """Returns the last sequence."""
-    state, end, random = lay_out(first, np.asarray(steps, np.int64)), len(first.operators) - 1, np.random.default_rng(seed)
+    state, end, random = (
+        lay_out(first, np.asarray(steps, np.int64)),
+        len(first.operators) - 1,
+        np.random.default_rng(seed),
+    )
     for _ in range(num_moves):
         move(state, random)
         fresh = lay_out(first, steps_of(state.slots[SLOT], end))
@@ -63,9 +99,17 @@ def assert_bounds_hold(slots: Ints) -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), num_operators=st.integers(8, 60), is_free=st.booleans(), share=st.sampled_from((0.8, 0.4, 0.0)))
-def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is_free: bool, share: float) -> None:
-    """Operators that work in place of a snapshot among them, which takes memory only while something that reads it is repeated.
+@given(
+    seed=st.integers(0, 10_000),
+    num_operators=st.integers(8, 60),
+    is_free=st.booleans(),
+    share=st.sampled_from((0.8, 0.4, 0.0)),
+)
+def test_bytes_stay_exact_whatever_a_graph_has(
+    seed: int, num_operators: int, is_free: bool, share: float
+) -> None:
+    """Operators that work in place of a snapshot among them, which takes memory only while
+    something that reads it is repeated.
 
     Budgets that all slots of a block are within, some, and none.
     """
@@ -73,7 +117,12 @@ def test_bytes_stay_exact_whatever_a_graph_has(seed: int, num_operators: int, is
     kind = OrderSearch if is_free else LocalSearch
     local = kind(graph, budget_bytes=int(share * keep_all_bytes(graph)), seed=seed)
     steps = np.arange(graph.num_operators)
-    check(local.state, local._marked(steps) if isinstance(local, OrderSearch) else steps, moves_of(local, 10.0), 300)
+    check(
+        local.state,
+        local._marked(steps) if isinstance(local, OrderSearch) else steps,
+        moves_of(local, 10.0),
+        300,
+    )
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.3, 0.2, 0.1])
@@ -85,7 +134,10 @@ def test_bytes_stay_exact_over_many_blocks(share: float) -> None:
 
 
 def test_a_move_of_more_changes_than_can_be_written_down_is_cut_short() -> None:
-    """Removing one recomputation makes four hundred others useless; taken back or not, the sequence stays what it was."""
+    """Removing one recomputation makes four hundred others useless.
+
+    Taken back or not, the sequence stays what it was.
+    """
     count = 400
     values = tuple(Value(f"v{i}", 8) for i in range(count + 2))
     forward = [Operator(f"op{i}", 1.0, (), (i,)) for i in range(count)]
@@ -94,7 +146,9 @@ def test_a_move_of_more_changes_than_can_be_written_down_is_cut_short() -> None:
     graph = Graph(values, (*forward, join, use), outputs=(count + 1,))
     local = LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0)
     steps = [*range(count + 1), *range(count + 1), count + 1]
-    left = [len(check(local.state, steps, moves_of(local, 1e3, 300), 3, seed)) for seed in range(20)]
+    left = [
+        len(check(local.state, steps, moves_of(local, 1e3, 300), 3, seed)) for seed in range(20)
+    ]
     assert min(left) < len(steps) - 200
 
 
@@ -108,14 +162,20 @@ def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(se
 def test_operators_computed_many_times_are_laid_out_whole() -> None:
     """Naive: there is room for a dozen; the least schedules of deep networks have more."""
     graph = random_step(12, seed=0)
-    operator = next(index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ())
+    operator = next(
+        index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ()
+    )
     steps = [*range(graph.num_operators), *[operator] * 29]
-    state = lay_out(LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0).state, np.array(steps))
+    state = lay_out(
+        LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0).state, np.array(steps)
+    )
     assert steps_of(state.slots[SLOT], graph.num_operators).tolist() == steps
 
 
 @pytest.mark.parametrize("is_close", [True, False])
-def test_a_close_search_comes_back_to_what_fits(is_close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_search_comes_back_to_what_fits(
+    is_close: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So hot that every move is taken: otherwise it leaves what fits."""
     over = []
 

@@ -18,27 +18,41 @@ from remat.tracers.synthetic import transformer
 
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
-    """Near the least budget of a graph; all that reserves give there is the schedule that keeps everything."""
+    """Near the least budget of a graph.
+
+    All that reserves give there is the schedule that keeps everything.
+    """
     graph = transformer(4)
     monkeypatch.setattr(starting_schedules, "is_compiled", lambda: True)
-    monkeypatch.setattr(Reserves, "schedules", lambda self, deadline: iter([list(range(graph.num_operators))] * 5))
-    return Search(graph, budget_bytes=minimum(graph).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0)
+    monkeypatch.setattr(
+        Reserves, "schedules", lambda self, deadline: iter([list(range(graph.num_operators))] * 5)
+    )
+    return Search(
+        graph, budget_bytes=minimum(graph).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0
+    )
 
 
 def test_reserves_that_do_not_fit_are_mended(search: Search) -> None:
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
     assert search.steps is not None
-    assert simulate(search.graph, Schedule.from_steps(search.graph, search.steps)).peak_bytes <= search.budget_bytes
+    assert (
+        simulate(search.graph, Schedule.from_steps(search.graph, search.steps)).peak_bytes
+        <= search.budget_bytes
+    )
 
 
-def test_what_is_dearer_than_the_best_is_not_mended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dearer_than_the_best_is_not_mended(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(starting_schedules, "mended", lambda *_, **__: pytest.fail("mended"))
     search.offer(minimum(search.graph).steps)
     search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
 
 
-def test_the_same_schedule_is_mended_once_by_each_rule(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_schedule_is_mended_once_by_each_rule(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rules = []
     monkeypatch.setattr(starting_schedules, "mended", lambda *_, rule, **__: rules.append(rule))
     offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))

@@ -1,4 +1,6 @@
-"""Steps that are cut inside of torch's own modules, whose frames dynamo does not compile, are planned all the same."""
+"""Steps that are cut inside of torch's own modules, whose frames dynamo does not compile, are
+planned all the same.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,16 @@ def encoder(num_layers: int = 3) -> nn.Module:
 
 
 class InALoop(nn.Module):
-    """A break within a loop leaves the forward to plain Python, and what it calls are torch's own modules."""
+    """A break within a loop leaves the forward to plain Python, and what it calls are torch's own
+    modules.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh(), nn.Dropout(0.1))
+            for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         for block in self.blocks:
@@ -55,7 +62,9 @@ def assert_equal_steps(model: nn.Module, plain: nn.Module, **options: Any) -> No
             each.zero_grad()
             out = each(x, **options)
             out.pow(2).mean().backward()
-            states.append([out, *(parameter.grad for parameter in each.parameters()), torch.get_rng_state()])
+            states.append(
+                [out, *(parameter.grad for parameter in each.parameters()), torch.get_rng_state()]
+            )
         for ours, theirs in zip(*states, strict=True):
             assert_same(ours, theirs)
 
@@ -68,7 +77,10 @@ def runner_of(model: nn.Module) -> Piecewise | None:
 
 @pytest.mark.parametrize("make", [encoder, InALoop])
 def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> None:
-    """An encoder looks at its mask. Naive: dynamo compiles no frame of torch's files, finds no piece, and the step is refused."""
+    """An encoder looks at its mask.
+
+    Naive: dynamo compiles no frame of torch's files, finds no piece, and the step is refused.
+    """
     model = make()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing, differentiate="all")
@@ -89,7 +101,9 @@ def test_an_encoder_in_pieces_keeps_its_budget() -> None:
     remat.checkpoint(model, resident + held // 2, costs="flops", differentiate="all")
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        measured = remat.measure(lambda: model(x, mask=mask).sum().backward(), device="cpu").peak_bytes
+        measured = remat.measure(
+            lambda: model(x, mask=mask).sum().backward(), device="cpu"
+        ).peak_bytes
     report = remat.report(model)
     assert report.breaks
     assert measured + resident <= report.solution.budget_bytes
@@ -100,17 +114,29 @@ def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: b
     model = encoder()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing, differentiate="all")
-    assert_equal_steps(model, plain, mask=nn.Transformer.generate_square_subsequent_mask(LENGTH), is_causal=is_causal)
+    assert_equal_steps(
+        model,
+        plain,
+        mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
+        is_causal=is_causal,
+    )
     assert runner_of(model) is None
 
 
 def test_between_steps_modules_are_as_they_were() -> None:
-    """Naive: a `forward` left on the instance is bound to it, and a shallow copy, as `DataParallel` makes, would run the original."""
+    """Naive: a `forward` left on the instance is bound to it, and a shallow copy, as `DataParallel`
+    makes, would run the original.
+    """
     model = planned(encoder(), keep_nothing, differentiate="all")
     before = [dict(vars(part)) for part in model.modules()]
-    model(torch.randn(2, LENGTH, WIDTH), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH)).sum().backward()
+    model(
+        torch.randn(2, LENGTH, WIDTH), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    ).sum().backward()
     with pytest.raises(remat.TraceError, match="embedding dimension"):
-        model(torch.randn(2, LENGTH, WIDTH + 1), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH))
+        model(
+            torch.randn(2, LENGTH, WIDTH + 1),
+            mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
+        )
     assert [dict(vars(part)).keys() for part in model.modules()] == [own.keys() for own in before]
     assert not frames._USERS
     pickle.dumps(model)
@@ -138,9 +164,16 @@ def test_scripted_modules_are_left_alone() -> None:
 
 
 def test_steps_of_threads_may_share_modules() -> None:
-    """The frames go with the last of the steps that use them. Naive: with the first one's end the other's module is plain."""
+    """The frames go with the last of the steps that use them.
+
+    Naive: with the first one's end the other's module is plain.
+    """
     shared = nn.Sequential(nn.Linear(2, 2))
-    frames, may_end, is_inside = [OwnFrames(shared), OwnFrames(nn.Sequential(shared))], threading.Event(), threading.Event()
+    frames, may_end, is_inside = (
+        [OwnFrames(shared), OwnFrames(nn.Sequential(shared))],
+        threading.Event(),
+        threading.Event(),
+    )
 
     def other() -> None:
         with frames[1].installed():

@@ -14,7 +14,15 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Units
-from remat.look.plot import PLOT_SUFFIXES, Timeline, draw, plot_memory, plot_schedule, plot_tradeoff, save
+from remat.look.plot import (
+    PLOT_SUFFIXES,
+    Timeline,
+    draw,
+    plot_memory,
+    plot_schedule,
+    plot_tradeoff,
+    save,
+)
 from remat.solvers import make_solver
 from remat.tracers.synthetic import FAMILIES, transformer
 
@@ -31,7 +39,9 @@ def timed_transformer() -> Graph:
 def solutions_of(graph: Graph) -> list[Solution]:
     peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     solver = make_solver("pytorch-knapsack")
-    return [solver.solve(graph, budget_bytes=peak * percent // 100) for percent in range(60, 105, 5)]
+    return [
+        solver.solve(graph, budget_bytes=peak * percent // 100) for percent in range(60, 105, 5)
+    ]
 
 
 def test_a_timeline_is_the_simulation_over_its_cost() -> None:
@@ -46,7 +56,11 @@ def test_memory_shows_peaks_budget_and_units() -> None:
     graph = timed_transformer()
     timeline = Timeline.of_schedule("keep everything", graph, Schedule.keep_all(graph))
     measured = Timeline("measured", np.array([0.0, 0.01, 0.02]), np.array([2**20, 5 * 2**20]))
-    shown = texts(plot_memory([timeline, measured], budget_bytes=100 * 2**20, units=Units.of(graph), title="A step"))
+    shown = texts(
+        plot_memory(
+            [timeline, measured], budget_bytes=100 * 2**20, units=Units.of(graph), title="A step"
+        )
+    )
     for expected in (
         "A step",
         "memory (MiB)",
@@ -69,18 +83,38 @@ def test_a_schedule_shows_every_computation_once() -> None:
     assert drawn == [(step + 0.5, float(op)) for step, op in enumerate(solution.schedule.steps)]
     assert len(again) == solution.schedule.num_recomputations > 0
     shown = texts(figure)
-    for expected in ("blocks.0", "blocks.2", f"computed again ({len(again)}: {100 * solution.overhead:.1f} % more compute)", "backward"):
+    for expected in (
+        "blocks.0",
+        "blocks.2",
+        f"computed again ({len(again)}: {100 * solution.overhead:.1f} % more compute)",
+        "backward",
+    ):
         assert expected in shown
 
 
 def test_a_tradeoff_shows_what_was_found_and_what_was_proved() -> None:
     graph = timed_transformer()
     solutions = solutions_of(graph)
-    lost = Solution.without_schedule(graph, solutions[0].budget_bytes // 2, Status.INFEASIBLE, solver="s", wall_s=0.0)
+    lost = Solution.without_schedule(
+        graph, solutions[0].budget_bytes // 2, Status.INFEASIBLE, solver="s", wall_s=0.0
+    )
     peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    figure = plot_tradeoff([*solutions, lost], keep_all_bytes=peak, others={"chen-sqrt": solutions[-2:]}, units=Units.of(graph))
+    figure = plot_tradeoff(
+        [*solutions, lost],
+        keep_all_bytes=peak,
+        others={"chen-sqrt": solutions[-2:]},
+        units=Units.of(graph),
+    )
     shown = texts(figure)
-    for expected in ("proved: less is impossible", "found", "chen-sqrt", "keep everything", "no schedule fits", "extra compute", "(MiB)"):
+    for expected in (
+        "proved: less is impossible",
+        "found",
+        "chen-sqrt",
+        "keep everything",
+        "no schedule fits",
+        "extra compute",
+        "(MiB)",
+    ):
         assert expected in shown
 
 

@@ -1,4 +1,7 @@
-"""Lower precision: autocast, loss scaling, parameters in bfloat16, products in float8; and that casts are what plans compute again."""
+"""Lower precision: autocast, loss scaling, parameters in bfloat16, products in float8.
+
+And that casts are what plans compute again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 class Net(nn.Module):
-    """Attention, a convolution and norms, with dropout; one weight is used twice. Returns its loss."""
+    """Attention, a convolution and norms, with dropout.
+
+    One weight is used twice. Returns its loss.
+    """
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -35,13 +41,19 @@ class Net(nn.Module):
         return loss
 
 
-AUTOCASTS: list[dict[str, Any]] = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "cache_enabled": False}]
+AUTOCASTS: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"dtype": torch.bfloat16, "cache_enabled": False},
+]
 
 
 def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tensor]:
     """Three steps under autocast, with a scaled loss where it is float16."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", enabled=autocast.get("dtype") is torch.float16, init_scale=2.0**24, growth_interval=1)
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=autocast.get("dtype") is torch.float16, init_scale=2.0**24, growth_interval=1
+    )
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -56,7 +68,9 @@ def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tens
     return losses
 
 
-@pytest.mark.parametrize("steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"])
+@pytest.mark.parametrize(
+    "steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"]
+)
 @pytest.mark.parametrize("autocast", AUTOCASTS, ids=str)
 def test_training_under_autocast(autocast: dict[str, Any], steps_of: Any) -> None:
     """In float16 the first scale overflows: a step is skipped and the scale halved, by both."""
@@ -73,7 +87,10 @@ def test_training_under_autocast(autocast: dict[str, Any], steps_of: Any) -> Non
 
 
 class Regions(nn.Module):
-    """One weight read in several regions of autocast: twice in one, once in another, and twice where nothing is cached."""
+    """One weight read in several regions of autocast.
+
+    Twice in one, once in another, and twice where nothing is cached.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +106,10 @@ class Regions(nn.Module):
 
 
 def test_autocast_casts_a_weight_once_a_region() -> None:
-    """Naive: each reader casts, as AOTAutograd traces it; the gradients of all are then summed in another precision."""
+    """Naive: each reader casts, as AOTAutograd traces it.
+
+    The gradients of all are then summed in another precision.
+    """
     plain, x = Regions(), torch.randn(8, 16)
     model = planned(copy.deepcopy(plain))
     ends = []
@@ -99,13 +119,21 @@ def test_autocast_casts_a_weight_once_a_region() -> None:
     assert_same(*ends)
 
 
-def assert_same_gradients(plain: nn.Module, x: torch.Tensor, steps_of: Any = keep_nothing) -> nn.Module:
+def assert_same_gradients(
+    plain: nn.Module, x: torch.Tensor, steps_of: Any = keep_nothing
+) -> nn.Module:
     model = planned(copy.deepcopy(plain), steps_of)
     ends = []
     for each in (model, plain):
         torch.manual_seed(1)
         each(x).backward()
-        ends.append([{name: p.grad for name, p in each.named_parameters()}, dict(each.state_dict()), torch.get_rng_state()])
+        ends.append(
+            [
+                {name: p.grad for name, p in each.named_parameters()},
+                dict(each.state_dict()),
+                torch.get_rng_state(),
+            ]
+        )
     assert_same(*ends)
     return model
 
@@ -116,21 +144,34 @@ def test_parameters_of_another_type(dtype: torch.dtype) -> None:
 
 
 class Float8(torch.autograd.Function):
-    """A product in float8, forward and backward, with a scale for each tensor; what is saved is in float8 too."""
+    """A product in float8, forward and backward, with a scale for each tensor.
+
+    What is saved is in float8 too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         (x8, x_scale), (w8, w_scale) = in_float8(x), in_float8(weight)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        result: torch.Tensor = torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=torch.bfloat16)
+        result: torch.Tensor = torch._scaled_mm(
+            x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=torch.bfloat16
+        )
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = in_float8(gradients[0])
-        to_x = torch._scaled_mm(g8, w8.t().contiguous().t(), scale_a=g_scale, scale_b=w_scale, out_dtype=torch.bfloat16)
-        to_w = torch._scaled_mm(g8.t().contiguous(), x8.t().contiguous().t(), scale_a=g_scale, scale_b=x_scale, out_dtype=torch.bfloat16)
+        to_x = torch._scaled_mm(
+            g8, w8.t().contiguous().t(), scale_a=g_scale, scale_b=w_scale, out_dtype=torch.bfloat16
+        )
+        to_w = torch._scaled_mm(
+            g8.t().contiguous(),
+            x8.t().contiguous().t(),
+            scale_a=g_scale,
+            scale_b=x_scale,
+            out_dtype=torch.bfloat16,
+        )
         return to_x, to_w
 
 
@@ -142,7 +183,9 @@ def in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Float8Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(32, 32, dtype=torch.bfloat16) / 8 for _ in range(3))
+        self.weights = nn.ParameterList(
+            torch.randn(32, 32, dtype=torch.bfloat16) / 8 for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
@@ -154,7 +197,9 @@ class Float8Net(nn.Module):
 def has_float8() -> bool:
     x = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     try:
-        torch._scaled_mm(x, x.t(), scale_a=torch.ones(()), scale_b=torch.ones(()), out_dtype=torch.bfloat16)
+        torch._scaled_mm(
+            x, x.t(), scale_a=torch.ones(()), scale_b=torch.ones(()), out_dtype=torch.bfloat16
+        )
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -175,7 +220,9 @@ class ThroughFloat8(torch.autograd.Function):
 
 
 class Float8CastsNet(nn.Module):
-    """Casts alone: activations rounded to float8, on weights that are frozen in float8, beside trained ones."""
+    """Casts alone: activations rounded to float8, on weights that are frozen in float8, beside
+    trained ones.
+    """
 
     frozen: torch.Tensor
 
@@ -192,7 +239,9 @@ class Float8CastsNet(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # dynamo's
-@pytest.mark.parametrize("steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"])
+@pytest.mark.parametrize(
+    "steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"]
+)
 def test_casts_to_float8(steps_of: Any) -> None:
     model = assert_same_gradients(Float8CastsNet(), torch.randn(32, 32), steps_of)
     values = call_of(model).pieces[0].step.graph.values
@@ -222,7 +271,10 @@ class Attentive(nn.Module):
 
 
 def test_casts_of_the_forward_are_computed_again_before_anything_else() -> None:
-    """They are the cheapest, and what they are made from is there anyway: a parameter, or what a softmax keeps for its backward."""
+    """They are the cheapest, and what they are made from is there anyway.
+
+    A parameter, or what a softmax keeps for its backward.
+    """
     model, x = Attentive(), torch.randn(1024, 256)
     with torch.autocast("cpu", torch.bfloat16):
         graph = remat.trace(model, (x,))
@@ -234,4 +286,6 @@ def test_casts_of_the_forward_are_computed_again_before_anything_else() -> None:
     steps = remat.solve(graph, "85%", time_limit_s=5.0, gap=1e-4).schedule
     assert steps is not None
     repeated = [graph.operators[i] for i, times in Counter(steps.steps).items() if times > 1]
-    assert {op.target for op in repeated if op.phase is remat.Phase.FORWARD} == {"aten._to_copy.default"}
+    assert {op.target for op in repeated if op.phase is remat.Phase.FORWARD} == {
+        "aten._to_copy.default"
+    }

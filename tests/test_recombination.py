@@ -30,7 +30,8 @@ def cost_s(graph: Graph, steps: np.ndarray) -> float:
 @given(seed=st.integers(0, 10_000), family=st.sampled_from(sorted(FAMILIES)), share=st.floats(0, 1))
 def test_it_is_no_dearer_than_any_of_its_parts(seed: int, family: str, share: float) -> None:
     graph = FAMILIES[family](seed)
-    assume(not graph.arrays.is_snapshot.any())  # the model counts them as soon as something could need them
+    # the model counts them as soon as something could need them
+    assume(not graph.arrays.is_snapshot.any())
     least, ceiling = minimum(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(least.peak_bytes + share * (ceiling - least.peak_bytes))
     restarts = Restarts(graph, budget_bytes=budget, seed=seed, moves=200)
@@ -39,10 +40,14 @@ def test_it_is_no_dearer_than_any_of_its_parts(seed: int, family: str, share: fl
     dearest = max(parts, key=lambda steps: cost_s(graph, steps))
     part = Recombination(graph, budget_bytes=budget).improve(dearest, parts, time_limit_s=20)
     if part is None:  # they differ in nothing
-        assert all(np.array_equal(recomputations(dearest), recomputations(other)) for other in parts)
+        assert all(
+            np.array_equal(recomputations(dearest), recomputations(other)) for other in parts
+        )
         return
     assert part.is_finished
-    assert validate(graph, Schedule.from_steps(graph, part.steps.tolist()), budget_bytes=budget) == []
+    assert (
+        validate(graph, Schedule.from_steps(graph, part.steps.tolist()), budget_bytes=budget) == []
+    )
     assert part.cost_s == cost_s(graph, part.steps)
     assert part.cost_s <= min(cost_s(graph, steps) for steps in parts) * (1 + 1e-7)
 
@@ -60,7 +65,10 @@ def test_what_was_tried_is_not_tried_again() -> None:
 
 
 def test_ends_that_do_not_fit_are_recombined() -> None:
-    """At the least budget most runs end a little above it, cheap. Naive: they are thrown away, and the cost stays at 1.573 times."""
+    """At the least budget most runs end a little above it, cheap.
+
+    Naive: they are thrown away, and the cost stays at 1.573 times.
+    """
     graph = unet(8)
     least = minimum(graph)
     restarts = Restarts(graph, budget_bytes=least.peak_bytes, moves=2_000)

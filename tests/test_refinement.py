@@ -1,4 +1,7 @@
-"""Refined window models: never above the exact optimum, and better than one window where transients bind."""
+"""Refined window models.
+
+Never above the exact optimum, and better than one window where transients bind.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,20 @@ def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]), is_cut_off=st.booleans())
+@given(
+    seed=st.integers(0, 100_000),
+    share=st.sampled_from([0.0, 0.01, 0.25, 0.5]),
+    is_cut_off=st.booleans(),
+)
 def test_no_refined_bound_is_above_the_optimum(seed: int, share: float, is_cut_off: bool) -> None:
     graph = random_training_graph(seed)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
     best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
     assert best.status is Status.OPTIMAL
-    assert max(bounds_s(graph, budget, best.cost_s if is_cut_off else None), default=0) <= best.cost_s * (1 + 1e-9)
+    assert max(
+        bounds_s(graph, budget, best.cost_s if is_cut_off else None), default=0
+    ) <= best.cost_s * (1 + 1e-9)
 
 
 def test_refinement_sees_what_one_window_does_not() -> None:
@@ -59,7 +68,10 @@ def test_refinement_sees_what_one_window_does_not() -> None:
     opened = closed = 0
     for seed in range(25):
         graph = random_training_graph(seed)
-        floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        floor, ceiling = (
+            minimum(graph).peak_bytes,
+            simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+        )
         if floor == ceiling:
             continue
         bounds = bounds_s(graph, floor, None)
@@ -72,7 +84,10 @@ def test_refinement_sees_what_one_window_does_not() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
-    """With every operator of the backward a stage of its own, all moment rows are looked at; the bound stays one."""
+    """With every operator of the backward a stage of its own, all moment rows are looked at.
+
+    The bound stays one.
+    """
     graph = random_training_graph(seed, 5, 6)
     budget = minimum(graph).peak_bytes
     boundaries = [0, *range(graph.num_forward, graph.num_operators + 1)]
@@ -101,14 +116,34 @@ def test_relaxing_goes_on_where_the_schedule_fits_and_is_dear(seed: int) -> None
     best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
     assert best.status is Status.OPTIMAL
     for _ in range(3):
-        assert refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s <= best.cost_s * (1 + 1e-9)
+        assert refinement.solve(
+            deadline=time.perf_counter() + 20, is_relaxed=True
+        ).bound_s <= best.cost_s * (1 + 1e-9)
 
 
 def test_two_stages_do_not_take_each_others_place_for_good() -> None:
-    """Naive: one of two operators is made a stage where the other was given up, in turn, and it never ends."""
+    """Naive: one of two operators is made a stage where the other was given up, in turn, and it
+    never ends.
+    """
     cost = [9, 20, 9, 20, 1, 5, 20, 9, 20, 2, 9, 9]
     size = [13, 13, 8, 1, 1, 5, 3, 1, 13, 3, 13, 1]
-    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (3, 7), (4, 7), (6, 7), (2, 8), (3, 8), (5, 8), (7, 8), (2, 9), (8, 9)]
+    edges = [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 4),
+        (4, 5),
+        (5, 6),
+        (3, 7),
+        (4, 7),
+        (6, 7),
+        (2, 8),
+        (3, 8),
+        (5, 8),
+        (7, 8),
+        (2, 9),
+        (8, 9),
+    ]
     edges += [(0, 10), (1, 10), (9, 10), (0, 11), (8, 11), (10, 11)]
     refinement = Refinement(Graph.from_arrays(cost, size, edges, first_backward=6), budget_bytes=53)
     for _ in range(3 * MAX_STAGES):
@@ -121,14 +156,22 @@ def test_two_stages_do_not_take_each_others_place_for_good() -> None:
 def test_further_stages_of_a_relaxation_do_not_bound_less() -> None:
     """Without the windows of earlier relaxations the fourth bounds less than the third."""
     graph = random_layered(60, seed=3, is_training=True)
-    refinement = Refinement(graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes * 40 // 100)
-    bounds = [refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s for _ in range(5)]
+    refinement = Refinement(
+        graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes * 40 // 100
+    )
+    bounds = [
+        refinement.solve(deadline=time.perf_counter() + 20, is_relaxed=True).bound_s
+        for _ in range(5)
+    ]
     assert bounds == sorted(bounds)
     assert len(refinement.boundaries) > 4
 
 
 def test_the_next_stage_is_where_a_schedule_computes_again_what_it_has_computed_again() -> None:
-    """Operators 0 to 2, of the forward, are read by 3 to 6 of the backward; 1 is computed again for 4, and for 5 once more."""
+    """Operators 0 to 2, of the forward, are read by 3 to 6 of the backward.
+
+    1 is computed again for 4, and for 5 once more.
+    """
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (1, 4), (4, 5), (1, 5), (5, 6), (0, 6)]
     graph = Graph.from_arrays([1.0] * 7, [1] * 7, edges, first_backward=3)
     steps = [0, 1, 2, 3, 1, 4, 1, 5, 0, 6]

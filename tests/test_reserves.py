@@ -1,4 +1,6 @@
-"""Reserves: schedules from relaxed models near the budget, and programs whose rows change between relaxations."""
+"""Reserves: schedules from relaxed models near the budget, and programs whose rows change between
+relaxations.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def relaxed(lazy: LazyRows) -> float:
 
 
 def test_a_row_that_changes_is_that_of_a_new_program() -> None:
-    """Minimise -x - 2 y below one row, changed after it was solved once: what a fresh program with it says."""
+    """Minimise -x - 2 y below one row, changed after it was solved once.
+
+    What a fresh program with it says.
+    """
     for starts_from_last in (False, True):
         program = Program()
         program.starts_from_last = starts_from_last
@@ -47,7 +52,11 @@ def test_a_row_that_changes_is_that_of_a_new_program() -> None:
 def test_reserves_set_later_are_those_set_at_first(seed: int, share: float) -> None:
     graph = random_layered(20, seed=seed)
     budget = budget_of(graph, share)
-    reserve = np.random.default_rng(seed).integers(0, 1 + budget // 20, graph.num_operators).astype(np.float64)
+    reserve = (
+        np.random.default_rng(seed)
+        .integers(0, 1 + budget // 20, graph.num_operators)
+        .astype(np.float64)
+    )
     refinement = Refinement(graph, budget_bytes=budget)
     later = refinement.relaxation()
     later.model.program.starts_from_last = True
@@ -62,9 +71,13 @@ def test_reserves_set_later_are_those_set_at_first(seed: int, share: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("graph", "share"), [(transformer(6), 0.7), (transformer(6), 0.8), (random_layered(80, seed=3), 0.6)], ids=["t70", "t80", "l60"]
+    ("graph", "share"),
+    [(transformer(6), 0.7), (transformer(6), 0.8), (random_layered(80, seed=3), 0.6)],
+    ids=["t70", "t80", "l60"],
 )
-def test_schedules_with_reserves_fit_where_the_plain_one_does_not(graph: Graph, share: float) -> None:
+def test_schedules_with_reserves_fit_where_the_plain_one_does_not(
+    graph: Graph, share: float
+) -> None:
     budget = budget_of(graph, share)
     refinement = Refinement(graph, budget_bytes=budget)
     schedules = list(Reserves(refinement).schedules(deadline=time.perf_counter() + 60))

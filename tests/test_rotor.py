@@ -1,4 +1,7 @@
-"""Persistent schedules of segments: valid, within the budget, as dear as the table says, and optimal where theory says what that is."""
+"""Persistent schedules of segments.
+
+Valid, within the budget, as dear as the table says, and optimal where theory says what that is.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,17 @@ def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
         assert not validate(graph, Schedule.from_steps(graph, steps))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"two_regions", "random_layered_without_phases"}))
+@pytest.mark.parametrize(
+    "family", sorted(FAMILIES.keys() - {"two_regions", "random_layered_without_phases"})
+)
 def test_on_every_family_the_steps_fit(family: str) -> None:
     graph = FAMILIES[family]()
     budgets = np.linspace(minimum(graph).peak_bytes, keep_all_peak(graph), 3).astype(int).tolist()
     found = {budget: rotor_steps(graph, budget) for budget in budgets}
     for budget, steps in found.items():
-        assert steps is None or simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes <= budget
+        assert (
+            steps is None or simulate(graph, Schedule.from_steps(graph, steps)).peak_bytes <= budget
+        )
     assert found[budgets[-1]] is not None
 
 
@@ -63,10 +70,17 @@ def test_where_everything_fits_nothing_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
-def test_on_a_chain_it_costs_what_binomial_checkpointing_does_but_for_values_at_borders(num_slots: int) -> None:
-    """A segment's last value enters the next; it is computed once more for its own backward, where revolve still has it."""
+def test_on_a_chain_it_costs_what_binomial_checkpointing_does_but_for_values_at_borders(
+    num_slots: int,
+) -> None:
+    """A segment's last value enters the next.
+
+    It is computed once more for its own backward, where revolve still has it.
+    """
     graph = chain(30)
-    revolve = simulate(graph, Schedule.from_steps(graph, next(iter(Revolve(num_slots).members(graph)))))
+    revolve = simulate(
+        graph, Schedule.from_steps(graph, next(iter(Revolve(num_slots).members(graph))))
+    )
     steps = rotor_steps(graph, revolve.peak_bytes)
     assert steps is not None
     assert simulate(graph, Schedule.from_steps(graph, steps)).cost_s <= revolve.cost_s * 1.05
@@ -79,8 +93,13 @@ def test_what_enters_a_segment_is_enough_for_all_that_follows() -> None:
     assert segments.borders[-1] == segments.num_forward - 1
     for first in range(len(segments.borders)):
         begin = segments.borders[first - 1] + 1 if first else 0
-        assert all(op >= begin for op in segments.closure(segments.entering[first + 1], segments.entering[first]))
-    assert [op for backward in reversed(segments.backward) for op in backward] == list(range(segments.num_forward, graph.num_operators))
+        assert all(
+            op >= begin
+            for op in segments.closure(segments.entering[first + 1], segments.entering[first])
+        )
+    assert [op for backward in reversed(segments.backward) for op in backward] == list(
+        range(segments.num_forward, graph.num_operators)
+    )
 
 
 def test_identical_layers_get_one_set_of_options_each_leaner_way_dearer() -> None:

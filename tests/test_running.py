@@ -1,4 +1,7 @@
-"""A planned step is the plain step: outputs, gradients, buffers and random numbers to the bit, whatever the schedule."""
+"""A planned step is the plain step.
+
+Outputs, gradients, buffers and random numbers to the bit, whatever the schedule.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,17 @@ from remat.run import capture, executor
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.torch_border.modules import get_call
 
-from .planned import UNLIMITED, Given, Steps, assert_same, call_of, keep_all, keep_nothing, planned, repeat_anything
+from .planned import (
+    UNLIMITED,
+    Given,
+    Steps,
+    assert_same,
+    call_of,
+    keep_all,
+    keep_nothing,
+    planned,
+    repeat_anything,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
@@ -30,7 +43,9 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 def keep_some(seed: int) -> Steps:
     def steps(graph: remat.Graph) -> Sequence[int]:
         chance = random.Random(seed)
-        return steps_on_demand(graph, [value for value in range(len(graph.values)) if chance.random() < 0.5])
+        return steps_on_demand(
+            graph, [value for value in range(len(graph.values)) if chance.random() < 0.5]
+        )
 
     return steps
 
@@ -57,7 +72,9 @@ class MLP(nn.Module):
     def __init__(self, width: int = 8, dropout: float = 0.3) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * width)
-        self.middle = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(2 * width))
+        self.middle = nn.Sequential(
+            nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(2 * width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,11 +103,16 @@ class Attention(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch norm with running statistics, ReLU in place, pooling with indices, dropout of channels."""
+    """Convolutions, batch norm with running statistics, ReLU in place, pooling with indices,
+    dropout of channels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.3)
         self.dropout = nn.Dropout2d(0.3)
 
@@ -102,7 +124,10 @@ class ConvNet(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Reads a buffer before and after it changes; counts its calls; keeps a moving mean of what it saw."""
+    """Reads a buffer before and after it changes.
+
+    Counts its calls; keeps a moving mean of what it saw.
+    """
 
     mean: torch.Tensor
     scale: torch.Tensor
@@ -133,7 +158,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
-def state_after(model: nn.Module, *args: Any, seed: int, loss_of: Callable[[Any], Any] = lambda out: out, **kwargs: Any) -> list[Any]:
+def state_after(
+    model: nn.Module,
+    *args: Any,
+    seed: int,
+    loss_of: Callable[[Any], Any] = lambda out: out,
+    **kwargs: Any,
+) -> list[Any]:
     """Everything a step leaves: loss, random state, gradients, buffers."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
@@ -145,7 +176,10 @@ def state_after(model: nn.Module, *args: Any, seed: int, loss_of: Callable[[Any]
 
 def assert_same_steps(model: nn.Module, plain: nn.Module, *args: Any, **kwargs: Any) -> None:
     for seed in (1, 2, 3):
-        assert_same(state_after(model, *args, seed=seed, **kwargs), state_after(plain, *args, seed=seed, **kwargs))
+        assert_same(
+            state_after(model, *args, seed=seed, **kwargs),
+            state_after(plain, *args, seed=seed, **kwargs),
+        )
     assert call_of(model).pieces
 
 
@@ -177,7 +211,9 @@ class _Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("schedule", ["keep nothing", "repeat"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_operator_runs_as_often_as_the_schedule_says(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operator_runs_as_often_as_the_schedule_says(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = _Count()
 
     def compile_counted(graph: torch.fx.GraphModule) -> executor.BoxedFunction:
@@ -199,12 +235,19 @@ def test_each_operator_runs_as_often_as_the_schedule_says(name: str, schedule: s
     repeated = {op for op, times in Counter(steps).items() if times > 1}
     for index in steps:
         op = piece.step.graph.operators[index]
-        if op.target == "snapshot" and (not op.is_snapshot or any(u in repeated for v in op.writes for u in piece.step.graph.users_of[v])):
+        if op.target == "snapshot" and (
+            not op.is_snapshot
+            or any(u in repeated for v in op.writes for u in piece.step.graph.users_of[v])
+        ):
             expected["aten::clone"] += 1
         elif op.target not in ("snapshot", "tangent", "generator_state"):
             target: Any = piece.step.nodes[index].target
             is_redrawn = index in repeated and target is torch.ops.aten.native_dropout.default
-            expected.update(["aten::bernoulli", "aten::mul", "aten::mul"] if is_redrawn else [target._schema.name.rstrip("_")])
+            expected.update(
+                ["aten::bernoulli", "aten::mul", "aten::mul"]
+                if is_redrawn
+                else [target._schema.name.rstrip("_")]
+            )
     assert {operator: count.runs[operator] for operator in expected} == dict(expected)
 
 
@@ -214,10 +257,26 @@ def test_operators_run_in_the_schedules_order() -> None:
     piece = call_of(model).pieces[0]
     assert piece.solution.schedule is not None
     nodes = [*piece.split.forward.graph.nodes, *piece.split.backward.graph.nodes]
-    ran = [node.args[0] if node.target.__name__ in ("draw", "replay") else node.target for node in nodes if node.op == "call_function"]
-    names = [target._schema.name.rstrip("_") for target in ran if isinstance(target, torch._ops.OpOverload)]
-    steps = [piece.step.nodes[i].target for i in piece.solution.schedule.steps if i in piece.step.operator_of.values()]
-    wanted = [target._schema.name.rstrip("_") for target in steps if isinstance(target, torch._ops.OpOverload)]
+    ran = [
+        node.args[0] if node.target.__name__ in ("draw", "replay") else node.target
+        for node in nodes
+        if node.op == "call_function"
+    ]
+    names = [
+        target._schema.name.rstrip("_")
+        for target in ran
+        if isinstance(target, torch._ops.OpOverload)
+    ]
+    steps = [
+        piece.step.nodes[i].target
+        for i in piece.solution.schedule.steps
+        if i in piece.step.operator_of.values()
+    ]
+    wanted = [
+        target._schema.name.rstrip("_")
+        for target in steps
+        if isinstance(target, torch._ops.OpOverload)
+    ]
     assert [name for name in names if name in set(wanted)] == wanted
 
 
@@ -230,7 +289,14 @@ def test_dropout_is_replayed_however_often() -> None:
     assert solution.schedule is not None
     graph = call_of(model).pieces[0].step.graph
     repeats = Counter(solution.schedule.steps)
-    assert max(repeats[i] for i, op in enumerate(graph.operators) if "dropout" in op.target or "bernoulli" in op.target) >= 2
+    assert (
+        max(
+            repeats[i]
+            for i, op in enumerate(graph.operators)
+            if "dropout" in op.target or "bernoulli" in op.target
+        )
+        >= 2
+    )
 
 
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
@@ -260,7 +326,10 @@ def test_accumulating_gradients_and_steps_that_overlap() -> None:
 
 
 class Many(nn.Module):
-    """Several outputs: scalars, tensors, an integer tensor, an input, a view of an input, a constant and None."""
+    """Several outputs.
+
+    Scalars, tensors, an integer tensor, an input, a view of an input, a constant and None.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +339,8 @@ class Many(nn.Module):
         hidden, other = self.linear(x).tanh().sin() * scale, self.other(x).sin()
         return {
             "hidden": hidden,
-            "part": other[0],  # at most two gradients meet in a tensor: of three, nobody says which are added first
+            # at most two gradients meet in a tensor: of three, nobody says which are added first
+            "part": other[0],
             "best": hidden.argmax(-1),
             "input": x,
             "view": x[:, :4],
@@ -379,7 +449,9 @@ def test_an_input_that_the_step_changes(schedule: str) -> None:
     plain = copy.deepcopy(model)
     planned(model, SCHEDULES[schedule])
     for seed in (1, 2):
-        assert_same(state_after(model, inputs[0], seed=seed), state_after(plain, inputs[1], seed=seed))
+        assert_same(
+            state_after(model, inputs[0], seed=seed), state_after(plain, inputs[1], seed=seed)
+        )
         assert_same(inputs[0], inputs[1])
 
 
@@ -411,7 +483,11 @@ def test_evaluation_and_no_grad_run_the_plain_module() -> None:
 
 
 def test_autocast_is_part_of_the_step() -> None:
-    """Without dropout: in bfloat16 on the CPU, torch's fused dropout, which is traced, rounds its scale otherwise than the unfused one."""
+    """Without dropout.
+
+    In bfloat16 on the CPU, torch's fused dropout, which is traced, rounds its scale otherwise than
+    the unfused one.
+    """
     model, x = MLP(dropout=0.0), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     planned(model)
@@ -492,14 +568,20 @@ def test_a_checkpointed_module_pickles() -> None:
 
 
 class Guarded(MLP):
-    """Has something that is not to be pickled, as modules of users do: all else of it is, whatever it is."""
+    """Has something that is not to be pickled, as modules of users do.
+
+    All else of it is, whatever it is.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"}
 
 
 def test_a_module_that_says_itself_what_is_copied_and_pickled() -> None:
-    """Naive: the plan is copied with it, and runs the module that it was made for; and it does not pickle."""
+    """Naive: the plan is copied with it, and runs the module that it was made for.
+
+    And it does not pickle.
+    """
     model, x = Guarded(), torch.randn(4, 8)
     planned(model)(x).backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -517,7 +599,10 @@ def test_unwrap_gives_the_plain_module_back() -> None:
 
 @pytest.mark.parametrize("schedule", ["keep all", "keep nothing"])
 def test_a_graph_that_is_kept_is_refused(schedule: str) -> None:
-    """The first backward may overwrite what is saved; a second one that reads it must never go unnoticed."""
+    """The first backward may overwrite what is saved.
+
+    A second one that reads it must never go unnoticed.
+    """
     model, x = MODELS["mlp"]()
     loss = planned(model, SCHEDULES[schedule])(x)
     with pytest.raises(remat.TraceError, match="retain_graph"):
@@ -646,10 +731,13 @@ def test_the_plan_of_a_trace_is_the_plan_of_the_step(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
     model, x = MODELS[name]()
-    x = x.repeat(64, *[1] * (x.dim() - 1))  # tensors larger than the 5,056 bytes of a generator's state on their way
+    # tensors larger than the 5,056 bytes of a generator's state on their way
+    x = x.repeat(64, *[1] * (x.dim() - 1))
     planned(model, SCHEDULES[schedule])(x).backward()
     model.zero_grad(set_to_none=True)
     measured = remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes
     tensors = [*model.parameters(), *model.buffers(), x]
-    resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    resident = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
     assert measured + resident == call_of(model).pieces[0].solution.peak_bytes

@@ -1,4 +1,7 @@
-"""Stages chosen by what they bound: never above the exact optimum, and better than those cut where schedules fail."""
+"""Stages chosen by what they bound.
+
+Never above the exact optimum, and better than those cut where schedules fail.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
-def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(seed: int, share: float) -> None:
+def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(
+    seed: int, share: float
+) -> None:
     graph = random_training_graph(seed, 4, 7)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
@@ -39,9 +44,12 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
     bound_s = scout(refinement, deadline=math.inf)
     assert bound_s <= best.cost_s * (1 + 1e-9)
     if refinement.singles:
-        assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)  # the stages that gave it are there
+        # the stages that gave it are there
+        assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
     while not refinement.is_over:
-        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (
+            1 + 1e-9
+        )
 
 
 def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fail() -> None:
@@ -92,7 +100,9 @@ def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, sha
         patch.setattr(stage_selection, "MOST_FORWARD", 0)
         assert scout_crowded(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
     while not refinement.is_over:
-        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (1 + 1e-9)
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (
+            1 + 1e-9
+        )
 
 
 def test_a_loss_that_leaves_little_room_is_found() -> None:
@@ -110,14 +120,25 @@ def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_s
     long = Refinement(chain(260), budget_bytes=100)
     assert scout_crowded(long, deadline=0.0) == -math.inf
     assert (long.singles, long.cuts) == (set(), set())
-    short, too_long = Refinement(GRAPH, budget_bytes=TIGHT), Refinement(chain(6_001), budget_bytes=100)
-    assert scout_crowded(short, deadline=math.inf) == scout_crowded(too_long, deadline=math.inf) == -math.inf
+    short, too_long = (
+        Refinement(GRAPH, budget_bytes=TIGHT),
+        Refinement(chain(6_001), budget_bytes=100),
+    )
+    assert (
+        scout_crowded(short, deadline=math.inf)
+        == scout_crowded(too_long, deadline=math.inf)
+        == -math.inf
+    )
 
 
-def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A large graph whose prices suffice is done before any linear program."""
     monkeypatch.setattr(bound_pipeline, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
     graph = transformer(24)
     assert graph.num_operators > 500
     budget = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
-    assert Auto(gap=0.05, time_limit_s=20.0, threads=1).solve(graph, budget_bytes=budget).gap <= 0.05
+    assert (
+        Auto(gap=0.05, time_limit_s=20.0, threads=1).solve(graph, budget_bytes=budget).gap <= 0.05
+    )

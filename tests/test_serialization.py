@@ -1,4 +1,7 @@
-"""Graphs, schedules and solutions on disk: equal when read back, refused in one line when they are not ours."""
+"""Graphs, schedules and solutions on disk.
+
+Equal when read back, refused in one line when they are not ours.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def graph(request: pytest.FixtureRequest) -> Graph:
 
 def solution_of(graph: Graph) -> Solution:
     steps = Schedule.keep_all(graph).steps
-    return Solution.of_steps(graph, 2**40, steps, lower_bound_s=graph.cost_s, solver="keep", wall_s=0.25)
+    return Solution.of_steps(
+        graph, 2**40, steps, lower_bound_s=graph.cost_s, solver="keep", wall_s=0.25
+    )
 
 
 def test_a_graph_comes_back_equal(graph: Graph, tmp_path: Path) -> None:
@@ -47,7 +52,9 @@ def test_a_schedule_and_a_solution_come_back_equal(graph: Graph, tmp_path: Path)
 
 def test_a_solution_without_a_schedule_comes_back_equal(tmp_path: Path) -> None:
     graph = FAMILIES["chain"]()
-    solution = Solution.without_schedule(graph, 3, Status.INFEASIBLE, solver="s", wall_s=0.1, minimum_bytes=9)
+    solution = Solution.without_schedule(
+        graph, 3, Status.INFEASIBLE, solver="s", wall_s=0.1, minimum_bytes=9
+    )
     solution.save(tmp_path / "plan.json")
     assert Solution.load(tmp_path / "plan.json") == solution
 
@@ -55,7 +62,9 @@ def test_a_solution_without_a_schedule_comes_back_equal(tmp_path: Path) -> None:
 def test_a_bound_counted_in_numpy_can_be_saved(tmp_path: Path) -> None:
     """The LP bounds of large graphs were `numpy.float64`, which the JSON encoder refused."""
     graph, steps = FAMILIES["chain"](), Schedule.keep_all(FAMILIES["chain"]()).steps
-    solution = Solution.of_steps(graph, 2**40, steps, lower_bound_s=np.float64(graph.cost_s + 1), solver="s", wall_s=0.0)
+    solution = Solution.of_steps(
+        graph, 2**40, steps, lower_bound_s=np.float64(graph.cost_s + 1), solver="s", wall_s=0.0
+    )
     solution.save(tmp_path / "plan.json")
     assert Solution.load(tmp_path / "plan.json") == solution
 
@@ -67,8 +76,12 @@ def test_costs_do_not_change_the_fingerprint_and_sizes_do() -> None:
 
 
 @pytest.mark.parametrize("kind", [Graph, Schedule, Solution])
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b'{"version": 1}', b"\xff\xfe", b'{"steps": 3}'])
-def test_other_files_are_refused_in_one_line(kind: type[Graph] | type[Schedule] | type[Solution], content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"null", b'{"version": 1}', b"\xff\xfe", b'{"steps": 3}']
+)
+def test_other_files_are_refused_in_one_line(
+    kind: type[Graph] | type[Schedule] | type[Solution], content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
     with pytest.raises(RematError) as caught:
@@ -79,7 +92,11 @@ def test_other_files_are_refused_in_one_line(kind: type[Graph] | type[Schedule] 
 
 def test_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     graph = FAMILIES["chain"]()
-    for record, error in ((graph, GraphError), (Schedule.keep_all(graph), ScheduleError), (solution_of(graph), ScheduleError)):
+    for record, error in (
+        (graph, GraphError),
+        (Schedule.keep_all(graph), ScheduleError),
+        (solution_of(graph), ScheduleError),
+    ):
         record.save(tmp_path / "later.json")
         content = json.loads((tmp_path / "later.json").read_text()) | {"version": 99}
         (tmp_path / "later.json").write_text(json.dumps(content))
@@ -104,7 +121,9 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             Graph.load(path)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "graph.json"
     FAMILIES["chain"]().save(path)
     before = path.read_bytes()
@@ -122,7 +141,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 def test_the_plain_form_is_the_graph_of_its_arrays(tmp_path: Path) -> None:
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(PLAIN | {"name": "for people", "published": {}}))
-    assert read_instance(path) == Graph.from_arrays([1, 2.5, 1], [4, 4, 2], [(0, 1), (0, 2), (1, 2)])
+    assert read_instance(path) == Graph.from_arrays(
+        [1, 2.5, 1], [4, 4, 2], [(0, 1), (0, 2), (1, 2)]
+    )
     path.write_text(json.dumps(PLAIN | {"first_backward": 2}))
     assert read_instance(path).num_forward == 2
 
@@ -151,7 +172,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("change", BROKEN, ids=json.dumps)
-def test_a_broken_instance_is_refused_in_one_line(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_broken_instance_is_refused_in_one_line(
+    change: dict[str, object], tmp_path: Path
+) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(PLAIN | change))
     with pytest.raises(GraphError) as caught:
@@ -160,7 +183,10 @@ def test_a_broken_instance_is_refused_in_one_line(change: dict[str, object], tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[", "[1]", "3", '{"cost": [NaN], "size": [1], "edges": []}', '{"x": ' + "[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[", "[1]", "3", '{"cost": [NaN], "size": [1], "edges": []}', '{"x": ' + "[" * 100_000],
+)
 def test_what_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)

@@ -44,7 +44,10 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
+        layers = [
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+            for _ in range(3)
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +59,9 @@ def batch(rows: int) -> torch.Tensor:
     return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
 
 
-def checkpointed(model: nn.Module, budget: str | int = "80%", *, plan_cache: bool = True) -> nn.Module:
+def checkpointed(
+    model: nn.Module, budget: str | int = "80%", *, plan_cache: bool = True
+) -> nn.Module:
     return remat.checkpoint(model, budget, costs="flops", time_limit_s=2.0, plan_cache=plan_cache)
 
 
@@ -65,12 +70,16 @@ def plan_files(folder: Path) -> list[Path]:
 
 
 def test_loops_with_a_smaller_last_batch(solved: list[float]) -> None:
-    """Naive: "80%" of a small batch is less than parameters and gradients alone, and the last step of an epoch fails."""
+    """Naive: "80%" of a small batch is less than parameters and gradients alone, and the last step
+    of an epoch fails.
+    """
     model = Net()
     plain = copy.deepcopy(model)
     checkpointed(model)
     for rows in (256, 256, 3, 256, 3):
-        assert_same(state_after(model, batch(rows), seed=rows), state_after(plain, batch(rows), seed=rows))
+        assert_same(
+            state_after(model, batch(rows), seed=rows), state_after(plain, batch(rows), seed=rows)
+        )
     assert len(solved) == 2  # each shape once, and the second not for long
     assert solved[1] < solved[0]
     assert len({piece.solution.budget_bytes for piece in call_of(model).pieces}) == 1
@@ -89,15 +98,24 @@ def test_a_plan_is_found_again_by_the_next_job(tmp_path: Path, solved: list[floa
 def test_what_a_plan_depends_on_is_its_key() -> None:
     graph = remat.trace(Net(), (batch(64),), costs="flops")
     slower = graph.with_costs([2 * op.cost_s for op in graph.operators])
-    larger = graph.with_costs([op.cost_s for op in graph.operators], [op.workspace_bytes + 1 for op in graph.operators])
+    larger = graph.with_costs(
+        [op.cost_s for op in graph.operators], [op.workspace_bytes + 1 for op in graph.operators]
+    )
     other = remat.trace(Net(), (batch(65),), costs="flops")
-    keys = [key_of(g, budget, how) for g in (graph, slower, larger, other) for budget in (1, 2) for how in ("auto", "milp")]
+    keys = [
+        key_of(g, budget, how)
+        for g in (graph, slower, larger, other)
+        for budget in (1, 2)
+        for how in ("auto", "milp")
+    ]
     assert len(set(keys)) == len(keys)
     assert key_of(graph, 1, "auto") == key_of(replace(graph, costs="another name"), 1, "auto")
 
 
 @pytest.mark.parametrize("damage", ["{", "not json", ""])
-def test_a_damaged_plan_is_made_again(damage: str, tmp_path: Path, solved: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_plan_is_made_again(
+    damage: str, tmp_path: Path, solved: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     graph = remat.trace(Net(), (batch(64),), costs="flops")
     cache = PlanCache(tmp_path)
     solution = cache.get_or_solve(graph, 1 << 30, "auto", lambda: remat.solve(graph, 1 << 30))
@@ -109,15 +127,22 @@ def test_a_damaged_plan_is_made_again(damage: str, tmp_path: Path, solved: list[
     assert "is made again" in caplog.text
 
 
-def test_a_plan_that_does_not_fit_its_step_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Naive: what lies under the key is believed; a file that was copied or edited then exceeds the budget."""
+def test_a_plan_that_does_not_fit_its_step_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Naive: what lies under the key is believed.
+
+    A file that was copied or edited then exceeds the budget.
+    """
     graph = remat.trace(Net(), (batch(64),), costs="flops")
     keep_all = remat.solve(graph, "100%")
     budget_bytes = int(0.8 * keep_all.peak_bytes)
     cache = PlanCache(tmp_path)
     keep_all.save(tmp_path / f"{key_of(graph, budget_bytes, 'auto')}.json")
     with caplog.at_level(logging.WARNING):
-        solution = cache.get_or_solve(graph, budget_bytes, "auto", lambda: remat.solve(graph, budget_bytes, time_limit_s=2.0))
+        solution = cache.get_or_solve(
+            graph, budget_bytes, "auto", lambda: remat.solve(graph, budget_bytes, time_limit_s=2.0)
+        )
     assert solution.peak_bytes <= budget_bytes
     assert "does not fit its step" in caplog.text
 
@@ -151,7 +176,9 @@ def test_no_cache_where_none_is_wanted(tmp_path: Path) -> None:
     assert plan_files(tmp_path) == []
 
 
-def test_a_folder_that_cant_be_written_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cant_be_written_is_no_reason_to_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "remat").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         checkpointed(Net())(batch(64)).backward()
@@ -183,7 +210,9 @@ def test_a_largest_size_that_can_not_fit_is_told_at_the_first_call() -> None:
 
 
 def test_a_wrong_shape_says_so_and_changes_nothing() -> None:
-    """Naive: torch.compile's failure is taken for a graph break, and from then on all steps run in pieces."""
+    """Naive: torch.compile's failure is taken for a graph break, and from then on all steps run in
+    pieces.
+    """
     model = Net()
     plain = copy.deepcopy(model)
     checkpointed(model)

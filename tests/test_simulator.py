@@ -1,4 +1,6 @@
-"""The simulator against two independent readings of the same rules, its laws, and every way of being wrong."""
+"""The simulator against two independent readings of the same rules, its laws, and every way of
+being wrong.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def rules(graph: Graph, schedule: Schedule, **options: int | bool) -> set[Rule]:
 
 @settings(deadline=None, max_examples=150)
 @given(graph=small_graphs, seed=seeds, count=st.integers(0, 8))
-def test_simulator_naive_reading_and_validator_agree_to_the_byte(graph: Graph, seed: int, count: int) -> None:
+def test_simulator_naive_reading_and_validator_agree_to_the_byte(
+    graph: Graph, seed: int, count: int
+) -> None:
     steps = with_recomputations(graph, seed, count)
     schedule = Schedule.from_steps(graph, steps)
     simulation = simulate(graph, schedule)
@@ -56,7 +60,9 @@ def test_simulator_naive_reading_and_validator_agree_to_the_byte(graph: Graph, s
 def test_all_three_readings_agree_on_every_family(family: str) -> None:
     graph = FAMILIES[family]()
     for count in (0, 1, 10):
-        steps = with_recomputations(graph, seed=count, count=count if family != "two_regions" else 0)
+        steps = with_recomputations(
+            graph, seed=count, count=count if family != "two_regions" else 0
+        )
         schedule = Schedule.from_steps(graph, steps)
         peak_bytes = simulate(graph, schedule).peak_bytes
         assert simulate(graph, schedule).bytes_at.tolist() == naive_bytes_at(graph, steps)
@@ -65,14 +71,22 @@ def test_all_three_readings_agree_on_every_family(family: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(graph=small_graphs, seed=seeds, factor=st.integers(2, 1000))
-def test_scaling_sizes_scales_memory_and_scaling_costs_scales_cost(graph: Graph, seed: int, factor: int) -> None:
+def test_scaling_sizes_scales_memory_and_scaling_costs_scales_cost(
+    graph: Graph, seed: int, factor: int
+) -> None:
     steps = with_recomputations(graph, seed, 5)
     scaled = replace(
         graph,
         values=tuple(replace(v, size_bytes=v.size_bytes * factor) for v in graph.values),
-        operators=tuple(replace(op, workspace_bytes=op.workspace_bytes * factor, cost_s=op.cost_s * factor) for op in graph.operators),
+        operators=tuple(
+            replace(op, workspace_bytes=op.workspace_bytes * factor, cost_s=op.cost_s * factor)
+            for op in graph.operators
+        ),
     )
-    before, after = simulate(graph, Schedule.from_steps(graph, steps)), simulate(scaled, Schedule.from_steps(scaled, steps))
+    before, after = (
+        simulate(graph, Schedule.from_steps(graph, steps)),
+        simulate(scaled, Schedule.from_steps(scaled, steps)),
+    )
     assert (before.bytes_at * factor).tolist() == after.bytes_at.tolist()
     assert after.cost_s == pytest.approx(before.cost_s * factor)
 
@@ -85,7 +99,10 @@ def test_relabelling_values_changes_nothing(graph: Graph, seed: int) -> None:
     old = sorted(range(len(label)), key=label.__getitem__)
 
     def renamed(op: Operator) -> Operator:
-        fields = {name: tuple(label[v] for v in getattr(op, name)) for name in ("reads", "writes", "reuses")}
+        fields = {
+            name: tuple(label[v] for v in getattr(op, name))
+            for name in ("reads", "writes", "reuses")
+        }
         return replace(op, name=f"other_{op.name}", **fields)  # type: ignore[arg-type]
 
     other = replace(
@@ -94,13 +111,18 @@ def test_relabelling_values_changes_nothing(graph: Graph, seed: int) -> None:
         operators=tuple(map(renamed, graph.operators)),
         outputs=tuple(label[v] for v in graph.outputs),
     )
-    before, after = simulate(graph, Schedule.from_steps(graph, steps)), simulate(other, Schedule.from_steps(other, steps))
+    before, after = (
+        simulate(graph, Schedule.from_steps(graph, steps)),
+        simulate(other, Schedule.from_steps(other, steps)),
+    )
     assert before.bytes_at.tolist() == after.bytes_at.tolist()
 
 
 @settings(deadline=None, max_examples=40)
 @given(graph=tiny_graphs)
-def test_more_budget_never_costs_more_and_one_byte_less_than_the_minimum_is_infeasible(graph: Graph) -> None:
+def test_more_budget_never_costs_more_and_one_byte_less_than_the_minimum_is_infeasible(
+    graph: Graph,
+) -> None:
     least = minimum_bytes(graph)
     assert brute_force(graph, least - 1) is None
     costs = [brute_force(graph, least + extra) for extra in (0, 1, 2, 4, 8, 1000)]
@@ -112,7 +134,9 @@ def test_more_budget_never_costs_more_and_one_byte_less_than_the_minimum_is_infe
 @settings(deadline=None, max_examples=40)
 @given(graph=tiny_graphs, seed=seeds, count=st.integers(0, 4))
 def test_no_schedule_beats_brute_force(graph: Graph, seed: int, count: int) -> None:
-    simulation = simulate(graph, Schedule.from_steps(graph, with_recomputations(graph, seed, count)))
+    simulation = simulate(
+        graph, Schedule.from_steps(graph, with_recomputations(graph, seed, count))
+    )
     optimum = brute_force(graph, simulation.peak_bytes)
     assert optimum is not None
     assert optimum <= simulation.cost_s
@@ -122,13 +146,16 @@ def test_no_schedule_beats_brute_force(graph: Graph, seed: int, count: int) -> N
 @given(graph=st.builds(random_step, st.integers(1, 3), seed=seeds))
 def test_brute_force_is_the_best_of_all_sequences(graph: Graph) -> None:
     count = graph.num_operators
-    found: dict[int, float] = {}  # peak -> least cost of a sequence; three operators never need more than four recomputations
+    # peak -> least cost of a sequence; three operators never need more than four recomputations
+    found: dict[int, float] = {}
     for length in range(count, count + 5):
         for steps in itertools.product(range(count), repeat=length):
             schedule = Schedule.from_steps(graph, steps)
             if not validate(graph, schedule):
                 peak_bytes = max(naive_bytes_at(graph, steps))
-                found[peak_bytes] = min(found.get(peak_bytes, np.inf), sum(graph.operators[i].cost_s for i in steps))
+                found[peak_bytes] = min(
+                    found.get(peak_bytes, np.inf), sum(graph.operators[i].cost_s for i in steps)
+                )
     for budget_bytes in found:
         enumerated = min(cost for peak, cost in found.items() if peak <= budget_bytes)
         assert brute_force(graph, budget_bytes) == enumerated
@@ -156,9 +183,15 @@ def test_each_rule_is_named_when_broken() -> None:
     assert rules(graph, changed(valid, steps=(*steps, 99))) == {Rule.UNKNOWN_OPERATOR}
     assert rules(graph, changed(valid, steps=(*steps, -1))) == {Rule.UNKNOWN_OPERATOR}
     assert rules(graph, changed(valid, steps=steps[:-1])) == {Rule.MISSING_OPERATOR}
-    assert Rule.UNCOMPUTED_READ in rules(graph, changed(valid, steps=(steps[1], steps[0], *steps[2:])))
-    assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps - 1)) == {Rule.FORWARD_MARK}
-    assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps + 1)) == {Rule.FORWARD_MARK}
+    assert Rule.UNCOMPUTED_READ in rules(
+        graph, changed(valid, steps=(steps[1], steps[0], *steps[2:]))
+    )
+    assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps - 1)) == {
+        Rule.FORWARD_MARK
+    }
+    assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps + 1)) == {
+        Rule.FORWARD_MARK
+    }
     assert rules(graph, valid, budget_bytes=peak_bytes - 1) == {Rule.BUDGET}
 
 
@@ -171,15 +204,27 @@ def test_a_broken_order_is_named_and_allowed_where_the_order_is_free() -> None:
 
 def test_a_pinned_operator_computed_again_is_named() -> None:
     graph = all_pinned(3)
-    assert rules(graph, Schedule.from_steps(graph, [0, 0, *range(1, graph.num_operators)])) == {Rule.PINNED}
+    assert rules(graph, Schedule.from_steps(graph, [0, 0, *range(1, graph.num_operators)])) == {
+        Rule.PINNED
+    }
 
 
 def test_a_recomputation_in_another_regions_time_is_named() -> None:
     graph = two_regions(3)  # forward 0-2 | forward 3-5, loss 6 | backward 7-10 | backward 11-14
     steps = list(range(graph.num_operators))
     assert rules(graph, Schedule.from_steps(graph, steps)) == set()
-    for position, expected in ((2, set()), (5, {Rule.REGION}), (9, {Rule.REGION}), (11, {Rule.REGION}), (12, set()), (14, set())):
-        assert rules(graph, Schedule.from_steps(graph, [*steps[:position], 1, *steps[position:]])) == expected
+    for position, expected in (
+        (2, set()),
+        (5, {Rule.REGION}),
+        (9, {Rule.REGION}),
+        (11, {Rule.REGION}),
+        (12, set()),
+        (14, set()),
+    ):
+        assert (
+            rules(graph, Schedule.from_steps(graph, [*steps[:position], 1, *steps[position:]]))
+            == expected
+        )
 
 
 def test_the_simulator_refuses_what_it_cannot_read() -> None:

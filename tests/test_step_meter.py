@@ -13,13 +13,24 @@ import remat
 from remat.torch_border.allocator import is_profiling
 
 from .planned import keep_nothing, planned
-from .test_graph_breaks import MODELS, WIDTH, Base, Broken, batch, loss_of, peak_of_a_step, runner_of
+from .test_graph_breaks import (
+    MODELS,
+    WIDTH,
+    Base,
+    Broken,
+    batch,
+    loss_of,
+    peak_of_a_step,
+    runner_of,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 class Gap(Base):
-    """Eager operators between two pieces, whose backward of several nodes holds more than the rest of the step."""
+    """Eager operators between two pieces, whose backward of several nodes holds more than the rest
+    of the step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +59,18 @@ class ReturnsAnObject(Gap):
         return Output(super().forward(x))
 
 
-@pytest.mark.parametrize("make", [Gap, ReturnsAnObject, *(MODELS[name] for name in ("Loop", "Views", "Unused", "ManyResults", "Hooked"))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Gap,
+        ReturnsAnObject,
+        *(MODELS[name] for name in ("Loop", "Views", "Unused", "ManyResults", "Hooked")),
+    ],
+)
 def test_the_measured_peak_is_that_of_a_step(make: Callable[[], Base]) -> None:
-    """Naive: what eager nodes allocate and release within the backward is not seen, or gradients that went stay counted."""
+    """Naive: what eager nodes allocate and release within the backward is not seen, or gradients
+    that went stay counted.
+    """
     model, x = make(), batch(0).requires_grad_()
     planned(model, keep_nothing)
     for _ in range(3):
@@ -74,7 +94,10 @@ def test_what_eager_nodes_hold_in_their_backward_is_left_room_for() -> None:
 
 
 def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
-    """Keeping everything is 100 %. Naive: it is that of the graph, and what gaps hold beside it makes 100 % too little."""
+    """Keeping everything is 100 %.
+
+    Naive: it is that of the graph, and what gaps hold beside it makes 100 % too little.
+    """
     model, x = Gap(), batch(0).requires_grad_()
     remat.checkpoint(model, "100%", costs="flops", time_limit_s=1.0)
     for _ in range(4):
@@ -87,7 +110,10 @@ def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
 
 
 def test_gradients_that_are_there_do_not_count() -> None:
-    """They are left room for apart. Naive: `.grad` of an earlier step is taken for one that this backward made."""
+    """They are left room for apart.
+
+    Naive: `.grad` of an earlier step is taken for one that this backward made.
+    """
     model, x = Gap(), batch(0).requires_grad_()
     planned(model, keep_nothing)
     for _ in range(2):
@@ -96,11 +122,16 @@ def test_gradients_that_are_there_do_not_count() -> None:
     measured = remat.report(model).measured_peak_bytes
     assert measured is not None
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
-    assert measured == held + remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes
+    assert (
+        measured
+        == held + remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes
+    )
 
 
 def test_what_made_an_input_is_not_part_of_the_step() -> None:
-    """Naive: autograd's graph goes on behind the input, and what another model keeps for its backward counts as this one's."""
+    """Naive: autograd's graph goes on behind the input, and what another model keeps for its
+    backward counts as this one's.
+    """
     maker, peaks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
     for x in (maker(batch(0)), maker(batch(0)).detach().requires_grad_()):
         model = planned(Gap(), keep_nothing)
@@ -134,7 +165,10 @@ class FailsBetween(Gap):
 
 
 def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiler ends with the node that failed, and the next step is measured. Naive: it runs on, and the next one can't begin."""
+    """The profiler ends with the node that failed, and the next step is measured.
+
+    Naive: it runs on, and the next one can't begin.
+    """
     model, x = FailsBetween(), batch(0).requires_grad_()
     planned(model, keep_nothing)
     for _ in range(3):
@@ -150,7 +184,10 @@ def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
-    """Of two forwards the last is measured. Naive: the first one's backward is, beside what the second one holds."""
+    """Of two forwards the last is measured.
+
+    Naive: the first one's backward is, beside what the second one holds.
+    """
     model, x = Broken(), batch(0).requires_grad_()
     planned(model, keep_nothing)
     loss_of(model(x)).backward()

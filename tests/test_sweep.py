@@ -1,4 +1,6 @@
-"""Sweeps: the same answers as one by one, in processes and on a cluster, and refused before any work."""
+"""Sweeps: the same answers as one by one, in processes and on a cluster, and refused before any
+work.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,26 @@ BUDGETS: list[int | str] = ["100%", "80%", 1]
 
 @pytest.fixture
 def cluster() -> Iterator[Client]:
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as local, Client(local) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as local,
+        Client(local) as client,
+    ):
         yield client
 
 
-def facts(rows: list[list[Solution]]) -> list[list[tuple[Status, float, remat.Schedule | None, str]]]:
+def facts(
+    rows: list[list[Solution]],
+) -> list[list[tuple[Status, float, remat.Schedule | None, str]]]:
     return [[(s.status, s.cost_s, s.schedule, s.fingerprint) for s in row] for row in rows]
 
 
 def one_by_one() -> list[list[Solution]]:
     peaks = [remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes for graph in GRAPHS]
     sizes = [[remat.parse_budget(b, keep_all_bytes=peak) for b in BUDGETS] for peak in peaks]
-    return [[ChenSqrt().solve(graph, budget_bytes=size) for size in row] for graph, row in zip(GRAPHS, sizes, strict=True)]
+    return [
+        [ChenSqrt().solve(graph, budget_bytes=size) for size in row]
+        for graph, row in zip(GRAPHS, sizes, strict=True)
+    ]
 
 
 def test_processes_answer_as_one_by_one() -> None:
@@ -71,10 +81,22 @@ def test_the_command_line_sweeps(tmp_path: Path) -> None:
         graph.save(tmp_path / f"{name}.json")
     files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     options = ["--budget", "100%", "--budget", "80%", "--solver", "chen-sqrt", "--jobs", "2"]
-    records = json.loads(CliRunner().invoke(commands.app, ["sweep", *files, *options, "--format", "json"]).stdout)
-    assert [(r["instance"], r["budget"]) for r in records] == [(n, b) for n in ("one", "two") for b in ("100%", "80%")]
-    expected = [s for row in remat.sweep([chain(8), transformer(1)], ["100%", "80%"], solver="chen-sqrt", n_jobs=1) for s in row]
-    assert [(r["status"], r["order"]) for r in records] == [(s.status, list(s.schedule.steps) if s.schedule else []) for s in expected]
+    records = json.loads(
+        CliRunner().invoke(commands.app, ["sweep", *files, *options, "--format", "json"]).stdout
+    )
+    assert [(r["instance"], r["budget"]) for r in records] == [
+        (n, b) for n in ("one", "two") for b in ("100%", "80%")
+    ]
+    expected = [
+        s
+        for row in remat.sweep(
+            [chain(8), transformer(1)], ["100%", "80%"], solver="chen-sqrt", n_jobs=1
+        )
+        for s in row
+    ]
+    assert [(r["status"], r["order"]) for r in records] == [
+        (s.status, list(s.schedule.steps) if s.schedule else []) for s in expected
+    ]
     table = CliRunner().invoke(commands.app, ["sweep", *files, *options]).stdout
     assert "one" in table
     assert "80%" in table

@@ -1,4 +1,7 @@
-"""Training loops as people write them: a planned model ends where the plain one does, and nothing stays behind."""
+"""Training loops as people write them.
+
+A planned model ends where the plain one does, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.first, self.second, self.last = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, width, bias=False),
+        )
         self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.3)
         self.last.weight = self.first.weight
 
@@ -51,7 +58,10 @@ def batches(count: int, width: int = 8) -> list[torch.Tensor]:
 
 
 def assert_same_loop(loop: Loop, make: Callable[[], nn.Module] = Net) -> nn.Module:
-    """The loop has the same result, state, gradients and random state planned as plain. Returns the planned model."""
+    """The loop has the same result, state, gradients and random state planned as plain.
+
+    Returns the planned model.
+    """
     plain = make()
     model = planned(copy.deepcopy(plain))
     ends = []
@@ -87,7 +97,9 @@ def test_gradient_accumulation(set_to_none: bool) -> None:
 
 
 def test_gradients_of_earlier_steps_count() -> None:
-    """Naive: the plan of the first step, which found no gradients, serves those that add to them, and their peak is above the budget."""
+    """Naive: the plan of the first step, which found no gradients, serves those that add to them,
+    and their peak is above the budget.
+    """
     model, x = Net(64), torch.randn(256, 64)
     graph = remat.trace(model, (x,), costs="flops")
     budget = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes * 3 // 4
@@ -103,7 +115,9 @@ def test_gradients_of_earlier_steps_count() -> None:
 
 
 class Untied(nn.Module):
-    """Where a weight has two uses in each of several forwards, nobody says in which order the gradients of all are added."""
+    """Where a weight has two uses in each of several forwards, nobody says in which order the
+    gradients of all are added.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +129,10 @@ class Untied(nn.Module):
 
 
 def test_several_forwards_before_a_backward() -> None:
-    """Each keeps its own values and its own random state. Naive: the last forward's serve them all."""
+    """Each keeps its own values and its own random state.
+
+    Naive: the last forward's serve them all.
+    """
 
     def loop(model: nn.Module) -> list[float]:
         first, second, third, fourth = (model(x) for x in batches(4))
@@ -127,7 +144,9 @@ def test_several_forwards_before_a_backward() -> None:
 
 
 def test_evaluation_and_no_grad_in_between() -> None:
-    """Naive: the plan of training runs in evaluation too, with its dropout, and moves the running statistics."""
+    """Naive: the plan of training runs in evaluation too, with its dropout, and moves the running
+    statistics.
+    """
 
     def loop(model: nn.Module) -> list[float]:
         optimizer, seen = adam(model), []
@@ -167,7 +186,10 @@ class LoRA(nn.Module):
     def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        self.down, self.up = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(layer.in_features, rank, bias=False),
+            nn.Linear(rank, layer.out_features, bias=False),
+        )
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +295,9 @@ def test_an_exception_between_forward_and_backward_leaves_nothing() -> None:
 
 
 def test_an_exception_in_the_backward_leaves_nothing_and_the_next_step_is_right() -> None:
-    """Naive: recomputation leaves the generator where it was set to, or a half-done backward counts as done."""
+    """Naive: recomputation leaves the generator where it was set to, or a half-done backward counts
+    as done.
+    """
 
     def loop(model: nn.Module) -> torch.Tensor:
         x = batches(1)[0].requires_grad_()
@@ -314,10 +338,12 @@ def test_a_deleted_model_is_gone() -> None:
 
 
 def test_threads_with_a_model_each() -> None:
-    """Each thread's dropout, replayed, is its own forward's: the loss's derivative along the gradient shows it.
+    """Each thread's dropout, replayed, is its own forward's.
 
-    Naive: recomputation sets the one generator that all threads draw from, and another thread draws from it in between.
-    """
+    The loss's derivative along the gradient shows it.
+
+    Naive: recomputation sets the one generator that all threads draw from, and another thread draws
+    from it in between."""
     failures: list[BaseException] = []
 
     def run(seed: int) -> None:
@@ -371,12 +397,18 @@ for thread in threads: thread.join()
 
 
 def test_threads_do_not_wait_for_each_other_for_good() -> None:
-    """Naive: `torch.get_rng_state` holds the generator's mutex while garbage is collected; at once, this test hangs."""
+    """Naive: `torch.get_rng_state` holds the generator's mutex while garbage is collected.
+
+    At once, this test hangs.
+    """
     subprocess.run([sys.executable, "-c", THREADS_THAT_COLLECT], check=True, timeout=60)
 
 
 class Masked(nn.Module):
-    """Linear in its weight, so that weight times gradient is the loss: of one mask, and of no other."""
+    """Linear in its weight, so that weight times gradient is the loss.
+
+    Of one mask, and of no other.
+    """
 
     def __init__(self) -> None:
         super().__init__()

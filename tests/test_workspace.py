@@ -37,26 +37,48 @@ def ids(batch: int, length: int) -> torch.Tensor:
 
 
 def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=96, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=1)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=96,
+        n_layer=1,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
     return transformers.GPT2LMHeadModel(config), {"input_ids": ids(3, 40), "labels": ids(3, 40)}
 
 
 def bert() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=96, num_hidden_layers=1, num_attention_heads=4, intermediate_size=192
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=192,
     )
     return transformers.BertForMaskedLM(config), {"input_ids": ids(3, 40), "labels": ids(3, 40)}
 
 
 def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=96, d_kv=24, d_ff=160, num_layers=1, num_heads=4)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=96, d_kv=24, d_ff=160, num_layers=1, num_heads=4
+    )
     config.decoder_start_token_id = 0
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids(3, 40), "labels": ids(3, 24)}
+    return transformers.T5ForConditionalGeneration(config), {
+        "input_ids": ids(3, 40),
+        "labels": ids(3, 24),
+    }
 
 
 def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return transformers.LlamaForCausalLM(config), {"input_ids": ids(3, 40), "labels": ids(3, 40)}
 
@@ -71,13 +93,19 @@ def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
     )
-    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(3, 3, 64, 64), "labels": torch.tensor([0, 1, 0])}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(3, 3, 64, 64),
+        "labels": torch.tensor([0, 1, 0]),
+    }
 
 
 def resnet50() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Bottlenecks of ResNet-50, one a stage, in two stages."""
     config = transformers.ResNetConfig(hidden_sizes=[256, 512], depths=[1, 1])
-    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(3, 3, 64, 64), "labels": torch.tensor([0, 1, 0])}
+    return transformers.ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(3, 3, 64, 64),
+        "labels": torch.tensor([0, 1, 0]),
+    }
 
 
 class InvertedResidual(nn.Sequential):
@@ -87,16 +115,24 @@ class InvertedResidual(nn.Sequential):
         inner = width * expansion
         super().__init__(
             *(nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6()),
-            *(nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False), nn.BatchNorm2d(inner), nn.ReLU6()),
+            *(
+                nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False),
+                nn.BatchNorm2d(inner),
+                nn.ReLU6(),
+            ),
             *(nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out)),
         )
 
 
 def mobilenet_v2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    layers = (nn.Conv2d(3, 32, 3, 2, 1), InvertedResidual(32, 6, 24, 2), InvertedResidual(24, 6, 40, 1))
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(40, 10)), {
-        "input": torch.randn(3, 3, 64, 64)
-    }
+    layers = (
+        nn.Conv2d(3, 32, 3, 2, 1),
+        InvertedResidual(32, 6, 24, 2),
+        InvertedResidual(24, 6, 40, 1),
+    )
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(40, 10)
+    ), {"input": torch.randn(3, 3, 64, 64)}
 
 
 class Captured(Exception):
@@ -122,12 +158,18 @@ def joint_graph(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.fx.G
 
     state = dict(model.train().named_parameters()) | dict(model.named_buffers())
     with pytest.raises(Captured) as captured:
-        aot_function(step, fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(state, inputs)
+        aot_function(step, fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(
+            state, inputs
+        )
     return captured.value.graph
 
 
 def distinct_calls(graph: torch.fx.Graph) -> dict[Call, torch.fx.Node]:
-    return {call: node for node in graph.nodes if node.op == "call_function" and (call := Call.of(node)).computes}
+    return {
+        call: node
+        for node in graph.nodes
+        if node.op == "call_function" and (call := Call.of(node)).computes
+    }
 
 
 def allocated(run: Callable[[], Any]) -> tuple[int, tuple[int, ...]]:
@@ -151,10 +193,16 @@ def allocated(run: Callable[[], Any]) -> tuple[int, tuple[int, ...]]:
 
 
 def storages(outputs: Any) -> tuple[int, ...]:
-    return tuple(leaf.untyped_storage().nbytes() for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return tuple(
+        leaf.untyped_storage().nbytes()
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 @pytest.mark.parametrize(
     ("make", "dtype", "memory_format"),
     [
@@ -171,12 +219,20 @@ def storages(outputs: Any) -> tuple[int, ...]:
     ],
 )
 def test_every_operator_holds_what_is_said(
-    make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], dtype: torch.dtype, memory_format: torch.memory_format
+    make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]],
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
 ) -> None:
     model, inputs = make()
     model = model.to(dtype=dtype, memory_format=memory_format)  # type: ignore[call-overload]
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    inputs = {name: value.to(memory_format=memory_format) if value.dim() == 4 else value for name, value in inputs.items()}
+    inputs = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    inputs = {
+        name: value.to(memory_format=memory_format) if value.dim() == 4 else value
+        for name, value in inputs.items()
+    }
     wrong = []
     for call, node in distinct_calls(joint_graph(model, inputs)).items():
         run = replay._run_of(call)
@@ -185,16 +241,23 @@ def test_every_operator_holds_what_is_said(
         if workspace_bytes(call, "cpu") != held:
             wrong.append(f"{call}: {workspace_bytes(call, 'cpu')} was said, {held} was held")
         if real_storages != storages(node.meta["val"]) and "batch_norm" not in str(call.target):
-            wrong.append(f"{call}: storages of {real_storages} bytes, fake ones of {storages(node.meta['val'])}")
+            wrong.append(
+                f"{call}: storages of {real_storages} bytes, fake ones of "
+                f"{storages(node.meta['val'])}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
 def test_batch_norm_in_bfloat16_saves_half_of_what_its_fake_says() -> None:
-    """The one operator of those models whose outputs are not as large as its fake's (torch 2.13)."""
+    """The one operator of those models whose outputs are not as large as its fake's (torch
+    2.13).
+    """
     one = torch.ones(16, dtype=torch.bfloat16)
     image = torch.ones(2, 16, 4, 4, dtype=torch.bfloat16)
     real = aten._native_batch_norm_legit_functional(image, one, one, one, one, True, 0.1, 1e-5)
-    fake = aten._native_batch_norm_legit_functional(image.to("meta"), *[one.to("meta")] * 4, True, 0.1, 1e-5)
+    fake = aten._native_batch_norm_legit_functional(
+        image.to("meta"), *[one.to("meta")] * 4, True, 0.1, 1e-5
+    )
     assert [t.nbytes for t in fake[1:3]] == [64, 64]
     assert [t.nbytes for t in real[1:3]] == [32, 32]
 
@@ -203,7 +266,10 @@ FLOAT, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
 
 
 def call_of(target: Any, *args: Any) -> Call:
-    """The call of `target` where `tensor` specs stand for tensors; outputs as the fake kernels say."""
+    """The call of `target` where `tensor` specs stand for tensors.
+
+    Outputs as the fake kernels say.
+    """
     fakes = tree_map_only(TensorSpec, on_meta, args)
     outputs = [TensorSpec.of(t) for t in tree_leaves(target(*fakes)) if isinstance(t, torch.Tensor)]
     return Call(target, args, (), tuple(replace(spec, device_type="cpu") for spec in outputs))
@@ -215,8 +281,12 @@ def on_meta(spec: TensorSpec) -> torch.Tensor:
 
 def tensor(*shape: int, dtype: torch.dtype = FLOAT, order: tuple[int, ...] = ()) -> TensorSpec:
     """A tensor of `shape` whose memory lies in the `order` of its dimensions."""
-    made = torch.empty(shape if not order else [shape[i] for i in order], dtype=dtype, device="meta")
-    spec = TensorSpec.of(made if not order else made.permute([order.index(i) for i in range(len(order))]))
+    made = torch.empty(
+        shape if not order else [shape[i] for i in order], dtype=dtype, device="meta"
+    )
+    spec = TensorSpec.of(
+        made if not order else made.permute([order.index(i) for i in range(len(order))])
+    )
     return replace(spec, device_type="cpu")
 
 
@@ -227,14 +297,32 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "integer scalar": (aten.add.Tensor, tensor(64, dtype=INDEX), 1),
     "mixed types": (aten.add.Tensor, tensor(64, 48, dtype=HALF), tensor(64, 48)),
     "mask": (aten.mul.Tensor, tensor(64, 48), tensor(64, 48, dtype=torch.bool)),
-    "mixed where": (aten.where.self, tensor(64, 48, dtype=torch.bool), tensor(64, 48), tensor(64, 48, dtype=HALF)),
+    "mixed where": (
+        aten.where.self,
+        tensor(64, 48, dtype=torch.bool),
+        tensor(64, 48),
+        tensor(64, 48, dtype=HALF),
+    ),
     "comparison": (aten.eq.Tensor, tensor(64, 48), tensor(64, 48, dtype=HALF)),
-    "softmax of a permuted tensor": (aten._softmax.default, tensor(8, 48, 64, order=(2, 0, 1)), -1, False),
+    "softmax of a permuted tensor": (
+        aten._softmax.default,
+        tensor(8, 48, 64, order=(2, 0, 1)),
+        -1,
+        False,
+    ),
     "mean in bfloat16": (aten.mean.dim, tensor(8, 48, 64, dtype=HALF), (-1,), True),
     "mean of all": (aten.mean.default, tensor(8, 48, 640)),
     "logsumexp": (aten.logsumexp.default, tensor(64, 48), (-1,)),
-    "product of a strided matrix": (aten.mm.default, replace(tensor(64, 48), stride=(96, 2)), tensor(48, 32)),
-    "batch of strided matrices": (aten.bmm.default, tensor(8, 48, 64, order=(2, 1, 0)), tensor(8, 64, 32)),
+    "product of a strided matrix": (
+        aten.mm.default,
+        replace(tensor(64, 48), stride=(96, 2)),
+        tensor(48, 32),
+    ),
+    "batch of strided matrices": (
+        aten.bmm.default,
+        tensor(8, 48, 64, order=(2, 1, 0)),
+        tensor(8, 64, 32),
+    ),
     "layer norm of a permuted tensor": (
         aten.native_layer_norm.default,
         tensor(8, 64, 48, order=(2, 0, 1)),
@@ -249,14 +337,46 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     ),
     "attention": (ATTENTION.default, *[tensor(2, 4, 200, 32)] * 3),
     "long attention": (ATTENTION.default, tensor(1, 2, 800, 32), *[tensor(1, 2, 600, 32)] * 2),
-    "attention backward": (ATTENTION_BACKWARD.default, *[tensor(2, 4, 200, 32)] * 5, tensor(2, 4, 200), 0.0, True),
+    "attention backward": (
+        ATTENTION_BACKWARD.default,
+        *[tensor(2, 4, 200, 32)] * 5,
+        tensor(2, 4, 200),
+        0.0,
+        True,
+    ),
     "attention backward by rows": (
-        *(ATTENTION_BACKWARD.default, tensor(2, 4, 200, 32, order=(0, 2, 1, 3)), *[tensor(2, 4, 200, 32)] * 4),
+        *(
+            ATTENTION_BACKWARD.default,
+            tensor(2, 4, 200, 32, order=(0, 2, 1, 3)),
+            *[tensor(2, 4, 200, 32)] * 4,
+        ),
         *(tensor(2, 4, 200), 0.0, False),
     ),
-    "no formula": (aten.upsample_bilinear2d.default, tensor(2, 8, 16, 16), (32, 32), False, 2.0, 2.0),
-    "convolution": (aten.convolution.default, tensor(4, 32, 16, 16), tensor(64, 32, 3, 3), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
-    "product in bfloat16": (aten.mm.default, tensor(64, 48, dtype=HALF), tensor(48, 32, dtype=HALF)),
+    "no formula": (
+        aten.upsample_bilinear2d.default,
+        tensor(2, 8, 16, 16),
+        (32, 32),
+        False,
+        2.0,
+        2.0,
+    ),
+    "convolution": (
+        aten.convolution.default,
+        tensor(4, 32, 16, 16),
+        tensor(64, 32, 3, 3),
+        None,
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        False,
+        (0, 0),
+        1,
+    ),
+    "product in bfloat16": (
+        aten.mm.default,
+        tensor(64, 48, dtype=HALF),
+        tensor(48, 32, dtype=HALF),
+    ),
 }
 
 
@@ -273,16 +393,33 @@ def test_one_operator(name: str, num_threads: int) -> None:
 
 
 def test_only_onednn_and_rare_operators_are_run() -> None:
-    without = {name for name, arguments in OPERATORS.items() if formula_bytes(call_of(*arguments)) is None}
+    without = {
+        name for name, arguments in OPERATORS.items() if formula_bytes(call_of(*arguments)) is None
+    }
     assert without == {"no formula", "convolution", "product in bfloat16"}
 
 
-def test_large_convolutions_are_continued_from_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = call_of(aten.convolution.default, tensor(24, 32, 16, 16), tensor(64, 32, 3, 3), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+def test_large_convolutions_are_continued_from_smaller_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(
+        aten.convolution.default,
+        tensor(24, 32, 16, 16),
+        tensor(64, 32, 3, 3),
+        None,
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        False,
+        (0, 0),
+        1,
+    )
     held = workspace_bytes(call, "cpu")
     workspace._store.cache_clear()
     monkeypatch.setattr(workspace, "_MOST_FLOP", flop_of(call) / 3)
-    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path / "other")
+    monkeypatch.setattr(
+        "remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path / "other"
+    )
     assert workspace_bytes(call, "cpu") == pytest.approx(held, rel=0.02)
 
 

@@ -1,10 +1,12 @@
-"""The joint forward+backward `torch.fx` graph of AOTAutograd as a `Graph` of operators and storages.
+"""The joint forward+backward `torch.fx` graph of AOTAutograd as a `Graph` of operators and
+storages.
 
 Fake tensors know which of them share memory; that, not the schema, decides what is a view. Each
 node of the joint graph is one of:
 
 - an *input*: a parameter, buffer, argument or constant; its storage is resident;
-- a *view*: it makes no storage of its own. Views are made again where they are needed, and cost nothing;
+- a *view*: it makes no storage of its own. Views are made again where they are needed, and cost
+  nothing;
 - a *part*: one output of an operator that has several, taken at once;
 - an *operator*: everything else.
 """
@@ -29,7 +31,9 @@ from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
 from .rounding import refuse_uneven_gates
 from .storages import Storages, tensors_of
 
-CPU_GENERATOR_BYTES = 5056  # torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's memory
+# torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's
+# memory
+CPU_GENERATOR_BYTES = 5056
 CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
 
 
@@ -62,7 +66,11 @@ class TracedStep:
     def operator_of(self) -> dict[fx.Node, int]:
         """The operator that each computing node is; snapshots have none of their own."""
         virtual = ("tangent", "snapshot", "generator_state")
-        return {node: i for i, node in enumerate(self.nodes) if self.graph.operators[i].target not in virtual}
+        return {
+            node: i
+            for i, node in enumerate(self.nodes)
+            if self.graph.operators[i].target not in virtual
+        }
 
 
 def is_part(node: fx.Node) -> bool:
@@ -71,7 +79,12 @@ def is_part(node: fx.Node) -> bool:
 
 
 def read_joint(
-    module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, *, static_inputs: Sequence[int] = (), model_bytes: int = 0
+    module: fx.GraphModule,
+    num_forward_outputs: int,
+    costs: CostModel,
+    *,
+    static_inputs: Sequence[int] = (),
+    model_bytes: int = 0,
 ) -> TracedStep:
     """Returns the step of a joint graph, which is cleaned in place.
 
@@ -80,20 +93,28 @@ def read_joint(
         num_forward_outputs: how many of its results belong to the forward.
         costs: the model that gives each operator its seconds and workspace.
         static_inputs: places of parameters and buffers among the inputs.
-        model_bytes: of all parameters and buffers of the model; what the step does not read is held all the same.
+        model_bytes: of all parameters and buffers of the model; what the step does not read is held
+            all the same.
     """
     refuse_uneven_gates(module.graph)
     storages = Storages()
     mark_phases(module.graph)
     clean(module, storages)
-    return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(model_bytes)
+    return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(
+        model_bytes
+    )
 
 
 class _Reader:
     """Walks the joint graph once in execution order, collecting values and operators."""
 
     def __init__(
-        self, module: fx.GraphModule, num_forward_outputs: int, costs: CostModel, static_inputs: frozenset[int], storages: Storages
+        self,
+        module: fx.GraphModule,
+        num_forward_outputs: int,
+        costs: CostModel,
+        static_inputs: frozenset[int],
+        storages: Storages,
     ) -> None:
         self.module, self.num_forward_outputs, self.costs = module, num_forward_outputs, costs
         self.static_inputs, self.storages = static_inputs, storages
@@ -117,18 +138,33 @@ class _Reader:
         order = execution_order(self.module.graph, self.storages)
         self._add_inputs(order)
         self.read_in_backward = self._mutated_inputs_read_in_backward(order)
-        self.kept_storages = {self.storages.of(node) for node in self.results[: self.num_forward_outputs] if isinstance(node, fx.Node)}
+        self.kept_storages = {
+            self.storages.of(node)
+            for node in self.results[: self.num_forward_outputs]
+            if isinstance(node, fx.Node)
+        }
         for node in order:
             if node.op == "call_function" and node not in self.value_of:
                 self._add_node(node)
         self._add_tangents()  # where the backward computes nothing, such as that of `x + noise`
         self._add_unread(model_bytes)
-        tensors = [node for node in self.results if isinstance(node, fx.Node) and node in self.value_of]  # no mesh of devices
+        # no mesh of devices
+        tensors = [
+            node for node in self.results if isinstance(node, fx.Node) and node in self.value_of
+        ]
         outputs = [self.value_of[node] for node in tensors]
         graph = Graph(
             values=tuple(self.values),
             operators=tuple(self.operators),
-            outputs=tuple(sorted({value for value in (*outputs, *self.held_tangents) if not self.values[value].is_resident})),
+            outputs=tuple(
+                sorted(
+                    {
+                        value
+                        for value in (*outputs, *self.held_tangents)
+                        if not self.values[value].is_resident
+                    }
+                )
+            ),
             device=self.device_type,
             costs=self.costs.name,
         )
@@ -144,7 +180,11 @@ class _Reader:
         )
 
     def _device_type(self) -> str:
-        types = {n.meta["val"].device.type for n in self.module.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+        types = {
+            n.meta["val"].device.type
+            for n in self.module.graph.nodes
+            if isinstance(n.meta.get("val"), torch.Tensor)
+        }
         return "cuda" if "cuda" in types else "cpu"
 
     def _mutated_inputs(self) -> dict[int | None, fx.Node]:
@@ -169,10 +209,22 @@ class _Reader:
         size_bytes = tensor.untyped_storage().nbytes()
         if tensor.device.type != self.device_type:
             return 0
-        return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES if self.device_type == "cuda" else size_bytes
+        return (
+            -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
+            if self.device_type == "cuda"
+            else size_bytes
+        )
 
     def _add_value(self, name: str, tensor: torch.Tensor, kind: ValueKind) -> int:
-        self.values.append(Value(name, self._size(tensor), kind, tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch.")))
+        self.values.append(
+            Value(
+                name,
+                self._size(tensor),
+                kind,
+                tuple(map(int, tensor.shape)),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+        )
         index = len(self.values) - 1
         key = self.storages.key(tensor)
         assert key is not None
@@ -203,28 +255,52 @@ class _Reader:
             return ValueKind.BUFFER
         if place not in self.static_inputs:
             return ValueKind.INPUT
-        is_trained = self.results[self.num_forward_outputs + place] is not None  # the step returns its gradient
+        # the step returns its gradient
+        is_trained = self.results[self.num_forward_outputs + place] is not None
         return ValueKind.PARAMETER if is_trained else ValueKind.BUFFER
 
     def _add_unread(self, model_bytes: int) -> None:
         """What the model holds beside the parameters and buffers that the step reads."""
         constants = {self.value_of[node] for node in self.value_of if node.op == "get_attr"}
         held = (ValueKind.PARAMETER, ValueKind.BUFFER)
-        read_bytes = sum(value.size_bytes for i, value in enumerate(self.values) if value.kind in held and i not in constants)
+        read_bytes = sum(
+            value.size_bytes
+            for i, value in enumerate(self.values)
+            if value.kind in held and i not in constants
+        )
         if model_bytes > read_bytes:
-            self.values.append(Value("unread_parameters_and_buffers", model_bytes - read_bytes, ValueKind.BUFFER))
+            self.values.append(
+                Value("unread_parameters_and_buffers", model_bytes - read_bytes, ValueKind.BUFFER)
+            )
 
     def _add_tangents(self) -> None:
-        """The gradients that arrive from outside: written by an operator of no cost, before the backward."""
+        """The gradients that arrive from outside.
+
+        Written by an operator of no cost, before the backward.
+        """
         for node in self.module.graph.find_nodes(op="placeholder"):
-            if not is_backward_input(node) or node in self.value_of or not isinstance(node.meta.get("val"), torch.Tensor):
+            if (
+                not is_backward_input(node)
+                or node in self.value_of
+                or not isinstance(node.meta.get("val"), torch.Tensor)
+            ):
                 continue
             value = self._add_value(node.name, node.meta["val"], ValueKind.INTERMEDIATE)
             self.value_of[node] = value
             if node.meta["val"].dim() == 0:
-                self.held_tangents.append(value)  # `loss.backward()` itself holds the 1.0 it starts from
+                # `loss.backward()` itself holds the 1.0 it starts from
+                self.held_tangents.append(value)
             self._append(
-                Operator(node.name, 0.0, (), (value,), phase=Phase.BACKWARD, pinned="it arrives from outside", target="tangent"), node
+                Operator(
+                    node.name,
+                    0.0,
+                    (),
+                    (value,),
+                    phase=Phase.BACKWARD,
+                    pinned="it arrives from outside",
+                    target="tangent",
+                ),
+                node,
             )
 
     def _append(self, op: Operator, node: fx.Node) -> int:
@@ -234,15 +310,22 @@ class _Reader:
         return len(self.operators) - 1
 
     def _add_node(self, node: fx.Node) -> None:
-        if phase_of(node) is Phase.BACKWARD and not any(op.phase is Phase.BACKWARD for op in self.operators[-1:]):
+        if phase_of(node) is Phase.BACKWARD and not any(
+            op.phase is Phase.BACKWARD for op in self.operators[-1:]
+        ):
             self._add_tangents()
         tensors = tensors_of(node)
-        fresh = {key: t for t in tensors if (key := self.storages.key(t)) not in self.value_of_storage}
+        fresh = {
+            key: t for t in tensors if (key := self.storages.key(t)) not in self.value_of_storage
+        }
         if not fresh and not _is_effect(node):
             self._add_view(node)
             return
         reads = self._reads(node)
-        writes = tuple(self._add_value(self._part_name(node, t), t, ValueKind.INTERMEDIATE) for t in fresh.values())
+        writes = tuple(
+            self._add_value(self._part_name(node, t), t, ValueKind.INTERMEDIATE)
+            for t in fresh.values()
+        )
         if isinstance(node.meta.get("val"), torch.Tensor):
             self.value_of[node] = self.value_of_storage[self.storages.of(node) or 0]
         for part in node.users:
@@ -276,7 +359,10 @@ class _Reader:
     def _part_name(self, node: fx.Node, tensor: torch.Tensor) -> str:
         if node.meta.get("val") is tensor:
             return node.name
-        return next((p.name for p in node.users if is_part(p) and p.meta.get("val") is tensor), f"{node.name}.{len(self.values)}")
+        return next(
+            (p.name for p in node.users if is_part(p) and p.meta.get("val") is tensor),
+            f"{node.name}.{len(self.values)}",
+        )
 
     def _add_view(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
@@ -303,7 +389,9 @@ class _Reader:
         if source not in self.snapshots:
             tensor = source.meta["val"]
             name, dtype = f"{source.name}_before", str(tensor.dtype).removeprefix("torch.")
-            self.values.append(Value(name, self._size(tensor), ValueKind.INTERMEDIATE, tuple(tensor.shape), dtype))
+            self.values.append(
+                Value(name, self._size(tensor), ValueKind.INTERMEDIATE, tuple(tensor.shape), dtype)
+            )
             self.snapshots[source] = len(self.values) - 1
             is_idle_until_recomputed = self.storages.key(tensor) not in self.read_in_backward
             pinned = "it copies a buffer that the step changes"
@@ -322,18 +410,31 @@ class _Reader:
     def _add_generator_state(self, node: fx.Node) -> int:
         """The state of the random generator at `node`: what a recomputation replays."""
         size_bytes = CPU_GENERATOR_BYTES if self.device_type == "cpu" else 0
-        self.values.append(Value(f"{node.name}_generator", size_bytes, dtype="uint8", shape=(size_bytes,)))
+        self.values.append(
+            Value(f"{node.name}_generator", size_bytes, dtype="uint8", shape=(size_bytes,))
+        )
         value = len(self.values) - 1
         pinned = "it takes the state of the random generator"
         op = Operator(
-            f"{node.name}_generator", 0.0, (), (value,), phase=phase_of(node), pinned=pinned, is_snapshot=True, target="generator_state"
+            f"{node.name}_generator",
+            0.0,
+            (),
+            (value,),
+            phase=phase_of(node),
+            pinned=pinned,
+            is_snapshot=True,
+            target="generator_state",
         )
         self._append(op, node)
-        self.generator_states[len(self.operators)] = value  # of the random operator, which comes next
+        # of the random operator, which comes next
+        self.generator_states[len(self.operators)] = value
         return value
 
     def _moving_on_bytes(self, node: fx.Node) -> int:
-        """What moving the default generator on takes beside the results; dropout does so before it writes its first (`random_state`)."""
+        """What moving the default generator on takes beside the results.
+
+        Dropout does so before it writes its first (`random_state`).
+        """
         if self.device_type != "cpu":
             return 0
         is_dropout = node.target is torch.ops.aten.native_dropout.default
@@ -345,7 +446,11 @@ class _Reader:
             return
         for form in in_place_forms(node, self.device_type):
             value = self.value_of.get(form.taken)
-            if value is None or not self._may_be_taken(value, form.taken, node) or (index, value) in self.in_place:
+            if (
+                value is None
+                or not self._may_be_taken(value, form.taken, node)
+                or (index, value) in self.in_place
+            ):
                 continue
             self.in_place[index, value] = form
         taken = tuple(value for i, value in self.in_place if i == index)
@@ -354,7 +459,8 @@ class _Reader:
     def _may_be_taken(self, value: int, taken: fx.Node, node: fx.Node) -> bool:
         if self.values[value].is_resident or value not in self.operators[-1].reads:
             return False
-        if self.target_of_writer[value] in ("tangent", "snapshot"):  # a caller's memory; a later reader's
+        # a caller's memory; a later reader's
+        if self.target_of_writer[value] in ("tangent", "snapshot"):
             return False
         others = [source for source in node.all_input_nodes if source is not taken]
         return all(self.value_of.get(source) != value for source in others)

@@ -36,7 +36,9 @@ class TensorSpec:
         """Returns the spec of a real or fake tensor."""
         is_strided = tensor.layout == torch.strided
         stride = tuple(map(int, tensor.stride())) if is_strided else ()
-        return cls(tuple(map(int, tensor.shape)), stride, tensor.dtype, tensor.device.type, tensor.layout)
+        return cls(
+            tuple(map(int, tensor.shape)), stride, tensor.dtype, tensor.device.type, tensor.layout
+        )
 
     @property
     def numel(self) -> int:
@@ -53,14 +55,19 @@ class TensorSpec:
         """Bytes of the distinct elements: an expanded dimension (stride 0) counts once."""
         if not self.stride:
             return self.nbytes
-        return math.prod(n for n, s in zip(self.shape, self.stride, strict=True) if s) * self.dtype.itemsize
+        return (
+            math.prod(n for n, s in zip(self.shape, self.stride, strict=True) if s)
+            * self.dtype.itemsize
+        )
 
     @property
     def extent_bytes(self) -> int:
         """Bytes from the first element to the last: the least storage that holds the tensor."""
         if not self.numel or not self.stride:
             return self.nbytes
-        return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
+        return (
+            1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        ) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -79,7 +86,11 @@ class TensorSpec:
 
     def permuted(self, *order: int) -> TensorSpec:
         """Returns the view with the dimensions in another order."""
-        return replace(self, shape=tuple(self.shape[i] for i in order), stride=tuple(self.stride[i] for i in order))
+        return replace(
+            self,
+            shape=tuple(self.shape[i] for i in order),
+            stride=tuple(self.stride[i] for i in order),
+        )
 
     def __str__(self) -> str:
         layout = "" if self.layout == torch.strided else f":{self.layout}"
@@ -104,11 +115,18 @@ class Call:
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> Call:
-        """Returns the call of an fx node that has a fake tensor in `meta["val"]`, as its inputs have."""
+        """Returns the call of an fx node that has a fake tensor in `meta["val"]`, as its inputs
+        have.
+        """
         args: Any = torch.fx.node.map_arg(node.args, _spec_of_node)
         kwargs: Any = torch.fx.node.map_arg(node.kwargs, _spec_of_node)
         outputs = tuple(_tensors_in(_freeze(node.meta.get("val"))))
-        return cls(node.target, _freeze(args), tuple(sorted((k, _freeze(v)) for k, v in kwargs.items())), outputs)
+        return cls(
+            node.target,
+            _freeze(args),
+            tuple(sorted((k, _freeze(v)) for k, v in kwargs.items())),
+            outputs,
+        )
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -164,7 +182,21 @@ def _freeze(value: Any) -> Any:
         return int(value)
     if isinstance(value, torch.SymFloat):
         return float(value)
-    if isinstance(value, (int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, TensorSpec)):
+    if isinstance(
+        value,
+        (
+            int,
+            float,
+            complex,
+            str,
+            type(None),
+            torch.dtype,
+            torch.layout,
+            torch.memory_format,
+            torch.device,
+            TensorSpec,
+        ),
+    ):
         return value
     return repr(type(value))
 

@@ -1,4 +1,7 @@
-"""Cleaning a traced step: what computes nothing goes, so that keeping everything needs no more than plain PyTorch."""
+"""Cleaning a traced step.
+
+What computes nothing goes, so that keeping everything needs no more than plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     another. 3. Constant parts of operators (lengths that attention kernels return) become
     constants. 4. Equal computations of one phase merge where that prolongs no lifetime.
     5. Views of views become one. 6. The backward of batch norm no longer holds the new running
-    statistics, which it does not use in training. 7. What nobody reads goes, except random operators: they advance
-    the generator.
+    statistics, which it does not use in training. 7. What nobody reads goes, except random
+    operators: they advance the generator.
     """
     graph = module.graph
     output = graph.output_node()
@@ -35,7 +38,9 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
         if node.op != "call_function":
             continue
         if (node.target in _DETACHES and output not in node.users) or (
-            node.target in _COPIES and _changes_nothing(node) and not _would_share_a_result(node, storages)
+            node.target in _COPIES
+            and _changes_nothing(node)
+            and not _would_share_a_result(node, storages)
         ):
             _replace(node, node.args[0], storages)
         elif isinstance(node.meta.get("val"), int | float | bool):
@@ -53,19 +58,26 @@ def _changes_nothing(node: fx.Node) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = source.meta["val"], node.meta["val"]
-    layouts = [(t.dtype, t.device, t.stride(), t.layout, t.untyped_storage().nbytes()) for t in (before, after)]
+    layouts = [
+        (t.dtype, t.device, t.stride(), t.layout, t.untyped_storage().nbytes())
+        for t in (before, after)
+    ]
     return layouts[0] == layouts[1]
 
 
 def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
-    """True where the copy is a result (or a view of it is) and its source is one too, or an input."""
+    """True where the copy is a result (or a view of it is) and its source is one too, or an
+    input.
+    """
     source = node.args[0]
     assert isinstance(source, fx.Node)
     key, copied = storages.of(source), storages.of(node)
     results = {storages.of(n) for n in node.graph.output_node().all_input_nodes}
     inputs = {storages.of(n) for n in node.graph.find_nodes(op="placeholder")}
     is_copied_back = any(user.target is aten.copy_.default for user in node.users)
-    return (copied in results and (key in results or key in inputs)) or (is_copied_back and key in inputs)
+    return (copied in results and (key in results or key in inputs)) or (
+        is_copied_back and key in inputs
+    )
 
 
 def _replace(node: fx.Node, by: Any, storages: Storages) -> None:
@@ -85,13 +97,18 @@ def _replace_by_constant(node: fx.Node, constant: float) -> None:
 
 def _drop_running_statistics(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        is_in_training = node.target is aten.native_batch_norm_backward.default and node.args[7] is True
+        is_in_training = (
+            node.target is aten.native_batch_norm_backward.default and node.args[7] is True
+        )
         if is_in_training or node.target is aten.cudnn_batch_norm_backward.default:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _shorten_views(graph: fx.Graph) -> None:
-    """A view of a view is made from the first; one that changes nothing goes. Outside autograd `_unsafe_view` is `view`."""
+    """A view of a view is made from the first.
+
+    One that changes nothing goes. Outside autograd `_unsafe_view` is `view`.
+    """
     output = graph.output_node()
     for node in graph.nodes:
         if node.target is aten._unsafe_view.default:
@@ -120,7 +137,11 @@ def _views_alike(node: fx.Node, source: Any) -> bool:
 
 def _same_layout(first: fx.Node, second: fx.Node) -> bool:
     one, two = first.meta.get("val"), second.meta["val"]
-    return isinstance(one, torch.Tensor) and (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+    return isinstance(one, torch.Tensor) and (one.shape, one.stride(), one.dtype) == (
+        two.shape,
+        two.stride(),
+        two.dtype,
+    )
 
 
 def _drop_unread(graph: fx.Graph) -> None:
@@ -140,7 +161,9 @@ def _merge_equal(graph: fx.Graph, storages: Storages) -> None:
     results = {storages.of(n) for n in graph.output_node().all_input_nodes}
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not (node.target is operator.getitem or isinstance(node.target, OpOverload)):
+        if node.op != "call_function" or not (
+            node.target is operator.getitem or isinstance(node.target, OpOverload)
+        ):
             continue
         if node.target is not operator.getitem and _has_effect(node):
             continue
@@ -153,7 +176,12 @@ def _merge_equal(graph: fx.Graph, storages: Storages) -> None:
 
 
 def _computation_key(node: fx.Node) -> Any:
-    key = (node.target, node.meta.get("partitioner_tag"), _frozen(node.args), _frozen(dict(node.kwargs)))
+    key = (
+        node.target,
+        node.meta.get("partitioner_tag"),
+        _frozen(node.args),
+        _frozen(dict(node.kwargs)),
+    )
     try:
         hash(key)
     except TypeError:
@@ -171,7 +199,9 @@ def _frozen(argument: Any) -> Any:
 
 def _is_view(node: fx.Node, storages: Storages) -> bool:
     keys = {storages.key(value) for value in tensors_of(node)}
-    return bool(keys) and keys <= {storages.key(value) for source in node.all_input_nodes for value in tensors_of(source)}
+    return bool(keys) and keys <= {
+        storages.key(value) for source in node.all_input_nodes for value in tensors_of(source)
+    }
 
 
 def _last_use(node: fx.Node, position: dict[fx.Node, int], storages: Storages) -> int:

@@ -24,7 +24,13 @@ def roofline(device: str | devices.Device = "") -> Roofline:
     if isinstance(device, str):
         device = devices.device(device) if device else devices.device_at_hand()
     backends: Any = torch.backends
-    return Roofline(device, (backends.cuda.matmul.fp32_precision == "tf32", backends.cudnn.conv.fp32_precision == "tf32"))
+    return Roofline(
+        device,
+        (
+            backends.cuda.matmul.fp32_precision == "tf32",
+            backends.cudnn.conv.fp32_precision == "tf32",
+        ),
+    )
 
 
 def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
@@ -50,4 +56,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
         return roofline(device or devices.device_at_hand(device_type))
     if kind == "profile" and not device:
         return profile(device_type)
-    raise ValueError(f'unknown costs {spec!r}; known are "flops", "roofline", "roofline:DEVICE" (roofline:H100) and "profile"')
+    raise ValueError(
+        f'unknown costs {spec!r}; known are "flops", "roofline", "roofline:DEVICE" '
+        '(roofline:H100) and "profile"'
+    )

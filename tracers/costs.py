@@ -73,7 +73,9 @@ class Flops(CostModel):
 @final
 @dataclass(eq=False)
 class Roofline(CostModel):
-    """Williams, Waterman, Patterson (2009): arithmetic or memory traffic, whichever takes longer, plus a launch.
+    """Williams, Waterman, Patterson (2009).
+
+    Arithmetic or memory traffic, whichever takes longer, plus a launch.
 
     Attributes:
         device: the device to plan for.
@@ -92,11 +94,17 @@ class Roofline(CostModel):
         """Returns seconds and workspace of a call on this device."""
         arithmetic_s = flop_of(call) / self._flop_per_s(call)
         traffic_s = bytes_moved(call) / self.device.bandwidth
-        return OperatorCost(max(arithmetic_s, traffic_s) + self.device.launch_s, workspace_bytes(call, self.device.type))
+        return OperatorCost(
+            max(arithmetic_s, traffic_s) + self.device.launch_s,
+            workspace_bytes(call, self.device.type),
+        )
 
     def _flop_per_s(self, call: Call) -> float:
         if not is_contraction(call):
             return self.device.fp32
         is_convolution = call.packet in CONVOLUTIONS
-        dtype = next((t.dtype for t in (*call.inputs, *call.outputs) if t.dtype.is_floating_point), torch.float32)
+        dtype = next(
+            (t.dtype for t in (*call.inputs, *call.outputs) if t.dtype.is_floating_point),
+            torch.float32,
+        )
         return self.device.flop_per_s(dtype, allow_tf32=self.allow_tf32[is_convolution])

@@ -48,7 +48,9 @@ def is_contraction(call: Call) -> bool:
 def _registered_flop(call: Call) -> int:
     args, kwargs = _as_meta(call.args), {name: _as_meta(value) for name, value in call.kwargs}
     out: Any = tuple(map(_as_meta, call.outputs))
-    return int(flop_registry[call.packet](*args, **kwargs, out_val=out[0] if len(out) == 1 else out))
+    return int(
+        flop_registry[call.packet](*args, **kwargs, out_val=out[0] if len(out) == 1 else out)
+    )
 
 
 def _as_meta(value: Any) -> Any:
@@ -73,13 +75,23 @@ def _convolution_backward_flop(call: Call) -> int:
 
 def _attention_forward_flop(call: Call) -> int:
     query, key, value = call.args[:3]
-    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+    return int(
+        2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    )
 
 
 def _attention_backward_flop(call: Call) -> int:
-    """Scores again, then the gradients of scores, values, queries and keys; the mask is not counted."""
+    """Scores again, then the gradients of scores, values, queries and keys.
+
+    The mask is not counted.
+    """
     _, query, key, value = call.args[:4]
-    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
+    return int(
+        2
+        * math.prod(query.shape[:-1])
+        * key.shape[-2]
+        * (3 * query.shape[-1] + 2 * value.shape[-1])
+    )
 
 
 def _product_flop(call: Call) -> int:
@@ -94,10 +106,20 @@ _FORMULAS: dict[Any, Callable[[Call], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
     aten._scaled_dot_product_fused_attention_overrideable: _attention_forward_flop,
     aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward_flop,
-    **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten._int_mm, aten._grouped_mm, aten._scaled_grouped_mm), _product_flop),
+    **dict.fromkeys(
+        (aten.mv, aten.addmv, aten.dot, aten._int_mm, aten._grouped_mm, aten._scaled_grouped_mm),
+        _product_flop,
+    ),
 }
 CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 # They allocate and write nothing.
-_UNINITIALISED = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty_permuted}
+_UNINITIALISED = {
+    aten.empty,
+    aten.empty_strided,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+}
 # They read as much of the first input as they write.
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten._unsafe_index}

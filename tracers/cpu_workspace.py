@@ -30,9 +30,18 @@ def _copy_bytes(*tensors: TensorSpec) -> int:
 
 
 def _pointwise(call: Call) -> int:
-    """TensorIterator.cpp, `compute_types`: inputs of another type than the common one are cast to it first."""
+    """TensorIterator.cpp, `compute_types`.
+
+    Inputs of another type than the common one are cast to it first.
+    """
     packet = call.packet
-    operands = call.args[1:] if packet is aten.where else call.args[:1] if packet is aten.masked_fill else call.args
+    operands = (
+        call.args[1:]
+        if packet is aten.where
+        else call.args[:1]
+        if packet is aten.masked_fill
+        else call.args
+    )
     tensors = [t for t in operands if isinstance(t, TensorSpec)]
     numbers = [n for n in operands[: 1 if packet is aten.pow else 2] if isinstance(n, (int, float))]
     common = _common_dtype(call, tensors, numbers)
@@ -40,7 +49,10 @@ def _pointwise(call: Call) -> int:
     if packet is aten.where:
         return casts + common.itemsize * len(numbers)
     if packet in _WRAPS_NUMBERS:
-        casts += sum(_dtype_of(n).itemsize + (common.itemsize if common is not _dtype_of(n) else 0) for n in numbers)
+        casts += sum(
+            _dtype_of(n).itemsize + (common.itemsize if common is not _dtype_of(n) else 0)
+            for n in numbers
+        )
     return casts
 
 
@@ -48,7 +60,9 @@ def _common_dtype(call: Call, tensors: list[TensorSpec], numbers: list[Any]) -> 
     out = call.outputs[0].dtype
     if out is not torch.bool or not tensors:
         return out
-    common = reduce(torch.promote_types, [t.dtype for t in tensors if t.shape] or [t.dtype for t in tensors])
+    common = reduce(
+        torch.promote_types, [t.dtype for t in tensors if t.shape] or [t.dtype for t in tensors]
+    )
     has_fraction = any(isinstance(n, float) for n in numbers)
     return torch.get_default_dtype() if has_fraction and not common.is_floating_point else common
 
@@ -60,11 +74,17 @@ def _dtype_of(number: float) -> torch.dtype:
 
 
 def _product(call: Call) -> int | None:
-    """LinearAlgebra.cpp: BLAS wants one stride of 1; other matrices are copied, in a batch one by one.
+    """LinearAlgebra.cpp: BLAS wants one stride of 1.
+
+    Other matrices are copied, in a batch one by one.
 
     Reduced precision goes to oneDNN (`use_mkldnn_bf16_matmul`).
     """
-    left, right = (t for t in call.args if isinstance(t, TensorSpec) and len(t.shape) >= 2 and t is not _bias(call))
+    left, right = (
+        t
+        for t in call.args
+        if isinstance(t, TensorSpec) and len(t.shape) >= 2 and t is not _bias(call)
+    )
     if left.dtype.itemsize < 4:
         return None
     if len(left.shape) == 3 and left.shape[1] * left.shape[2] * right.shape[2] < 400:
@@ -99,9 +119,14 @@ def _reduction(call: Call) -> int | None:
 
 
 def _partial_bytes(spec: TensorSpec, out: TensorSpec, itemsize: int) -> int:
-    """TensorIteratorReduce.cpp, `two_pass_reduction`: a full reduction of 32,768 numbers or more takes one a thread."""
+    """TensorIteratorReduce.cpp, `two_pass_reduction`.
+
+    A full reduction of 32,768 numbers or more takes one a thread.
+    """
     num_threads = torch.get_num_threads()
-    return num_threads * itemsize if num_threads > 1 and out.numel == 1 and spec.numel >= 32768 else 0
+    return (
+        num_threads * itemsize if num_threads > 1 and out.numel == 1 and spec.numel >= 32768 else 0
+    )
 
 
 def _logsumexp(call: Call) -> int:
@@ -134,7 +159,10 @@ def _dropout(call: Call) -> int | None:
 
 
 def _dropout_backward(call: Call) -> int:
-    """Dropout.cpp: gradient times mask, then times the scale, each a tensor; 12 bytes wrap the scale."""
+    """Dropout.cpp: gradient times mask, then times the scale, each a tensor.
+
+    12 bytes wrap the scale.
+    """
     spec: TensorSpec = call.args[0]
     return spec.nbytes + (12 if spec.dtype is torch.float32 else 8 + spec.dtype.itemsize)
 
@@ -168,40 +196,63 @@ def _group_norm_backward(call: Call) -> int:
 
 
 def _batch_norm(call: Call) -> int | None:
-    """Normalization.cpp: mean and variance of each channel; cpu/batch_norm_kernel.cpp: one a thread if channels come last."""
+    """Normalization.cpp: mean and variance of each channel.
+
+    Cpu/batch_norm_kernel.cpp: one a thread if channels come last.
+    """
     spec: TensorSpec = call.args[0]
     channels, wide = spec.shape[1], max(4, spec.dtype.itemsize)
     if spec.is_contiguous:
         return 2 * wide * channels
     if not spec.is_channels_last or spec.dtype is torch.float16:
         return None
-    return max(2 * wide * channels, 2 * spec.dtype.itemsize * channels + wide * channels * torch.get_num_threads())
+    return max(
+        2 * wide * channels,
+        2 * spec.dtype.itemsize * channels + wide * channels * torch.get_num_threads(),
+    )
 
 
 def _batch_norm_backward(call: Call) -> int | None:
     """Normalization.cpp, `batch_norm_backward_cpu`: the input's gradient a second time."""
     gradient, spec = call.args[:2]
-    if gradient.stride != spec.stride or not (spec.is_contiguous or spec.is_channels_last) or not call.argument("output_mask")[0]:
+    if (
+        gradient.stride != spec.stride
+        or not (spec.is_contiguous or spec.is_channels_last)
+        or not call.argument("output_mask")[0]
+    ):
         return None
-    return max(int(spec.nbytes), 8 * spec.shape[1] * (torch.get_num_threads() + 2) if spec.is_channels_last else 0)
+    return max(
+        int(spec.nbytes),
+        8 * spec.shape[1] * (torch.get_num_threads() + 2) if spec.is_channels_last else 0,
+    )
 
 
 def _attention(call: Call) -> int | None:
-    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention`: a tile of scores and of output for each thread."""
+    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention`.
+
+    A tile of scores and of output for each thread.
+    """
     query, key = call.args[:2]
     rows, columns = _tile(query.shape[2], key.shape[2])
     if query.dtype.itemsize < 4:
         return None
-    return int(torch.get_num_threads() * rows * (columns + 2 + query.shape[3]) * query.dtype.itemsize)
+    return int(
+        torch.get_num_threads() * rows * (columns + 2 + query.shape[3]) * query.dtype.itemsize
+    )
 
 
 def _attention_backward(call: Call) -> int | None:
-    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`: two tiles of scores a thread, a sum a row, the gradient by rows."""
+    """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`.
+
+    Two tiles of scores a thread, a sum a row, the gradient by rows.
+    """
     gradient, query, key = call.args[:3]
     rows, columns = _tile(query.shape[2], key.shape[2])
     if query.dtype.itemsize < 4:
         return None
-    return _copy_bytes(gradient.permuted(0, 2, 1, 3)) + int((torch.get_num_threads() * 2 * rows * columns + rows) * query.dtype.itemsize)
+    return _copy_bytes(gradient.permuted(0, 2, 1, 3)) + int(
+        (torch.get_num_threads() * 2 * rows * columns + rows) * query.dtype.itemsize
+    )
 
 
 def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
@@ -212,7 +263,9 @@ def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
 def _gelu_backward(call: Call) -> int:
     """Activation.cpp: oneDNN's kernel wants both inputs in one layout."""
     gradient, spec = call.args[:2]
-    return 0 if gradient.stride == spec.stride or spec.dtype is torch.float64 else 2 * int(spec.nbytes)
+    return (
+        0 if gradient.stride == spec.stride or spec.dtype is torch.float64 else 2 * int(spec.nbytes)
+    )
 
 
 _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
@@ -220,7 +273,15 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     aten.mean: _mean,
     **dict.fromkeys((aten.sum, aten.amax), _reduction),
     aten.logsumexp: _logsumexp,
-    **dict.fromkeys((aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data), _contiguous),
+    **dict.fromkeys(
+        (
+            aten._softmax,
+            aten._log_softmax,
+            aten._softmax_backward_data,
+            aten._log_softmax_backward_data,
+        ),
+        _contiguous,
+    ),
     **dict.fromkeys((aten.tril, aten.triu), _contiguous),
     **dict.fromkeys((aten.cat, aten.cumsum), _one_type),
     aten._safe_softmax: _safe_softmax,
@@ -231,7 +292,14 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten.native_group_norm_backward: _group_norm_backward,
-    **dict.fromkeys((aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit, aten.native_batch_norm), _batch_norm),
+    **dict.fromkeys(
+        (
+            aten._native_batch_norm_legit_functional,
+            aten._native_batch_norm_legit,
+            aten.native_batch_norm,
+        ),
+        _batch_norm,
+    ),
     aten.native_batch_norm_backward: _batch_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -240,16 +308,69 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
 }
 # A Python number becomes a tensor of 8 bytes, and that one is cast to the common type.
 _WRAPS_NUMBERS = {
-    *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow, aten.fmod, aten.remainder, aten.floor_divide),
+    *(
+        aten.add,
+        aten.sub,
+        aten.rsub,
+        aten.mul,
+        aten.div,
+        aten.pow,
+        aten.fmod,
+        aten.remainder,
+        aten.floor_divide,
+    ),
     *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor),
-    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.add_, aten.sub_, aten.mul_, aten.div_),
+    *(
+        aten.eq,
+        aten.ne,
+        aten.lt,
+        aten.le,
+        aten.gt,
+        aten.ge,
+        aten.add_,
+        aten.sub_,
+        aten.mul_,
+        aten.div_,
+    ),
 }
 _WITHOUT = {
-    *(aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.scalar_tensor, aten.fill),
-    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_full),
+    *(
+        aten.arange,
+        aten.full,
+        aten.full_like,
+        aten.zeros,
+        aten.zeros_like,
+        aten.ones,
+        aten.ones_like,
+        aten.scalar_tensor,
+        aten.fill,
+    ),
+    *(
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.new_zeros,
+        aten.new_full,
+    ),
     *(aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.constant_pad_nd),
-    *(aten.slice_scatter, aten.select_scatter, aten.as_strided_scatter, aten.slice_backward, aten.select_backward),
-    *(aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.bernoulli, aten.gather, aten.index_select),
+    *(
+        aten.slice_scatter,
+        aten.select_scatter,
+        aten.as_strided_scatter,
+        aten.slice_backward,
+        aten.select_backward,
+    ),
+    *(
+        aten.rand,
+        aten.randn,
+        aten.rand_like,
+        aten.randn_like,
+        aten.bernoulli,
+        aten.gather,
+        aten.index_select,
+    ),
     *(
         aten.nll_loss_forward,
         aten.nll_loss_backward,

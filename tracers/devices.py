@@ -1,7 +1,8 @@
 """What devices can do: peak arithmetic, memory bandwidth, memory, and where each figure comes from.
 
 Figures are the vendor's peaks, dense (without structured sparsity), with 32-bit accumulation where
-the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is the machine at hand, measured.
+the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is the machine at hand,
+measured.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from .cache import DiskCache, cache_path
 
 _T, _G = 1e12, 1e9
 
-# Time that a small CUDA kernel takes of a busy stream, launch included: 3.8 us a kernel of 2.9 us on V100,
-# https://developer.nvidia.com/blog/cuda-graphs/ ("Getting Started with CUDA Graphs", A. Gray, 2019).
+# Time that a small CUDA kernel takes of a busy stream, launch included: 3.8 us a kernel of 2.9 us
+# on V100, https://developer.nvidia.com/blog/cuda-graphs/ ("Getting Started with CUDA Graphs", A.
+# Gray, 2019).
 _CUDA_LAUNCH_S = 3.8e-6
 
 
@@ -68,17 +70,38 @@ class Device:
         return narrow or self.fp32
 
 
-def _gpu(name: str, tflops: tuple[float, float, float, float, float], gb_per_s: float, gb: int, source: str, *cuda_names: str) -> Device:
+def _gpu(
+    name: str,
+    tflops: tuple[float, float, float, float, float],
+    gb_per_s: float,
+    gb: int,
+    source: str,
+    *cuda_names: str,
+) -> Device:
     fp32, tf32, bf16, fp16, fp8 = (figure * _T for figure in tflops)
     return Device(name, fp32, tf32, bf16, fp16, fp8, gb_per_s * _G, gb * 10**9, source, cuda_names)
 
 
-_V100 = "NVIDIA V100 datasheet (SXM2), images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-_A100 = "NVIDIA A100 datasheet (SXM), nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"
+_V100 = (
+    "NVIDIA V100 datasheet (SXM2), "
+    "images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+)
+_A100 = (
+    "NVIDIA A100 datasheet (SXM), "
+    "nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"
+)
 _A100_40 = "NVIDIA A100 architecture whitepaper (SXM4-40GB), table 1"
-_H100 = "NVIDIA H100 datasheet, half the figures with sparsity, resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_H200 = "NVIDIA H200 datasheet (SXM), half the figures with sparsity, nvidia.com/en-us/data-center/h200"
-_B200 = "NVIDIA Blackwell architecture technical brief (HGX B200, 1,000 W), half the figures with sparsity; memory: DGX B200 datasheet / 8"
+_H100 = (
+    "NVIDIA H100 datasheet, half the figures with sparsity, "
+    "resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+)
+_H200 = (
+    "NVIDIA H200 datasheet (SXM), half the figures with sparsity, nvidia.com/en-us/data-center/h200"
+)
+_B200 = (
+    "NVIDIA Blackwell architecture technical brief (HGX B200, 1,000 W), half the figures with "
+    "sparsity; memory: DGX B200 datasheet / 8"
+)
 _L4 = "NVIDIA L4 datasheet, half the figures with sparsity, nvidia.com/en-us/data-center/l4"
 _L40S = "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s"
 _A10 = "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu"
@@ -106,7 +129,14 @@ _TABLE = (
     _gpu("RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 24, _ADA, "RTX", "4090"),
     _gpu("RTX 3090", (35.6, 35.6, 71, 71, 0), 936, 24, _GA102, "RTX", "3090"),
 )
-_ALIASES = {"a100": "A100-80", "h100sxm": "H100", "h200sxm": "H200", "v100sxm2": "V100", "4090": "RTX 4090", "3090": "RTX 3090"}
+_ALIASES = {
+    "a100": "A100-80",
+    "h100sxm": "H100",
+    "h200sxm": "H200",
+    "v100sxm2": "V100",
+    "4090": "RTX 4090",
+    "3090": "RTX 3090",
+}
 
 
 def device(name: str) -> Device:
@@ -152,16 +182,25 @@ def device_of_cuda_name(cuda_name: str) -> Device:
 
 
 def device_at_hand(device_type: str = "") -> Device:
-    """Returns the device of this machine: its first GPU, or `cpu` without one (or where asked for)."""
+    """Returns the device of this machine.
+
+    Its first GPU, or `cpu` without one (or where asked for).
+    """
     if device_type != "cpu" and torch.cuda.is_available():
         return device_of_cuda_name(torch.cuda.get_device_name())
     return _cpu()
 
 
 def machine() -> str:
-    """Returns what a measurement on the CPU depends on: the machine, torch's threads and its version."""
+    """Returns what a measurement on the CPU depends on.
+
+    The machine, torch's threads and its version.
+    """
     where = f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return (
+        f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}"
+    )
 
 
 def _plain(name: str) -> str:
@@ -178,11 +217,25 @@ def _cpu() -> Device:
         store.put(key, figures)
     fp32, bf16, fp16, bandwidth, launch_s = figures
     source = f"measured on {key}"
-    return Device("cpu", fp32, fp32, bf16, fp16, 0.0, bandwidth, _physical_memory_bytes(), source, launch_s=launch_s, type="cpu")
+    return Device(
+        "cpu",
+        fp32,
+        fp32,
+        bf16,
+        fp16,
+        0.0,
+        bandwidth,
+        _physical_memory_bytes(),
+        source,
+        launch_s=launch_s,
+        type="cpu",
+    )
 
 
 def _measure_cpu() -> tuple[float, ...]:
-    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds an operator."""
+    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds an
+    operator.
+    """
     size = 512
     rates = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

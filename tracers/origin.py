@@ -1,4 +1,7 @@
-"""Where a traced operator comes from: its module and its line of code, for reports and per-block baselines."""
+"""Where a traced operator comes from.
+
+Its module and its line of code, for reports and per-block baselines.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from typing import Any
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-_OWN = ("torch_border", "modules.py")  # calls the model: the innermost frame of what torch's own modules compute
-_ROOT = re.compile(r"^[LG]\['[^']*'\]")  # the module that was captured: a local or global of the captured frame, of any name
+# calls the model: the innermost frame of what torch's own modules compute
+_OWN = ("torch_border", "modules.py")
+# the module that was captured: a local or global of the captured frame, of any name
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
 def module_of(node: fx.Node) -> str:
-    """Returns the path of the innermost module that made `node`, such as `blocks.0.attn`; empty at the top.
+    """Returns the path of the innermost module that made `node`, such as `blocks.0.attn`.
+
+    Empty at the top.
 
     A backward operator belongs to the module of the forward operator it differentiates.
     """
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    stack: dict[str, Any] = (
+        node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    )
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
@@ -28,8 +37,14 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns the line of user code that made `node`, such as `model.py:31: return self.down(x)`; empty if unknown."""
-    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if Path(frame["file"]).parts[-2:] != _OWN]
+    """Returns the line of user code that made `node`, such as `model.py:31: return self.down(x)`;
+    empty if unknown.
+    """
+    frames = [
+        frame
+        for frame in _FRAME.finditer(node.meta.get("stack_trace") or "")
+        if Path(frame["file"]).parts[-2:] != _OWN
+    ]
     if not frames:
         return ""
     frame = frames[-1]

@@ -17,9 +17,10 @@ _COPY = torch.ops.aten.copy_.default
 def mark_phases(graph: fx.Graph) -> None:
     """Tags each node of a joint graph "is_forward" or "is_backward".
 
-    AOTAutograd tags all that the forward made, and tags changes of inputs apart. What the backward of a
-    custom `autograd.Function` made has no tag: without one, or with another, a node belongs to the backward,
-    except where the forward reads it (a number that Python read off a tensor becomes operators without a tag).
+    AOTAutograd tags all that the forward made, and tags changes of inputs apart. What the backward
+    of a custom `autograd.Function` made has no tag: without one, or with another, a node belongs to
+    the backward, except where the forward reads it (a number that Python read off a tensor becomes
+    operators without a tag).
 
     Raises:
         TraceError: the backward changes an input or a buffer.
@@ -29,11 +30,19 @@ def mark_phases(graph: fx.Graph) -> None:
         is_change = node.target is _COPY
         if is_change and tag in ("is_backward", "must_be_in_backward"):
             raise TraceError(
-                f"the backward of this step changes `{node.args[0]}`, an input or a buffer of the model (a custom autograd function "
-                "that writes in its backward), and what is computed again could then see the change; write it in the forward"
+                f"the backward of this step changes `{node.args[0]}`, an input or a buffer of "
+                "the model (a custom autograd function "
+                "that writes in its backward), and what is computed again could then see the "
+                "change; write it in the forward"
             )
-        is_forward = tag in ("is_forward", "must_be_in_forward") or is_change or (tag is None and node.op != "call_function")
-        is_forward = is_forward or any(user.op != "output" and user.meta[_TAG] == "is_forward" for user in node.users)
+        is_forward = (
+            tag in ("is_forward", "must_be_in_forward")
+            or is_change
+            or (tag is None and node.op != "call_function")
+        )
+        is_forward = is_forward or any(
+            user.op != "output" and user.meta[_TAG] == "is_forward" for user in node.users
+        )
         node.meta[_TAG] = "is_forward" if is_forward else "is_backward"
 
 
@@ -54,7 +63,9 @@ def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     follows the last forward operator that reads the input, or its source if that comes later.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
-    backward = [node for node in nodes if node.op == "call_function" and phase_of(node) is Phase.BACKWARD]
+    backward = [
+        node for node in nodes if node.op == "call_function" and phase_of(node) is Phase.BACKWARD
+    ]
     later = set(backward)
     forward = [node for node in nodes if node not in later]
     copies = [node for node in forward if node.target is _COPY]
@@ -63,7 +74,9 @@ def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
         target = copy.args[0]
         assert isinstance(target, fx.Node)
         shared = {n for n in order if storages.of(n) == storages.of(target)}
-        needed = set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
+        needed = (
+            set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
+        )
         last = max(index for index, node in enumerate(order) if node in needed)
         order.insert(last + 1, copy)
     return order + backward

@@ -1,7 +1,8 @@
 """Costs measured on the device at hand: every distinct operator call is run on fresh tensors.
 
-The measured time is that of the operator alone, its inputs warm in the cache where they fit. Results
-are cached on disk by device, torch version and signature (operator, shapes, strides, types, numbers).
+The measured time is that of the operator alone, its inputs warm in the cache where they fit.
+Results are cached on disk by device, torch version and signature (operator, shapes, strides, types,
+numbers).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Profile(CostModel):
     @property
     def name(self) -> str:
         """`profile:` and the device."""
-        return f"profile:{self.device_type if self.device_type == 'cpu' else torch.cuda.get_device_name()}"
+        device = "cpu" if self.device_type == "cpu" else torch.cuda.get_device_name()
+        return f"profile:{device}"
 
     def cost_of(self, call: Call) -> OperatorCost:
         """Returns seconds and workspace of a call, from the cache or from running it."""
@@ -70,7 +72,12 @@ class Profile(CostModel):
         return None if seconds is None or workspace is None else (seconds, float(workspace))
 
     def _estimate(self, call: Call) -> OperatorCost:
-        _LOG.warning("%s can't be run alone; its cost is an estimate (%d FLOP, %d bytes)", call.target, flop_of(call), bytes_moved(call))
+        _LOG.warning(
+            "%s can't be run alone; its cost is an estimate (%d FLOP, %d bytes)",
+            call.target,
+            flop_of(call),
+            bytes_moved(call),
+        )
         try:
             return Roofline(devices.device_at_hand(self.device_type)).cost_of(call)
         except ValueError:  # a GPU that is not in the table
@@ -85,5 +92,8 @@ def profile(device_type: str = "") -> Profile:
     """
     has_cuda = torch.cuda.is_available()
     if device_type not in ("", "cpu", "cuda") or (device_type == "cuda" and not has_cuda):
-        raise ValueError(f"costs can't be measured on {device_type!r} here, only on {'cpu or cuda' if has_cuda else 'cpu'}")
+        raise ValueError(
+            f"costs can't be measured on {device_type!r} here, only on "
+            f"{'cpu or cuda' if has_cuda else 'cpu'}"
+        )
     return Profile(device_type or ("cuda" if has_cuda else "cpu"))

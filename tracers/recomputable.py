@@ -15,21 +15,40 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from .storages import tensors_of
 
-_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"})
+_COLLECTIVES = frozenset(
+    {
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "c10d_functional",
+        "c10d",
+        "symm_mem",
+        "_dtensor",
+    }
+)
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 # Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
 _NONDETERMINISTIC_ON_CUDA = frozenset({
-    "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_", "aten::put_",
-    "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::kthvalue", "aten::scatter_reduce", "aten::index_reduce",
-    "aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::max_pool3d_with_indices_backward",
-    "aten::adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d_backward",
-    "aten::avg_pool3d_backward", "aten::fractional_max_pool2d_backward", "aten::grid_sampler_2d_backward",
-    "aten::grid_sampler_3d_backward", "aten::max_unpool2d", "aten::max_unpool3d", "aten::reflection_pad1d_backward",
-    "aten::reflection_pad2d_backward", "aten::replication_pad1d_backward", "aten::replication_pad2d_backward",
-    "aten::nll_loss2d_forward", "aten::upsample_linear1d_backward", "aten::upsample_bilinear2d_backward",
-    "aten::upsample_bicubic2d_backward", "aten::upsample_trilinear3d_backward", "aten::_ctc_loss_backward",
-    "aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put",
+    "aten::_index_put_impl_", "aten::put_",
+    "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::kthvalue",
+    "aten::scatter_reduce", "aten::index_reduce",
+    "aten::embedding_dense_backward", "aten::_embedding_bag_backward",
+    "aten::max_pool3d_with_indices_backward",
+    "aten::adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward",
+    "aten::adaptive_max_pool2d_backward",
+    "aten::avg_pool3d_backward", "aten::fractional_max_pool2d_backward",
+    "aten::grid_sampler_2d_backward",
+    "aten::grid_sampler_3d_backward", "aten::max_unpool2d", "aten::max_unpool3d",
+    "aten::reflection_pad1d_backward",
+    "aten::reflection_pad2d_backward", "aten::replication_pad1d_backward",
+    "aten::replication_pad2d_backward",
+    "aten::nll_loss2d_forward", "aten::upsample_linear1d_backward",
+    "aten::upsample_bilinear2d_backward",
+    "aten::upsample_bicubic2d_backward", "aten::upsample_trilinear3d_backward",
+    "aten::_ctc_loss_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_cudnn_attention_backward",
 })  # fmt: skip
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
@@ -48,7 +67,9 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
         return "it changes a tensor in place"
     if target.namespace not in _KNOWN_NAMESPACES:
         return f"{target} is a custom operator, not known to give the same result twice"
-    if torch.Tag.data_dependent_output in target.tags or not all(isinstance(n, int) for t in tensors_of(node) for n in t.shape):
+    if torch.Tag.data_dependent_output in target.tags or not all(
+        isinstance(n, int) for t in tensors_of(node) for n in t.shape
+    ):
         return "its result decides shapes or Python values"
     if is_nondeterministic(str(target), device_type):
         return "its CUDA kernel gives another result at every run"
@@ -56,7 +77,9 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
 
 
 def is_nondeterministic(target: str, device_type: str) -> bool:
-    """Returns True where the kernel of an operator, `aten.scatter_add.default`, gives another result at every run."""
+    """Returns True where the kernel of an operator, `aten.scatter_add.default`, gives another
+    result at every run.
+    """
     return device_type == "cuda" and "::".join(target.split(".")[:2]) in _NONDETERMINISTIC_ON_CUDA
 
 
@@ -112,10 +135,16 @@ def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
     result's is for the caller to check.
     """
     target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
+    if (
+        not isinstance(target, OpOverload)
+        or torch.Tag.pointwise not in target.tags
+        or target._schema.is_mutable
+    ):
         return
     output = node.meta["val"]
-    candidates = [arg for arg in node.all_input_nodes if _has_same_layout(arg.meta.get("val"), output)]
+    candidates = [
+        arg for arg in node.all_input_nodes if _has_same_layout(arg.meta.get("val"), output)
+    ]
     if not candidates:
         return
     method = _in_place_overload(target, device_type)
@@ -123,7 +152,13 @@ def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
         assert isinstance(node.args[0], fx.Node)
         yield InPlaceForm(node.args[0], method, node.args, dict(node.kwargs))
         candidates = [arg for arg in candidates if arg is not node.args[0]]
-    if method is not None and target.name() in _COMMUTATIVE and len(node.args) == 2 and not node.kwargs and node.args[1] in candidates:
+    if (
+        method is not None
+        and target.name() in _COMMUTATIVE
+        and len(node.args) == 2
+        and not node.kwargs
+        and node.args[1] in candidates
+    ):
         assert isinstance(node.args[1], fx.Node)
         yield InPlaceForm(node.args[1], method, (node.args[1], node.args[0]), {})
         candidates = [arg for arg in candidates if arg is not node.args[1]]
@@ -152,11 +187,15 @@ def _has_kernel(overload: OpOverload, device_type: str) -> bool:
 
 
 def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | None:
-    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
+    packet = getattr(
+        getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
+    )
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if not isinstance(overload, OpOverload) or not _has_kernel(overload, device_type):
         return None
-    same = [a.name for a in overload._schema.arguments] == [a.name for a in target._schema.arguments]
+    same = [a.name for a in overload._schema.arguments] == [
+        a.name for a in target._schema.arguments
+    ]
     return overload if same else None
 
 
@@ -166,7 +205,9 @@ def _out_overload(target: OpOverload, device_type: str) -> tuple[OpOverload, str
         overload = getattr(target.overloadpacket, overload_name)
         outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
         rest = [argument.name for argument in overload._schema.arguments if not argument.is_out]
-        types = [str(a.type) for a in overload._schema.arguments if not a.is_out] == [str(a.type) for a in target._schema.arguments]
+        types = [str(a.type) for a in overload._schema.arguments if not a.is_out] == [
+            str(a.type) for a in target._schema.arguments
+        ]
         if len(outs) == 1 and rest == names and types and _has_kernel(overload, device_type):
             return overload, outs[0]
     return None

@@ -21,11 +21,13 @@ from .calls import Call, OpOverload, TensorSpec
 
 Run = Callable[[], Any]
 
-# Custom operators may wait for other processes, have effects, or trust their inputs: only torch's own are run.
+# Custom operators may wait for other processes, have effects, or trust their inputs: only torch's
+# own are run.
 _NAMESPACES = ("aten", "prims", "torch_nn")
 # Those that read memory a library wrote for itself: with other bytes in it they crash.
 _READ_OPAQUE_MEMORY = frozenset({
-    torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward, torch.ops.aten.miopen_rnn_backward,
+    torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward,
+    torch.ops.aten.miopen_rnn_backward,
 })  # fmt: skip
 # What an operator raises for values it does not accept, such as a divisor of 0.
 _REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
@@ -47,7 +49,9 @@ def workspace_of(call: Call) -> int | None:
 
 
 def seconds_of(call: Call, budget_s: float) -> float | None:
-    """Returns the median time of a call: 3 to 25 runs after the first, within about `budget_s` seconds.
+    """Returns the median time of a call.
+
+    3 to 25 runs after the first, within about `budget_s` seconds.
 
     None where it can't be run alone.
     """
@@ -73,12 +77,16 @@ def _can_run(call: Call) -> bool:
     if call.packet in _READ_OPAQUE_MEMORY or (call.device_type == "cpu" and is_profiling()):
         return False
     specs = (*call.inputs, *call.outputs)
-    return all(spec.layout == torch.strided and spec.device_type in ("cpu", "cuda") for spec in specs)
+    return all(
+        spec.layout == torch.strided and spec.device_type in ("cpu", "cuda") for spec in specs
+    )
 
 
 @contextmanager
 def _without_traces(device_type: str) -> Iterator[None]:
-    """Leaves random generators and autograd as they were, and runs for real though a trace on fake tensors asks."""
+    """Leaves random generators and autograd as they were, and runs for real though a trace on fake
+    tensors asks.
+    """
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     with without_modes(), torch.random.fork_rng(devices), torch.no_grad():
         yield

@@ -1,9 +1,10 @@
 """The graph of a step as another device would run it, where that device is not at hand.
 
-A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the CPU, and what is
-known to differ is changed: CUDA's allocator rounds sizes, the generator's state takes none of the device's memory, and
-some kernels may not run twice. What stays different: attention kernels save a little more or less (the logarithms of
-their sums), and cuDNN keeps a reserve for batch norm that the CPU does not have.
+A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the
+CPU, and what is known to differ is changed: CUDA's allocator rounds sizes, the generator's state
+takes none of the device's memory, and some kernels may not run twice. What stays different:
+attention kernels save a little more or less (the logarithms of their sums), and cuDNN keeps a
+reserve for batch norm that the CPU does not have.
 """
 
 from __future__ import annotations
@@ -22,13 +23,23 @@ from .recomputable import is_nondeterministic
 
 
 def retarget(graph: Graph, device_type: str) -> Graph:
-    """Returns the graph for `device_type`, `cpu` or `cuda`; the graph itself where it was traced there."""
+    """Returns the graph for `device_type`, `cpu` or `cuda`.
+
+    The graph itself where it was traced there.
+    """
     if graph.device == device_type:
         return graph
     if device_type != "cuda":
-        raise ValueError(f"a step traced on {graph.device} can be planned for cuda, not for {device_type!r}")
-    states = {value for op in graph.operators if op.target == "generator_state" for value in op.writes}
-    values = tuple(replace(v, size_bytes=0 if i in states else _rounded(v.size_bytes)) for i, v in enumerate(graph.values))
+        raise ValueError(
+            f"a step traced on {graph.device} can be planned for cuda, not for {device_type!r}"
+        )
+    states = {
+        value for op in graph.operators if op.target == "generator_state" for value in op.writes
+    }
+    values = tuple(
+        replace(v, size_bytes=0 if i in states else _rounded(v.size_bytes))
+        for i, v in enumerate(graph.values)
+    )
     operators = tuple(
         replace(op, pinned="its CUDA kernel gives another result at every run")
         if not op.pinned and is_nondeterministic(op.target, device_type)
@@ -46,12 +57,19 @@ def _rounded(size_bytes: int) -> int:
 def fused_attention() -> Iterator[None]:
     """Traces attention on the CPU as the fused kernel that CUDA has for it, dropout or not.
 
-    The CPU's fused kernel has no dropout, and torch falls back to one that saves every probability; CUDA's saves a seed.
+    The CPU's fused kernel has no dropout, and torch falls back to one that saves every probability;
+    CUDA's saves a seed.
     """
     plain: Any = torch.nn.functional.scaled_dot_product_attention
 
     def without_dropout(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
     ) -> Any:
         return plain(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
 

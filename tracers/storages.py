@@ -15,7 +15,10 @@ class Storages:
         self._merged: dict[int, int] = {}
 
     def key(self, value: Any) -> int | None:
-        """Returns what tells the storage of a fake tensor from others; None for what is no tensor."""
+        """Returns what tells the storage of a fake tensor from others.
+
+        None for what is no tensor.
+        """
         if not isinstance(value, torch.Tensor):
             return None
         key: int = value.untyped_storage()._cdata
@@ -28,7 +31,10 @@ class Storages:
         return self.key(node.meta.get("val"))
 
     def merge(self, gone: fx.Node, kept: fx.Node) -> None:
-        """Notes that `gone` was replaced by `kept`: what lived in its storages lives in the other's."""
+        """Notes that `gone` was replaced by `kept`.
+
+        What lived in its storages lives in the other's.
+        """
         for old, new in zip(tensors_of(gone), tensors_of(kept), strict=True):
             old_key, new_key = self.key(old), self.key(new)
             if old_key is not None and new_key is not None and old_key != new_key:

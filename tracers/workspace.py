@@ -93,6 +93,12 @@ def _measure_smaller_batches(call: Call) -> int:
 
 def _with_batch(call: Call, batch: int) -> Call:
     num_images = 2 if call.packet is aten.convolution_backward else 1
-    images = tuple(dataclasses.replace(t, shape=(batch, *t.shape[1:])) for t in call.args[:num_images])
-    outputs = call.outputs if num_images == 2 else (dataclasses.replace(call.outputs[0], shape=(batch, *call.outputs[0].shape[1:])),)
+    images = tuple(
+        dataclasses.replace(t, shape=(batch, *t.shape[1:])) for t in call.args[:num_images]
+    )
+    outputs = (
+        call.outputs
+        if num_images == 2
+        else (dataclasses.replace(call.outputs[0], shape=(batch, *call.outputs[0].shape[1:])),)
+    )
     return dataclasses.replace(call, args=images + call.args[num_images:], outputs=outputs)

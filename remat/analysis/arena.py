@@ -1,9 +1,10 @@
 """Where values lie: the memory of a schedule as blocks with lifetimes, placed in one arena.
 
 Other names: static memory planning, dynamic storage allocation, offset assignment.
-Papers: Y. Pisarchyk and J. Lee, 2020, "Efficient memory management for deep neural net inference", arXiv:2001.03288
-(greedy by size); M. R. Garey and D. S. Johnson, 1979, problem SR2: finding the least arena is NP-hard.
-The most memory that is live at once is a lower bound on every arena; what an arena takes beyond it is fragmentation.
+Papers: Y. Pisarchyk and J. Lee, 2020, "Efficient memory management for deep neural net inference",
+arXiv:2001.03288 (greedy by size); M. R. Garey and D. S. Johnson, 1979, problem SR2: finding the
+least arena is NP-hard. The most memory that is live at once is a lower bound on every arena; what
+an arena takes beyond it is fragmentation.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Ints = NDArray[np.int64]
 class Blocks:
     """Pieces of memory and when they are in use; shape (num_blocks,).
 
-    A step has two halves, before and after the operator writes: step s is the times 2 s and 2 s + 1. An operator that
-    works in place continues the block of the value it takes over.
+    A step has two halves, before and after the operator writes: step s is the times 2 s and 2 s +
+    1. An operator that works in place continues the block of the value it takes over.
 
     Attributes:
         first, last: the first and last half step of each block.
@@ -42,7 +43,9 @@ class Blocks:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, *, in_place: bool = True) -> Blocks:
-        """Returns the blocks of a schedule, without resident values; O(E log S) for E reads and S steps.
+        """Returns the blocks of a schedule, without resident values.
+
+        O(E log S) for E reads and S steps.
 
         Args:
             graph: the step.
@@ -80,8 +83,13 @@ class Blocks:
         return int((offset + self.size_bytes).max(initial=0))
 
 
-def _continued(graph: Graph, schedule: Schedule, value: Ints, first: Ints, last: Ints, size: Ints) -> tuple[Ints, Ints, Ints]:
-    """Lets outputs that take over a dying input continue its block; one of another size follows it instead."""
+def _continued(
+    graph: Graph, schedule: Schedule, value: Ints, first: Ints, last: Ints, size: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Lets outputs that take over a dying input continue its block.
+
+    One of another size follows it instead.
+    """
     first, last, size = first.copy(), last.copy(), size.copy()
     dying = {(int(v), int(end)): i for i, (v, end) in enumerate(zip(value, last, strict=True))}
     born = {(int(v), int(begin)): i for i, (v, begin) in enumerate(zip(value, first, strict=True))}
@@ -102,14 +110,22 @@ def _continued(graph: Graph, schedule: Schedule, value: Ints, first: Ints, last:
 
 
 def best_fit(blocks: Blocks, order: Ints) -> Ints:
-    """Returns an offset for each block: each in turn takes the smallest gap that is free for all of its life.
+    """Returns an offset for each block.
+
+    Each in turn takes the smallest gap that is free for all of its life.
 
     Complexity: O(n² log n) for n blocks.
     """
     offset = np.full(len(blocks.first), -1)
     for block in order.tolist():
-        beside = (offset >= 0) & (blocks.first <= blocks.last[block]) & (blocks.last >= blocks.first[block])
-        offset[block] = _smallest_gap(offset[beside], blocks.size_bytes[beside], int(blocks.size_bytes[block]))
+        beside = (
+            (offset >= 0)
+            & (blocks.first <= blocks.last[block])
+            & (blocks.last >= blocks.first[block])
+        )
+        offset[block] = _smallest_gap(
+            offset[beside], blocks.size_bytes[beside], int(blocks.size_bytes[block])
+        )
     return offset
 
 
@@ -126,24 +142,33 @@ def _smallest_gap(offset: Ints, size: Ints, needed: int) -> int:
 
 
 def in_time_order(blocks: Blocks) -> Ints:
-    """Returns the placement of an allocator that sees blocks as they come and takes the best-fitting hole."""
+    """Returns the placement of an allocator that sees blocks as they come and takes the
+    best-fitting hole.
+    """
     return best_fit(blocks, np.lexsort((-blocks.size_bytes, blocks.first)))
 
 
 def greedy_by_size(blocks: Blocks) -> Ints:
-    """Returns the placement that puts the largest blocks first (Pisarchyk and Lee, 2020, algorithm 3)."""
+    """Returns the placement that puts the largest blocks first (Pisarchyk and Lee, 2020, algorithm
+    3).
+    """
     return best_fit(blocks, np.lexsort((blocks.first, -blocks.size_bytes)))
 
 
 def search(blocks: Blocks, *, time_limit_s: float = 10.0, seed: int = 0) -> Ints:
     """Returns the smallest arena that several orders and a local search on the order find.
 
-    Blocks that reach the top of the arena are placed earlier, with those beside them in time; a change stays where the
-    arena does not grow. Stops where the arena is as small as what is live.
+    Blocks that reach the top of the arena are placed earlier, with those beside them in time; a
+    change stays where the arena does not grow. Stops where the arena is as small as what is live.
     """
     deadline, random = time.monotonic() + time_limit_s, np.random.default_rng(seed)
-    size, life = blocks.size_bytes.astype(np.float64), (blocks.last - blocks.first + 1).astype(np.float64)
-    starts = [np.argsort(-key, kind="stable") for key in (size, size * life, life, size * np.sqrt(life))]
+    size, life = (
+        blocks.size_bytes.astype(np.float64),
+        (blocks.last - blocks.first + 1).astype(np.float64),
+    )
+    starts = [
+        np.argsort(-key, kind="stable") for key in (size, size * life, life, size * np.sqrt(life))
+    ]
     best, best_bytes, order = np.zeros(len(size), np.int64), math.inf, starts[0]
     for start in starts:
         offset = best_fit(blocks, start)
@@ -160,11 +185,20 @@ def search(blocks: Blocks, *, time_limit_s: float = 10.0, seed: int = 0) -> Ints
     return best
 
 
-def _with_top_earlier(blocks: Blocks, offset: Ints, order: Ints, random: np.random.Generator) -> Ints:
+def _with_top_earlier(
+    blocks: Blocks, offset: Ints, order: Ints, random: np.random.Generator
+) -> Ints:
     top = offset + blocks.size_bytes
     highest = random.choice(np.flatnonzero(top == top.max()))
-    beside = np.flatnonzero((blocks.first <= blocks.last[highest]) & (blocks.last >= blocks.first[highest]))
-    moved = {int(highest), *random.choice(beside, min(len(beside), int(random.integers(1, 4))), replace=False).tolist()}
+    beside = np.flatnonzero(
+        (blocks.first <= blocks.last[highest]) & (blocks.last >= blocks.first[highest])
+    )
+    moved = {
+        int(highest),
+        *random.choice(
+            beside, min(len(beside), int(random.integers(1, 4))), replace=False
+        ).tolist(),
+    }
     rank = np.empty(len(order), np.float64)
     rank[order] = np.arange(len(order))
     for block in moved:

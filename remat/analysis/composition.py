@@ -1,4 +1,6 @@
-"""What memory is made of at every step, by category: parameters, saved, recomputed, gradients, workspace.
+"""What memory is made of at every step, by category.
+
+Parameters, saved, recomputed, gradients, workspace.
 
 >>> from remat.core.graph import Graph
 >>> from remat.schedule import Schedule
@@ -58,10 +60,10 @@ class Composition:
 
     Attributes:
         graph: the step.
-        bytes_of: bytes of each category at each step; shape (num_categories, num_steps), in the order of `Category`.
-            The columns sum to the simulator's `bytes_at`.
-        value, first, last, category: every computation of every value, as in `Lifetimes`; shape (num_instances,).
-            `category` is a place in `Category`.
+        bytes_of: bytes of each category at each step; shape (num_categories, num_steps), in the
+            order of `Category`. The columns sum to the simulator's `bytes_at`.
+        value, first, last, category: every computation of every value, as in `Lifetimes`; shape
+            (num_instances,). `category` is a place in `Category`.
     """
 
     graph: Graph
@@ -91,35 +93,53 @@ class Composition:
             (ValueKind.BUFFER, Category.INPUTS),
             (ValueKind.INPUT, Category.INPUTS),
         ):
-            bytes_of[order.index(place)] += sum(v.size_bytes for v in graph.values if v.kind is kind)
+            bytes_of[order.index(place)] += sum(
+                v.size_bytes for v in graph.values if v.kind is kind
+            )
         bytes_of[order.index(Category.WORKSPACE)] += graph.arrays.workspace_bytes[steps]
         parts = cls(graph, bytes_of, value, first, last, category)
         parts._take_over(schedule)
         return parts
 
     def _take_over(self, schedule: Schedule) -> None:
-        """Takes from the category of a value that an operator works in place on what the operator saves by it."""
+        """Takes from the category of a value that an operator works in place on what the operator
+        saves by it.
+        """
         saved = self.bytes_of.sum(0) - simulate(self.graph, schedule).bytes_at
         for step in np.flatnonzero(saved).tolist():
             candidates = self.graph.operators[schedule.steps[step]].reuses
             dying = (self.last == step) & np.isin(self.value, candidates)
-            taken = next(i for i in np.flatnonzero(dying) if self.graph.values[self.value[i]].size_bytes == saved[step])
+            taken = next(
+                i
+                for i in np.flatnonzero(dying)
+                if self.graph.values[self.value[i]].size_bytes == saved[step]
+            )
             self.bytes_of[self.category[taken], step] -= saved[step]
 
     def at(self, step: int) -> dict[Category, int]:
         """Returns the bytes of each category while a step runs."""
-        return {category: int(size) for category, size in zip(Category, self.bytes_of[:, step], strict=True)}
+        return {
+            category: int(size)
+            for category, size in zip(Category, self.bytes_of[:, step], strict=True)
+        }
 
     def held_at(self, step: int) -> list[Held]:
-        """Returns the values in memory while a step runs, largest first; resident ones are not listed."""
+        """Returns the values in memory while a step runs, largest first.
+
+        Resident ones are not listed.
+        """
         is_held = (self.first <= step) & (step <= self.last)
         order = list(Category)
-        held = [Held(int(self.value[i]), order[self.category[i]], int(self.first[i]), int(self.last[i])) for i in np.flatnonzero(is_held)]
+        held = [
+            Held(int(self.value[i]), order[self.category[i]], int(self.first[i]), int(self.last[i]))
+            for i in np.flatnonzero(is_held)
+        ]
         return sorted(held, key=lambda h: -self.graph.values[h.value].size_bytes)
 
 
 def _over_time(first: Ints, last: Ints, size: Ints, num_steps: int) -> Ints:
-    change = np.bincount(first, size, num_steps + 2) - np.bincount(last + 1, size, num_steps + 2)  # exact below 2**53 bytes
+    # exact below 2**53 bytes
+    change = np.bincount(first, size, num_steps + 2) - np.bincount(last + 1, size, num_steps + 2)
     return np.cumsum(change[:num_steps]).astype(np.int64)
 
 
@@ -130,7 +150,9 @@ def _categories(graph: Graph, schedule: Schedule, value: Ints, first: Ints, last
     np.minimum.at(earliest, steps, np.arange(len(steps)))
     is_output = np.zeros(len(graph.values), np.bool_)
     is_output[graph.arrays.output] = True
-    is_backward = np.array([op.phase is Phase.BACKWARD for op in graph.operators], np.bool_)[operator]
+    is_backward = np.array([op.phase is Phase.BACKWARD for op in graph.operators], np.bool_)[
+        operator
+    ]
     cases = [
         (is_backward & is_output[value], Category.PARAMETER_GRADIENTS),
         (is_backward, Category.GRADIENTS),

@@ -1,7 +1,10 @@
-"""What a schedule does with each value, and why: saved, computed again, or gone before the backward.
+"""What a schedule does with each value, and why.
 
-The price of dropping a value is what computing it again takes per byte it frees. A schedule drops the cheap ones
-first; a reason here states a value's own price, so that a reader can compare it with the others.
+Saved, computed again, or gone before the backward.
+
+The price of dropping a value is what computing it again takes per byte it frees. A schedule drops
+the cheap ones first; a reason here states a value's own price, so that a reader can compare it with
+the others.
 """
 
 from __future__ import annotations
@@ -96,7 +99,9 @@ class _Reader:
         return Fate.SAVED if value in self.saved else Fate.SHORT
 
     def _chain(self, operator: int) -> Iterator[int]:
-        """Yields what has to run to compute an operator again where only saved values are at hand."""
+        """Yields what has to run to compute an operator again where only saved values are at
+        hand.
+        """
         seen, waiting = {operator}, [operator]
         while waiting and len(seen) <= _LONGEST_CHAIN:
             current = waiting.pop()
@@ -123,7 +128,11 @@ class _Reader:
             return "there is room for everything"
         operators = f"{num_again} operators" if num_again != 1 else "1 operator"
         price = f"{self.units.cost_text(again_s)} ({operators}){self._price(value, again_s)}"
-        return f"computed again in {price}" if fate is Fate.RECOMPUTED else f"computing it again would take {price}"
+        return (
+            f"computed again in {price}"
+            if fate is Fate.RECOMPUTED
+            else f"computing it again would take {price}"
+        )
 
     def _price(self, value: int, again_s: float) -> str:
         size = self.graph.values[value].size_bytes

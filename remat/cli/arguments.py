@@ -31,14 +31,22 @@ def solver_named(name: str, **options: Any) -> Solver:
 
 
 def free_order_solver(name: str) -> str:
-    """Returns the solver that leaves the graph's order, or refuses `name` where it is another one."""
+    """Returns the solver that leaves the graph's order, or refuses `name` where it is another
+    one.
+    """
     if name not in ("auto", FREE_ORDER):
-        raise Refused(f"--free-order: {name!r} keeps the order of the file; leave --solver out, and {FREE_ORDER!r} solves it")
+        raise Refused(
+            f"--free-order: {name!r} keeps the order of the file; leave --solver out, and "
+            f"{FREE_ORDER!r} solves it"
+        )
     return FREE_ORDER
 
 
 def budget_bytes(budget: str, graph: Graph) -> int:
-    """Returns the budget in bytes; a percentage is one of what keeping everything in `graph` needs."""
+    """Returns the budget in bytes.
+
+    A percentage is one of what keeping everything in `graph` needs.
+    """
     with _refused("--budget"):
         return parse_budget(budget, keep_all_bytes=keep_all_bytes(graph) if "%" in budget else None)
 
@@ -75,7 +83,11 @@ def load_solutions(path: Path, graph: Graph) -> list[Solution]:
     """Returns what `solve --output` or `frontier --output` saved for `graph`."""
     try:
         is_list = path.read_bytes()[:1] == b"["
-        found = serialize.load(list[Solution], path, ScheduleError) if is_list else [Solution.load(path)]
+        found = (
+            serialize.load(list[Solution], path, ScheduleError)
+            if is_list
+            else [Solution.load(path)]
+        )
     except OSError as reason:
         raise Refused(f"{path}: {reason.strerror}") from None
     except ScheduleError as reason:
@@ -98,7 +110,9 @@ def import_callable(factory: str) -> Callable[[], tuple[Any, Any]]:
     """Returns what `module:callable` names; modules in the working folder are found."""
     module_name, colon, name = factory.partition(":")
     if not (module_name and colon and name):
-        raise Refused(f"{factory!r} is not of the form MODULE:CALLABLE, such as my_project.model:make")
+        raise Refused(
+            f"{factory!r} is not of the form MODULE:CALLABLE, such as my_project.model:make"
+        )
     sys.path.insert(0, "")  # the script `remat` does not see the working folder by itself
     try:
         module = importlib.import_module(module_name)

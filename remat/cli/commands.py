@@ -25,7 +25,15 @@ from remat.cli.arguments import (
     keep_all_bytes,
     solver_named,
 )
-from remat.cli.options import BudgetOption, Format, FormatOption, GapOption, InstanceArgument, SolverOption, TimeLimitOption
+from remat.cli.options import (
+    BudgetOption,
+    Format,
+    FormatOption,
+    GapOption,
+    InstanceArgument,
+    SolverOption,
+    TimeLimitOption,
+)
 from remat.cli.picture_commands import export, plot, report
 from remat.core.budget import parse_budget
 from remat.core.errors import BudgetError, GraphError, SolverError, TraceError
@@ -47,11 +55,14 @@ class _OneLineErrors(TyperGroup):
         except (Refused, GraphError, TraceError, SolverError, BudgetError) as error:
             typer.echo(f"remat: {' '.join(str(error).split())}", err=True)
             is_proved = isinstance(error, BudgetError) and error.is_proved
-            raise typer.Exit(3 if is_proved else 4 if isinstance(error, BudgetError) else 2) from None
+            raise typer.Exit(
+                3 if is_proved else 4 if isinstance(error, BudgetError) else 2
+            ) from None
 
 
 app = typer.Typer(
-    cls=_OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    cls=_OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
@@ -64,7 +75,12 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def _remat(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_show_version)] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and stop.", is_eager=True, callback=_show_version
+        ),
+    ] = False,
 ) -> None:
     """Train PyTorch models inside a memory budget, at provably near-minimal extra compute.
 
@@ -78,7 +94,9 @@ def _remat(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the pictures and numbers.")] = Path("demo"),
+    output: Annotated[Path, typer.Option(help="Folder for the pictures and numbers.")] = Path(
+        "demo"
+    ),
     steps: Annotated[int, typer.Option(min=1, help="Training steps to run each way.")] = 20,
 ) -> None:
     """Train a small model with and without a budget; compare memory, time and gradients.
@@ -92,9 +110,17 @@ def demo(
 
 @app.command()
 def trace(
-    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns (model, args): a module and a tuple of its inputs.")],
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:CALLABLE",
+            help="Returns (model, args): a module and a tuple of its inputs.",
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Where the graph is saved.")] = Path("graph.json"),
-    costs: Annotated[str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")] = "roofline",
+    costs: Annotated[
+        str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")
+    ] = "roofline",
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
 
@@ -123,7 +149,10 @@ def solve(
     solver: SolverOption = "auto",
     time_limit: TimeLimitOption = 60.0,
     gap: GapOption = 0.005,
-    free_order: Annotated[bool, typer.Option("--free-order", help="Let first computations leave the order of the file.")] = False,
+    free_order: Annotated[
+        bool,
+        typer.Option("--free-order", help="Let first computations leave the order of the file."),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Save the solution here.")] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
@@ -142,7 +171,14 @@ def solve(
     if output is not None:
         check_folder(output)
     graph = read_instance(instance)
-    solution = _solve(graph, budget_bytes(budget, graph), solver, f"{instance.stem} in {budget}", time_limit_s=time_limit, gap=gap)
+    solution = _solve(
+        graph,
+        budget_bytes(budget, graph),
+        solver,
+        f"{instance.stem} in {budget}",
+        time_limit_s=time_limit,
+        gap=gap,
+    )
     if output is not None:
         solution.save(output)
     if format_ is Format.JSON:
@@ -157,9 +193,13 @@ def frontier(
     instance: InstanceArgument,
     points: Annotated[int, typer.Option(min=2, help="How many budgets to solve for.")] = 10,
     solver: SolverOption = "auto",
-    time_limit: Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds for each budget.")] = 10.0,
+    time_limit: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="Seconds for each budget.")
+    ] = 10.0,
     gap: GapOption = 0.005,
-    output: Annotated[Path | None, typer.Option(help="Save the solutions here; `remat plot` reads them.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Save the solutions here; `remat plot` reads them.")
+    ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Solve for many budgets: what each size of memory costs in compute.
@@ -194,9 +234,15 @@ for _command in (plot, report, export):
 
 @app.command()
 def bench(
-    instances: Annotated[list[Path] | None, typer.Argument(metavar="[INSTANCE.json]...", help="Without any, a small transformer.")] = None,
+    instances: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[INSTANCE.json]...", help="Without any, a small transformer."),
+    ] = None,
     budget: BudgetOption = "75%",
-    solver: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Repeat it; without it, every solver runs.")] = None,
+    solver: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Repeat it; without it, every solver runs."),
+    ] = None,
     time_limit: TimeLimitOption = 10.0,
     gap: GapOption = 0.005,
     format_: FormatOption = Format.TABLE,
@@ -212,7 +258,11 @@ def bench(
         solver_named(method)
     records = []
     for name, graph in graphs:
-        answers = list(_answers(graph, budget_bytes(budget, graph), names, name, time_limit_s=time_limit, gap=gap))
+        answers = list(
+            _answers(
+                graph, budget_bytes(budget, graph), names, name, time_limit_s=time_limit, gap=gap
+            )
+        )
         records += [{"instance": name, "name": label, **solution_record(s)} for label, s in answers]
         if format_ is Format.TABLE:
             show_solutions(graph, answers, title=f"{name}, budget {budget}")
@@ -223,9 +273,18 @@ def bench(
 @app.command()
 def sweep(
     instances: Annotated[
-        list[Path], typer.Argument(metavar="INSTANCE.json...", help="Saved graphs, or objects with cost, size and edges.")
+        list[Path],
+        typer.Argument(
+            metavar="INSTANCE.json...", help="Saved graphs, or objects with cost, size and edges."
+        ),
     ],
-    budget: Annotated[list[str], typer.Option(metavar="SIZE", help="Repeat it; a percentage is one of keeping everything in each graph.")],
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            metavar="SIZE",
+            help="Repeat it; a percentage is one of keeping everything in each graph.",
+        ),
+    ],
     solver: SolverOption = "auto",
     time_limit: TimeLimitOption = 60.0,
     gap: GapOption = 0.005,
@@ -248,8 +307,17 @@ def sweep(
     with progress(f"{solver}, {len(graphs)} graphs in {len(budget)} budgets"):
         rows = run_sweep([graph for _, graph in graphs], budget, solver=method, n_jobs=jobs)
     if format_ is Format.JSON:
-        records = [(name, zip(budget, row, strict=True)) for (name, _), row in zip(graphs, rows, strict=True)]
-        write_json([{"instance": name, "budget": size, **solution_record(s)} for name, pairs in records for size, s in pairs])
+        records = [
+            (name, zip(budget, row, strict=True))
+            for (name, _), row in zip(graphs, rows, strict=True)
+        ]
+        write_json(
+            [
+                {"instance": name, "budget": size, **solution_record(s)}
+                for name, pairs in records
+                for size, s in pairs
+            ]
+        )
         return
     for (name, graph), row in zip(graphs, rows, strict=True):
         show_solutions(graph, zip(budget, row, strict=True), title=name)
@@ -258,32 +326,64 @@ def sweep(
 @app.command()
 def doctor(
     factory: Annotated[
-        str | None, typer.Argument(metavar="[MODULE:CALLABLE]", help="Returns (model, args), on the meta device if you like.")
+        str | None,
+        typer.Argument(
+            metavar="[MODULE:CALLABLE]",
+            help="Returns (model, args), on the meta device if you like.",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="The device to fit on, such as H100; the one at hand by default.")] = "",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="The device to fit on, such as H100; the one at hand by default."
+        ),
+    ] = "",
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the step may hold; all of the device's memory by default.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="What the step may hold; all of the device's memory by default."
+        ),
     ] = None,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, momentum, adafactor, adamw-8bit, ..., none.")] = "adamw",
-    reserve: Annotated[str | None, typer.Option(metavar="SIZE", help="Kept free, for communication buffers and other libraries.")] = None,
-    most_overhead: Annotated[float | None, typer.Option(metavar="PERCENT", help="Fail where the plan costs more extra compute.")] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="adamw, sgd, momentum, adafactor, adamw-8bit, ..., none."
+        ),
+    ] = "adamw",
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Kept free, for communication buffers and other libraries."
+        ),
+    ] = None,
+    most_overhead: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", help="Fail where the plan costs more extra compute."),
+    ] = None,
     time_limit: TimeLimitOption = 20.0,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Look at this installation; or say whether a model's training step fits a device.
 
-    Without a model: versions, devices, solvers, the cache, and a tiny problem solved. Exit status 0 where all is well, 1 where
-    something needs mending.
+    Without a model: versions, devices, solvers, the cache, and a tiny problem solved. Exit status 0
+    where all is well, 1 where something needs mending.
 
-    With a model: nothing is allocated and no device is needed. Exit status 0 it fits, 1 it fits with more overhead than asked for,
-    3 proved not to fit, 4 no plan found, 2 bad input.
+    With a model: nothing is allocated and no device is needed. Exit status 0 it fits, 1 it fits
+    with more overhead than asked for, 3 proved not to fit, 4 no plan found, 2 bad input.
 
     Example:  remat doctor my_project.model:make --device H100 --optimizer adamw
     """
     from remat.look.tables import write_json
 
     if factory is not None:
-        fit = _fit(factory, reserve, device=device, budget=budget, optimizer=optimizer, time_limit_s=time_limit)
+        fit = _fit(
+            factory,
+            reserve,
+            device=device,
+            budget=budget,
+            optimizer=optimizer,
+            time_limit_s=time_limit,
+        )
         if format_ is Format.JSON:
             write_json(fit.record())
         else:
@@ -298,8 +398,15 @@ def doctor(
     for finding in examine():
         mark = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}[finding.is_ok]
         console.print(f"{mark} [bold]{finding.name:<11}[/]", end="")
-        lines = textwrap.wrap(finding.detail, max(40, console.width - _FINDING), break_long_words=False, break_on_hyphens=False)
-        console.print(f"\n{' ' * _FINDING}".join(lines), markup=False, highlight=False, soft_wrap=True)
+        lines = textwrap.wrap(
+            finding.detail,
+            max(40, console.width - _FINDING),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        console.print(
+            f"\n{' ' * _FINDING}".join(lines), markup=False, highlight=False, soft_wrap=True
+        )
         is_well = is_well and finding.is_ok is not False
     raise typer.Exit(0 if is_well else 1)
 
@@ -317,7 +424,9 @@ def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
         from remat.fit.fits import Question
 
         try:
-            question = Question.of(model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options)
+            question = Question.of(
+                model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options
+            )
             return question.answer(question.trace(args))
         except ValueError as reason:
             raise Refused(str(reason)) from None
@@ -330,9 +439,12 @@ def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: flo
         return solver_named(solver, progress=show, **options).solve(graph, budget_bytes=size_bytes)
 
 
-def _answers(graph: Graph, size_bytes: int, solvers: list[str], text: str, **options: float) -> Iterator[tuple[str, Solution]]:
+def _answers(
+    graph: Graph, size_bytes: int, solvers: list[str], text: str, **options: float
+) -> Iterator[tuple[str, Solution]]:
     for solver in solvers:
         try:
             yield solver, _solve(graph, size_bytes, solver, text, **options)
-        except SolverError as reason:  # a graph outside one method's class is no answer of the others
+        # a graph outside one method's class is no answer of the others
+        except SolverError as reason:
             typer.echo(f"remat: {solver}: {reason}", err=True)

@@ -1,4 +1,5 @@
-"""The demo: a GPT learns from the Python documentation, plain, checkpointed block by block, and inside a budget.
+"""The demo: a GPT learns from the Python documentation, plain, checkpointed block by block, and
+inside a budget.
 
 Three times the same training from the same seeds, dropout on. What is compared: measured peak, step
 time, the loss after the last step, and the first step's gradients against the plain ones.
@@ -47,13 +48,24 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(DROPOUT)
-        self.register_buffer("future", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), persistent=False)
+        self.register_buffer(
+            "future", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), persistent=False
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention and a feed-forward layer, each with its residual; (batch, length, width) in and out."""
+        """Attention and a feed-forward layer, each with its residual.
+
+        (batch, length, width) in and out.
+        """
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-1, -2) / (width // HEADS) ** 0.5).masked_fill(self.future, float("-inf"))
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, HEADS, width // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
+        scores = (q @ k.transpose(-1, -2) / (width // HEADS) ** 0.5).masked_fill(
+            self.future, float("-inf")
+        )
         heads = self.dropout(scores.softmax(-1)) @ v
         x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
         fed: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
@@ -76,8 +88,14 @@ class GPT(nn.Module):
         x, target = text[:, :-1], text[:, 1:]
         x = self.dropout(self.embed(x) + self.position.weight)
         for block in self.blocks:
-            x = checkpoint_block(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-        loss: torch.Tensor = functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), target.flatten())
+            x = (
+                checkpoint_block(block, x, use_reentrant=False)
+                if self.is_checkpointed
+                else block(x)
+            )
+        loss: torch.Tensor = functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), target.flatten()
+        )
         return loss
 
 
@@ -91,7 +109,8 @@ class Run:
         step_s: median time of forward and backward.
         step_ratio: median over the steps of its time over the plain one's.
         loss: after the last step.
-        gradient_difference: largest absolute difference of the first step's gradients to the plain ones.
+        gradient_difference: largest absolute difference of the first step's gradients to the plain
+            ones.
         timeline: memory over the measured step.
     """
 
@@ -105,11 +124,16 @@ class Run:
 
 
 def run_demo(output: Path, steps: int = 20) -> None:
-    """Trains three ways, prints the table, and writes two pictures and the numbers into `output`."""
+    """Trains three ways, prints the table, and writes two pictures and the numbers into
+    `output`.
+    """
     output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()
-    console.print(f"A GPT of {LAYERS} layers reads the Python documentation: {steps} steps of {BATCH} x {LENGTH} characters on {device}.")
+    console.print(
+        f"A GPT of {LAYERS} layers reads the Python documentation: {steps} steps of {BATCH} x "
+        f"{LENGTH} characters on {device}."
+    )
     text = _text()
     sample = next(_batches(text, device))
     plain, blocks, model = _model(device), _model(device), _model(device)
@@ -122,20 +146,48 @@ def run_demo(output: Path, steps: int = 20) -> None:
         _measure(checkpoint(model, budget_bytes), sample)
     told = report(model)
     with progress("training three ways, step by step in turn"):
-        runs = _train([("plain PyTorch", plain), ("checkpoint a block", blocks), ("remat, half", model)], steps, device, text)
+        runs = _train(
+            [("plain PyTorch", plain), ("checkpoint a block", blocks), ("remat, half", model)],
+            steps,
+            device,
+            text,
+        )
     console.print(_table(runs, budget_bytes))
     solution = told.solution
     console.print(
-        f"The plan costs {100 * solution.overhead:.1f} % more compute; no schedule of this order costs less than "
+        f"The plan costs {100 * solution.overhead:.1f} % more compute; no schedule of this "
+        "order costs less than "
         f"{100 * solution.overhead_bound:.1f} % (proved). Planned in {solution.wall_s:.1f} s."
     )
     timelines = [_timeline(run, held) for run in runs]
-    save(plot_memory(timelines, budget_bytes=budget_bytes, x_label="time", title="One training step, three ways"), output / "memory.png")
-    picture = plot_schedule(told.graph, told.schedule, budget_bytes=budget_bytes, title="The schedule that ran")
+    save(
+        plot_memory(
+            timelines,
+            budget_bytes=budget_bytes,
+            x_label="time",
+            title="One training step, three ways",
+        ),
+        output / "memory.png",
+    )
+    picture = plot_schedule(
+        told.graph, told.schedule, budget_bytes=budget_bytes, title="The schedule that ran"
+    )
     save(picture, output / "schedule.png")
-    numbers = [{key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs]
-    plan = {"budget_bytes": budget_bytes, "predicted_peak_bytes": solution.peak_bytes, "overhead": solution.overhead, "gap": solution.gap}
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+    numbers = [
+        {key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs
+    ]
+    plan = {
+        "budget_bytes": budget_bytes,
+        "predicted_peak_bytes": solution.peak_bytes,
+        "overhead": solution.overhead,
+        "gap": solution.gap,
+    }
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
     record: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -144,14 +196,23 @@ def run_demo(output: Path, steps: int = 20) -> None:
         "seed": SEED,
     }
     (output / "demo.json").write_text(
-        json.dumps({**record, "plan": {**plan, "planned_s": solution.wall_s}, "runs": numbers}, indent=1) + "\n"
+        json.dumps(
+            {**record, "plan": {**plan, "planned_s": solution.wall_s}, "runs": numbers}, indent=1
+        )
+        + "\n"
     )
-    console.print(f"Pictures: {output / 'memory.png'}, {output / 'schedule.png'}. Numbers: {output / 'demo.json'}.")
+    console.print(
+        f"Pictures: {output / 'memory.png'}, {output / 'schedule.png'}. Numbers: "
+        f"{output / 'demo.json'}."
+    )
     unwrap(model)
 
 
 def _text() -> torch.Tensor:
-    """The documentation that Python carries for `help()`, as ASCII codes; shape (num_characters,)."""
+    """The documentation that Python carries for `help()`, as ASCII codes.
+
+    Shape (num_characters,).
+    """
     from pydoc_data import topics
 
     characters = "".join(topics.topics.values()).encode("ascii", "replace")
@@ -162,7 +223,9 @@ def _batches(text: torch.Tensor, device: str) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     while True:
         starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator)
-        yield torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()]).to(device)
+        yield torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()]).to(
+            device
+        )
 
 
 def example_batch() -> torch.Tensor:
@@ -176,7 +239,9 @@ def _model(device: str) -> GPT:
 
 
 def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Tensor) -> list[Run]:
-    """Trains all models at once, a step of each in turn, so that a busy machine disturbs them alike."""
+    """Trains all models at once, a step of each in turn, so that a busy machine disturbs them
+    alike.
+    """
     optimizers = [torch.optim.AdamW(model.parameters(), LEARNING_RATE) for _, model in ways]
     times: list[list[float]] = [[] for _ in ways]
     losses = [0.0 for _ in ways]
@@ -194,11 +259,27 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
             optimizers[way].step()
     runs = []
     for way, (name, model) in enumerate(ways):
-        measured = min((_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1])
-        difference = max((a - b).abs().max().item() for a, b in zip(first[way], first[0], strict=True))
-        ratio = statistics.median(mine / plain for mine, plain in zip(times[way], times[0], strict=True))
+        measured = min(
+            (_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1]
+        )
+        difference = max(
+            (a - b).abs().max().item() for a, b in zip(first[way], first[0], strict=True)
+        )
+        ratio = statistics.median(
+            mine / plain for mine, plain in zip(times[way], times[0], strict=True)
+        )
         peak_bytes = _resident_bytes(model, batch) + measured.peak_bytes
-        runs.append(Run(name, peak_bytes, statistics.median(times[way]), ratio, losses[way], difference, measured))
+        runs.append(
+            Run(
+                name,
+                peak_bytes,
+                statistics.median(times[way]),
+                ratio,
+                losses[way],
+                difference,
+                measured,
+            )
+        )
     return runs
 
 
@@ -222,7 +303,10 @@ def _measure(model: GPT, batch: torch.Tensor) -> Measurement:
 
 
 def _resident_bytes(model: nn.Module, batch: torch.Tensor) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), batch)}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*model.parameters(), *model.buffers(), batch)
+    }
     return sum(storages.values())
 
 
@@ -239,7 +323,13 @@ def _table(runs: list[Run], budget_bytes: int) -> Table:
     for run in runs:
         share = f"{format_bytes(run.peak_bytes)}, {100 * run.peak_bytes / runs[0].peak_bytes:.0f} %"
         pace = f"{1000 * run.step_s:.0f} ms, {run.step_ratio:.2f} x"
-        table.add_row(run.name, share, pace, f"{run.loss:.6f}", "-" if run is runs[0] else f"{run.gradient_difference:g}")
+        table.add_row(
+            run.name,
+            share,
+            pace,
+            f"{run.loss:.6f}",
+            "-" if run is runs[0] else f"{run.gradient_difference:g}",
+        )
     return table
 
 

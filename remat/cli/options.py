@@ -26,9 +26,36 @@ class Picture(StrEnum):
     TRADEOFF = "tradeoff"
 
 
-InstanceArgument = Annotated[Path, typer.Argument(metavar="INSTANCE.json", help="A saved graph, or an object with cost, size and edges.")]
-BudgetOption = Annotated[str, typer.Option(metavar="SIZE", help='Bytes, or a text such as "8GiB", "7.5GB" or "60%" of keeping everything.')]
-SolverOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")]
-TimeLimitOption = Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds after which the best found so far is returned.")]
-GapOption = Annotated[float, typer.Option(min=0.0, metavar="FRACTION", help="Stop as soon as the cost is proved this close to the least.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
+InstanceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="INSTANCE.json", help="A saved graph, or an object with cost, size and edges."
+    ),
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help='Bytes, or a text such as "8GiB", "7.5GB" or "60%" of keeping everything.',
+    ),
+]
+SolverOption = Annotated[
+    str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")
+]
+TimeLimitOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0, metavar="S", help="Seconds after which the best found so far is returned."
+    ),
+]
+GapOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        metavar="FRACTION",
+        help="Stop as soon as the cost is proved this close to the least.",
+    ),
+]
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="A table to read, or JSON for programs.")
+]

@@ -14,7 +14,10 @@ from remat.core.instance import read_instance
 
 def plot(
     instance: InstanceArgument,
-    solutions: Annotated[list[Path] | None, typer.Argument(metavar="[PLAN.json]...", help="What solve or frontier saved.")] = None,
+    solutions: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PLAN.json]...", help="What solve or frontier saved."),
+    ] = None,
     picture: Annotated[Picture, typer.Option(help="What to draw.")] = Picture.MEMORY,
     output: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")] = Path("remat.png"),
 ) -> None:
@@ -30,9 +33,15 @@ def plot(
     if output.suffix.lower() not in PLOT_SUFFIXES:
         raise Refused(f"--output {output}: a picture ends in {', '.join(PLOT_SUFFIXES)}")
     graph = read_instance(instance)
-    loaded = [(path.stem, solution) for path in solutions or [] for solution in load_solutions(path, graph)]
+    loaded = [
+        (path.stem, solution)
+        for path in solutions or []
+        for solution in load_solutions(path, graph)
+    ]
     if picture is Picture.TRADEOFF and len(loaded) < 2:
-        raise Refused("--picture tradeoff needs at least two solutions; `remat frontier --output` makes them")
+        raise Refused(
+            "--picture tradeoff needs at least two solutions; `remat frontier --output` makes them"
+        )
     draw(graph, loaded, str(picture), output)
     typer.echo(f"saved to {output}")
 
@@ -41,14 +50,23 @@ def report(
     instance: InstanceArgument,
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What solve saved.")],
     curve: Annotated[
-        Path | None, typer.Argument(metavar="[CURVE.json]", help="What frontier saved; without it, --points are solved.")
+        Path | None,
+        typer.Argument(
+            metavar="[CURVE.json]", help="What frontier saved; without it, --points are solved."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
-    points: Annotated[int, typer.Option(min=0, help="Budgets to solve for the trade-off curve; 0 for none.")] = 8,
-    time_limit: Annotated[float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")] = 3.0,
+    points: Annotated[
+        int, typer.Option(min=0, help="Budgets to solve for the trade-off curve; 0 for none.")
+    ] = 8,
+    time_limit: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")
+    ] = 3.0,
     title: Annotated[str, typer.Option(help="Of the page; the graph's name without one.")] = "",
 ) -> None:
-    """Write one HTML file that explains a plan: cost, memory over time, schedule, values and why. It needs no network.
+    """Write one HTML file that explains a plan.
+
+    Cost, memory over time, schedule, values and why. It needs no network.
 
     Example:  remat report graph.json plan.json --output report.html
 
@@ -76,10 +94,19 @@ def report(
 
 def export(
     instance: InstanceArgument,
-    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.json]", help="What solve saved; keeping everything without one.")] = None,
-    output: Annotated[Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")] = Path("snapshot.pickle"),
+    plan: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[PLAN.json]", help="What solve saved; keeping everything without one."
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")
+    ] = Path("snapshot.pickle"),
 ) -> None:
-    """Export the predicted step: a memory snapshot for PyTorch's viewer, or a trace for Perfetto and Chrome.
+    """Export the predicted step.
+
+    A memory snapshot for PyTorch's viewer, or a trace for Perfetto and Chrome.
 
     Example:  remat export graph.json plan.json --output snapshot.pickle
 
@@ -92,7 +119,11 @@ def export(
     if output.suffix not in EXPORT_SUFFIXES:
         raise Refused(f"--output {output}: an export ends in {' or '.join(EXPORT_SUFFIXES)}")
     graph = read_instance(instance)
-    schedules = [s.schedule for s in load_solutions(plan, graph) if s.schedule is not None] if plan else [Schedule.keep_all(graph)]
+    schedules = (
+        [s.schedule for s in load_solutions(plan, graph) if s.schedule is not None]
+        if plan
+        else [Schedule.keep_all(graph)]
+    )
     if not schedules:
         raise Refused(f"{plan} has no schedule to export; `remat solve --output` saves one")
     save(graph, schedules[0], output)

@@ -11,7 +11,10 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
-_HELP = 'write bytes as an int, or a text such as "8GiB", "7.5GB" or "60%" (of the peak of keeping everything)'
+_HELP = (
+    'write bytes as an int, or a text such as "8GiB", "7.5GB" or "60%" '
+    "(of the peak of keeping everything)"
+)
 
 Budget = int | str
 
@@ -47,11 +50,15 @@ def _parse_text(text: str, keep_all_bytes: int | None) -> int:
     number, unit = Decimal(match[1]), match[2].lower()
     if unit == "%":
         if keep_all_bytes is None:
-            raise ValueError(f"budget {text!r} is a percentage, and nothing says of what; write it in bytes")
+            raise ValueError(
+                f"budget {text!r} is a percentage, and nothing says of what; write it in bytes"
+            )
         return int(number * keep_all_bytes / 100)
     if unit not in _UNITS:
         known = ", ".join(["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"])
-        raise ValueError(f"budget {text!r} has the unknown unit {match[2]!r} (known: {known}); {_HELP}")
+        raise ValueError(
+            f"budget {text!r} has the unknown unit {match[2]!r} (known: {known}); {_HELP}"
+        )
     return int(number * _UNITS[unit])
 
 
@@ -64,7 +71,13 @@ def format_bytes(size_bytes: float) -> str:
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if abs(size) < 1000 else f"{size:.0f} {unit}"
+            return (
+                f"{size:.0f} B"
+                if unit == "B"
+                else f"{size:.3g} {unit}"
+                if abs(size) < 1000
+                else f"{size:.0f} {unit}"
+            )
         size /= 1024
     return f"{size:,.2f} TiB"
 

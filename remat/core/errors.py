@@ -33,7 +33,9 @@ class BudgetError(RematError):
             search stopped without finding one.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, is_proved: bool) -> None:
+    def __init__(
+        self, message: str, *, budget_bytes: int, minimum_bytes: int, is_proved: bool
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes

@@ -103,15 +103,23 @@ class Operator:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cost_s) and self.cost_s >= 0):
-            raise GraphError(f"operator {self.name!r} has the cost {self.cost_s}; a cost is finite and not negative")
+            raise GraphError(
+                f"operator {self.name!r} has the cost {self.cost_s}; a cost is finite and not "
+                "negative"
+            )
         if self.workspace_bytes < 0:
-            raise GraphError(f"operator {self.name!r} has a negative workspace of {self.workspace_bytes:,} bytes")
+            raise GraphError(
+                f"operator {self.name!r} has a negative workspace of {self.workspace_bytes:,} bytes"
+            )
         if len(set(self.reads)) != len(self.reads) or len(set(self.writes)) != len(self.writes):
             raise GraphError(f"operator {self.name!r} names a value twice")
         if not set(self.reuses) <= set(self.reads):
             raise GraphError(f"operator {self.name!r} reuses a value that it does not read")
         if self.reuses and len(self.writes) != 1:
-            raise GraphError(f"operator {self.name!r} works in place and writes {len(self.writes)} values; one is needed")
+            raise GraphError(
+                f"operator {self.name!r} works in place and writes {len(self.writes)} values; "
+                "one is needed"
+            )
 
     @property
     def is_recomputable(self) -> bool:
@@ -165,7 +173,10 @@ class Graph:
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
-            raise GraphError(f"this graph has format version {self.version}; this remat reads version {FORMAT_VERSION}")
+            raise GraphError(
+                f"this graph has format version {self.version}; this remat reads version "
+                f"{FORMAT_VERSION}"
+            )
         self._check_operators()
         for value in self.outputs:
             if not 0 <= value < len(self.values):
@@ -178,16 +189,28 @@ class Graph:
         for operator in self.operators:
             for value in (*operator.reads, *operator.writes):
                 if not 0 <= value < len(self.values):
-                    raise GraphError(f"operator {operator.name!r} names value {value}, which is none of 0..{len(self.values) - 1}")
+                    raise GraphError(
+                        f"operator {operator.name!r} names value {value}, which is none of "
+                        f"0..{len(self.values) - 1}"
+                    )
             for value in operator.reads:
                 if not is_written[value]:
-                    raise GraphError(f"operator {operator.name!r} reads {self.values[value].name!r} before it is written")
+                    raise GraphError(
+                        f"operator {operator.name!r} reads {self.values[value].name!r} before "
+                        "it is written"
+                    )
             for value in operator.writes:
                 if is_written[value]:
-                    raise GraphError(f"operator {operator.name!r} writes {self.values[value].name!r}, which is resident or written before")
+                    raise GraphError(
+                        f"operator {operator.name!r} writes {self.values[value].name!r}, "
+                        "which is resident or written before"
+                    )
                 is_written[value] = True
         if not all(is_written):
-            raise GraphError(f"value {self.values[is_written.index(False)].name!r} is neither resident nor written by an operator")
+            raise GraphError(
+                f"value {self.values[is_written.index(False)].name!r} is neither resident nor "
+                "written by an operator"
+            )
 
     @classmethod
     def from_arrays(
@@ -198,7 +221,9 @@ class Graph:
         *,
         first_backward: int | None = None,
     ) -> Graph:
-        """Returns the graph of a plain DAG: node i costs `cost[i]` and writes one value of `size[i]`.
+        """Returns the graph of a plain DAG.
+
+        Node i costs `cost[i]` and writes one value of `size[i]`.
 
         Args:
             cost: time of each node, in any unit.
@@ -214,13 +239,18 @@ class Graph:
         """
         count = len(cost)
         if len(size) != count:
-            raise GraphError(f"{count} costs and {len(size)} sizes were given; one of each a node is needed")
+            raise GraphError(
+                f"{count} costs and {len(size)} sizes were given; one of each a node is needed"
+            )
         reads: list[set[int]] = [set() for _ in range(count)]
         for u, v in edges:
             if not (0 <= u < count and 0 <= v < count):
                 raise GraphError(f"edge ({u}, {v}) leaves the nodes 0..{count - 1}")
             if u >= v:
-                raise GraphError(f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution order (u < v)")
+                raise GraphError(
+                    f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution "
+                    "order (u < v)"
+                )
             reads[v].add(u)
         boundary = count if first_backward is None else first_backward
         if not 0 <= boundary <= count:
@@ -228,7 +258,13 @@ class Graph:
         return cls(
             values=tuple(Value(str(i), int(size[i])) for i in range(count)),
             operators=tuple(
-                Operator(str(i), float(cost[i]), tuple(sorted(reads[i])), (i,), phase=Phase.FORWARD if i < boundary else Phase.BACKWARD)
+                Operator(
+                    str(i),
+                    float(cost[i]),
+                    tuple(sorted(reads[i])),
+                    (i,),
+                    phase=Phase.FORWARD if i < boundary else Phase.BACKWARD,
+                )
                 for i in range(count)
             ),
         )
@@ -251,7 +287,9 @@ class Graph:
     @cached_property
     def num_forward(self) -> int:
         """Number of operators up to and including the last one of the forward pass."""
-        return max((i + 1 for i, op in enumerate(self.operators) if op.phase is Phase.FORWARD), default=0)
+        return max(
+            (i + 1 for i, op in enumerate(self.operators) if op.phase is Phase.FORWARD), default=0
+        )
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
@@ -280,11 +318,17 @@ class Graph:
     @cached_property
     def arrays(self) -> Arrays:
         """The graph as arrays, for hot loops."""
-        read_start, read = _csr([[v for v in op.reads if not self.values[v].is_resident] for op in self.operators])
+        read_start, read = _csr(
+            [[v for v in op.reads if not self.values[v].is_resident] for op in self.operators]
+        )
         write_start, write = _csr([list(op.writes) for op in self.operators])
-        reuse_start, reuse = _csr([[v for v in op.reuses if not self.values[v].is_resident] for op in self.operators])
+        reuse_start, reuse = _csr(
+            [[v for v in op.reuses if not self.values[v].is_resident] for op in self.operators]
+        )
         write_rank = np.zeros(len(self.values), np.int64)
-        write_rank[write] = np.arange(len(write)) - np.repeat(write_start[:-1], np.diff(write_start))
+        write_rank[write] = np.arange(len(write)) - np.repeat(
+            write_start[:-1], np.diff(write_start)
+        )
         return Arrays(
             cost_s=np.array([op.cost_s for op in self.operators], np.float64),
             size_bytes=np.array([value.size_bytes for value in self.values], np.int64),
@@ -305,21 +349,44 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of what a schedule depends on: operators, values and their sizes, not costs or names."""
+        """A digest of what a schedule depends on.
+
+        Operators, values and their sizes, not costs or names.
+        """
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.size_bytes},{value.kind};".encode())
         for op in self.operators:
-            parts = (op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot)
+            parts = (
+                op.target,
+                op.reads,
+                op.writes,
+                op.phase,
+                op.region,
+                op.pinned,
+                op.reuses,
+                op.is_snapshot,
+            )
             digest.update(repr(parts).encode())
         digest.update(repr(self.outputs).encode())
         return digest.hexdigest()[:32]
 
-    def with_costs(self, cost_s: Sequence[float], workspace_bytes: Sequence[int] | None = None, *, costs: str = "") -> Graph:
+    def with_costs(
+        self,
+        cost_s: Sequence[float],
+        workspace_bytes: Sequence[int] | None = None,
+        *,
+        costs: str = "",
+    ) -> Graph:
         """Returns this graph with other costs (and workspaces), one an operator."""
-        workspace = [op.workspace_bytes for op in self.operators] if workspace_bytes is None else workspace_bytes
+        workspace = (
+            [op.workspace_bytes for op in self.operators]
+            if workspace_bytes is None
+            else workspace_bytes
+        )
         operators = tuple(
-            replace(op, cost_s=float(c), workspace_bytes=int(w)) for op, c, w in zip(self.operators, cost_s, workspace, strict=True)
+            replace(op, cost_s=float(c), workspace_bytes=int(w))
+            for op, c, w in zip(self.operators, cost_s, workspace, strict=True)
         )
         return replace(self, operators=operators, costs=costs or self.costs)
 

@@ -34,11 +34,17 @@ def read_instance(path: str | Path) -> Graph:
     try:
         content = Path(path).read_bytes()
         keys = msgspec.json.decode(content, type=dict[str, msgspec.Raw]).keys()
-        return Graph.load(path) if "operators" in keys else _from_plain(msgspec.json.decode(content, type=_Plain))
+        return (
+            Graph.load(path)
+            if "operators" in keys
+            else _from_plain(msgspec.json.decode(content, type=_Plain))
+        )
     except OSError as reason:
         raise GraphError(f"{path}: {reason.strerror or reason}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
-        raise GraphError(f"{path} is no instance (an object with `cost`, `size` and `edges`): {reason}") from None
+        raise GraphError(
+            f"{path} is no instance (an object with `cost`, `size` and `edges`): {reason}"
+        ) from None
     except GraphError as reason:
         message = str(reason)
         raise GraphError(message if str(path) in message else f"{path}: {message}") from None
@@ -53,5 +59,9 @@ def _from_plain(plain: _Plain) -> Graph:
         if size < 0:
             raise GraphError(f"node {node} has the size {size:,}; a size is not negative")
     if sum(plain.size) >= _EXACT_INT or not math.isfinite(sum(plain.cost)):
-        raise GraphError("costs or sizes add up to more than can be counted exactly (2**53); use a larger unit")
-    return Graph.from_arrays(plain.cost, plain.size, plain.edges, first_backward=plain.first_backward)
+        raise GraphError(
+            "costs or sizes add up to more than can be counted exactly (2**53); use a larger unit"
+        )
+    return Graph.from_arrays(
+        plain.cost, plain.size, plain.edges, first_backward=plain.first_backward
+    )

@@ -41,9 +41,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
-            raise ScheduleError(f"this schedule has format version {self.version}; this remat reads version {FORMAT_VERSION}")
+            raise ScheduleError(
+                f"this schedule has format version {self.version}; this remat reads version "
+                f"{FORMAT_VERSION}"
+            )
         if not 0 <= self.num_forward_steps <= len(self.steps):
-            raise ScheduleError(f"{self.num_forward_steps} forward steps were given, and only {len(self.steps)} steps in all")
+            raise ScheduleError(
+                f"{self.num_forward_steps} forward steps were given, and only "
+                f"{len(self.steps)} steps in all"
+            )
 
     @classmethod
     def keep_all(cls, graph: Graph) -> Schedule:
@@ -52,7 +58,10 @@ class Schedule:
 
     @classmethod
     def from_steps(cls, graph: Graph, steps: tuple[int, ...] | list[int]) -> Schedule:
-        """Returns the schedule of a sequence; the forward ends before the first backward operator."""
+        """Returns the schedule of a sequence.
+
+        The forward ends before the first backward operator.
+        """
         is_backward = graph.arrays.is_backward
         boundary = next((i for i, op in enumerate(steps) if is_backward[op]), len(steps))
         return cls(tuple(map(int, steps)), boundary)
@@ -95,7 +104,10 @@ class Simulation:
 
 
 class Lifetimes(NamedTuple):
-    """Every computation of every value: which, from which step, to which step; shape (num_instances,)."""
+    """Every computation of every value: which, from which step, to which step.
+
+    Shape (num_instances,).
+    """
 
     value: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -118,16 +130,26 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     size = effective_sizes(arrays, steps)
     weight = size[lives.value].astype(np.float64)  # exact below 2**53 bytes
     count = len(steps)
-    change = np.bincount(lives.first, weight, count + 2) - np.bincount(lives.last + 1, weight, count + 2)
-    bytes_at = np.cumsum(change[:count]).astype(np.int64) + graph.resident_bytes + arrays.workspace_bytes[steps]
+    change = np.bincount(lives.first, weight, count + 2) - np.bincount(
+        lives.last + 1, weight, count + 2
+    )
+    bytes_at = (
+        np.cumsum(change[:count]).astype(np.int64)
+        + graph.resident_bytes
+        + arrays.workspace_bytes[steps]
+    )
     bytes_at -= _reused_bytes(arrays, steps, lives, size)
     peak_step = int(np.argmax(bytes_at))
     cost_s = float(np.dot(np.bincount(steps, minlength=graph.num_operators), arrays.cost_s))
-    return Simulation(bytes_at, max(int(bytes_at[peak_step]), graph.resident_bytes), peak_step, cost_s)
+    return Simulation(
+        bytes_at, max(int(bytes_at[peak_step]), graph.resident_bytes), peak_step, cost_s
+    )
 
 
 def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
-    """Returns when each computed value is in memory: from its step to its last read before the next.
+    """Returns when each computed value is in memory.
+
+    From its step to its last read before the next.
 
     Instances are ordered by step, then by place among the operator's writes. The last computation
     of an output has `len(steps)` as its last step: it outlives the schedule.
@@ -144,30 +166,40 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     computed_at = _latest_before(arrays.producer[read], position, steps)
     if len(computed_at) and computed_at.min() < 0:
         _raise_unread(graph, steps, read, position, computed_at)
-    last[slot_of_step[computed_at] + arrays.write_rank[read]] = position  # positions ascend: the last one stays
+    # positions ascend: the last one stays
+    last[slot_of_step[computed_at] + arrays.write_rank[read]] = position
     if len(arrays.output):
         end = np.full(len(arrays.output), len(steps))
         final = _latest_before(arrays.producer[arrays.output], end, steps)
         if final.min() < 0:
             missing = graph.values[int(arrays.output[int(np.argmin(final))])].name
             raise ScheduleError(f"the output {missing!r} is never computed")
-        last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps)  # beyond the last step
+        # beyond the last step
+        last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps)
     return Lifetimes(value, first, last)
 
 
 def _raise_unread(
-    graph: Graph, steps: NDArray[np.int64], read: NDArray[np.int64], position: NDArray[np.int64], computed_at: NDArray[np.int64]
+    graph: Graph,
+    steps: NDArray[np.int64],
+    read: NDArray[np.int64],
+    position: NDArray[np.int64],
+    computed_at: NDArray[np.int64],
 ) -> None:
     first = int(np.argmax(computed_at < 0))
     step = int(position[first])
     reader, value = graph.operators[int(steps[step])].name, graph.values[int(read[first])].name
-    raise ScheduleError(f"step {step} computes {reader!r}, which reads {value!r} before it was ever computed")
+    raise ScheduleError(
+        f"step {step} computes {reader!r}, which reads {value!r} before it was ever computed"
+    )
 
 
 def _gather(
     start: NDArray[np.int64], items: NDArray[np.int64], steps: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the items of each step in turn, the step of each, and where each step's items begin."""
+    """Returns the items of each step in turn, the step of each, and where each step's items
+    begin.
+    """
     counts = start[steps + 1] - start[steps]
     begin = np.zeros(len(steps), np.int64)
     np.cumsum(counts[:-1], out=begin[1:])
@@ -176,8 +208,13 @@ def _gather(
     return items[index], position, begin
 
 
-def _latest_before(operator: NDArray[np.int64], position: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns, for each pair, the last step before `position` that computes `operator`; -1 if none."""
+def _latest_before(
+    operator: NDArray[np.int64], position: NDArray[np.int64], steps: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns, for each pair, the last step before `position` that computes `operator`.
+
+    -1 if none.
+    """
     count = len(steps)
     order = np.argsort(steps, kind="stable")
     keys = steps[order] * (count + 1) + order
@@ -198,7 +235,9 @@ def effective_sizes(arrays: Arrays, steps: NDArray[np.int64]) -> NDArray[np.int6
     return np.where(of_snapshot & ~is_needed, 0, arrays.size_bytes)
 
 
-def _reused_bytes(arrays: Arrays, steps: NDArray[np.int64], lives: Lifetimes, size: NDArray[np.int64]) -> NDArray[np.int64]:
+def _reused_bytes(
+    arrays: Arrays, steps: NDArray[np.int64], lives: Lifetimes, size: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Bytes that each step saves by working in place: one dying candidate at most."""
     saved = np.zeros(len(steps), np.int64)
     candidate, position, _ = _gather(arrays.reuse_start, arrays.reuse, steps)

@@ -34,4 +34,6 @@ def load(kind: type[T], path: str | Path, error: type[RematError]) -> T:
     except OSError as reason:
         raise error(f"{path}: {reason.strerror or reason}") from None
     except (msgspec.DecodeError, RematError, UnicodeDecodeError) as reason:
-        raise error(f"{path} is no {kind.__name__.lower()} that this remat reads: {reason}") from None
+        raise error(
+            f"{path} is no {kind.__name__.lower()} that this remat reads: {reason}"
+        ) from None

@@ -59,9 +59,15 @@ class Solution:
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
-            raise ScheduleError(f"this solution has format version {self.version}; this remat reads version {FORMAT_VERSION}")
+            raise ScheduleError(
+                f"this solution has format version {self.version}; this remat reads version "
+                f"{FORMAT_VERSION}"
+            )
         if (self.schedule is not None) != self.is_solved:
-            raise ScheduleError(f"a solution with status {self.status} has {'no' if self.schedule is None else 'a'} schedule")
+            raise ScheduleError(
+                f"a solution with status {self.status} has "
+                f"{'no' if self.schedule is None else 'a'} schedule"
+            )
 
     @property
     def is_solved(self) -> bool:
@@ -71,7 +77,11 @@ class Solution:
     @property
     def overhead(self) -> float:
         """Extra cost over keeping everything, as a fraction: 0.12 is 12 % more."""
-        return max(0.0, self.cost_s / self.keep_all_cost_s - 1) if self.keep_all_cost_s and self.is_solved else 0.0
+        return (
+            max(0.0, self.cost_s / self.keep_all_cost_s - 1)
+            if self.keep_all_cost_s and self.is_solved
+            else 0.0
+        )
 
     @property
     def overhead_bound(self) -> float:
@@ -105,13 +115,21 @@ class Solution:
             ScheduleError: the sequence is not valid within the budget; a solver has a bug.
         """
         schedule = Schedule.from_steps(graph, list(steps))
-        violations = validate(graph, schedule, budget_bytes=budget_bytes, is_free_order=is_free_order)
+        violations = validate(
+            graph, schedule, budget_bytes=budget_bytes, is_free_order=is_free_order
+        )
         if violations:
             first = violations[0]
-            raise ScheduleError(f"{solver} made an invalid schedule: {first.rule} (step {first.step}: {first.detail})")
+            raise ScheduleError(
+                f"{solver} made an invalid schedule: {first.rule} (step {first.step}: "
+                f"{first.detail})"
+            )
         simulation = simulate(graph, schedule)
-        bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))  # solvers count in NumPy
-        is_optimal = simulation.cost_s - bound_s <= gap * simulation.cost_s + 1e-9 * simulation.cost_s
+        # solvers count in NumPy
+        bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
+        is_optimal = (
+            simulation.cost_s - bound_s <= gap * simulation.cost_s + 1e-9 * simulation.cost_s
+        )
         return cls(
             status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
             budget_bytes=budget_bytes,

@@ -27,7 +27,8 @@ class Scale:
 
     @classmethod
     def for_largest(cls, largest: float, unit: str) -> Scale:
-        """Returns the largest multiple of `unit` (`"B"`, `"s"`, `"FLOP"` or `""`) that is not above `largest`.
+        """Returns the largest multiple of `unit` (`"B"`, `"s"`, `"FLOP"` or `""`) that is not above
+        `largest`.
 
         >>> Scale.for_largest(3 * 2**30, "B").name, Scale.for_largest(0.25, "s").name
         ('GiB', 'ms')
@@ -36,9 +37,13 @@ class Scale:
         return cls(*(fitting[-1] if fitting else _SCALES[unit][0]))
 
     def text(self, number: float) -> str:
-        """Returns `number` (in the base unit) with three or more significant digits and the unit's name."""
+        """Returns `number` (in the base unit) with three or more significant digits and the unit's
+        name.
+        """
         scaled = number / self.factor
-        digits = f"{scaled:,.0f}" if abs(scaled) >= 100 or scaled == int(scaled) else f"{scaled:.3g}"
+        digits = (
+            f"{scaled:,.0f}" if abs(scaled) >= 100 or scaled == int(scaled) else f"{scaled:.3g}"
+        )
         return f"{digits} {self.name}".rstrip()
 
 
@@ -53,7 +58,10 @@ class Units:
     def of(cls, graph: Graph) -> Units:
         """Returns the units of a graph: its device and cost model tell."""
         is_timed = graph.costs.startswith(("roofline", "profile"))
-        return cls("B" if graph.device or graph.costs else "", "s" if is_timed else "FLOP" if graph.costs.startswith("flops") else "")
+        return cls(
+            "B" if graph.device or graph.costs else "",
+            "s" if is_timed else "FLOP" if graph.costs.startswith("flops") else "",
+        )
 
     def size_text(self, size: float) -> str:
         """Returns a size for a person.

@@ -1,4 +1,7 @@
-"""The rules of a schedule, read a second time: slow, plain, and sharing no code with the simulator."""
+"""The rules of a schedule, read a second time.
+
+Slow, plain, and sharing no code with the simulator.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -30,17 +33,38 @@ class Violation:
     detail: str
 
 
-def validate(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = None, is_free_order: bool = False) -> list[Violation]:
-    """Returns every violation of the rules; memory is looked at only where nothing else is wrong. Plain Python, O(E + S log S)."""
+def validate(
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    budget_bytes: int | None = None,
+    is_free_order: bool = False,
+) -> list[Violation]:
+    """Returns every violation of the rules.
+
+    Memory is looked at only where nothing else is wrong. Plain Python, O(E + S log S).
+    """
     found: list[Violation] = []
     first_step: dict[int, int] = {}
-    span: dict[tuple[int, Phase], tuple[int, int]] = {}  # (region, phase) -> steps of its first and last first computation
+    # (region, phase) -> steps of its first and last first computation
+    span: dict[tuple[int, Phase], tuple[int, int]] = {}
     for step, index in enumerate(schedule.steps):
         if not 0 <= index < graph.num_operators:
-            return [Violation(Rule.UNKNOWN_OPERATOR, step, f"{index} is none of 0..{graph.num_operators - 1}")]
+            return [
+                Violation(
+                    Rule.UNKNOWN_OPERATOR, step, f"{index} is none of 0..{graph.num_operators - 1}"
+                )
+            ]
         op, is_known = graph.operators[index], index in first_step
-        missing = [graph.operators[parent].name for parent in graph.parents_of[index] if parent not in first_step]
-        found += [Violation(Rule.UNCOMPUTED_READ, step, f"{op.name} reads what {name} writes") for name in missing]
+        missing = [
+            graph.operators[parent].name
+            for parent in graph.parents_of[index]
+            if parent not in first_step
+        ]
+        found += [
+            Violation(Rule.UNCOMPUTED_READ, step, f"{op.name} reads what {name} writes")
+            for name in missing
+        ]
         if is_known and op.pinned:
             found.append(Violation(Rule.PINNED, step, f"{op.name}: {op.pinned}"))
         if not is_known and not is_free_order and first_step and index < next(reversed(first_step)):
@@ -54,24 +78,42 @@ def validate(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = Non
         found.append(Violation(Rule.MISSING_OPERATOR, -1, graph.operators[index].name))
     for step, index in enumerate(schedule.steps if len({region for region, _ in span}) > 1 else ()):
         region = graph.operators[index].region
-        if not any(low <= step <= high for (owner, _), (low, high) in span.items() if owner == region):
-            found.append(Violation(Rule.REGION, step, f"{graph.operators[index].name} of region {region}"))
+        if not any(
+            low <= step <= high for (owner, _), (low, high) in span.items() if owner == region
+        ):
+            found.append(
+                Violation(Rule.REGION, step, f"{graph.operators[index].name} of region {region}")
+            )
     if not found and budget_bytes is not None:
         held = _bytes_at(graph, schedule) or [graph.resident_bytes]
         if max(held) > budget_bytes:
-            found.append(Violation(Rule.BUDGET, held.index(max(held)), f"{max(held):,} bytes are held, {budget_bytes:,} are allowed"))
+            found.append(
+                Violation(
+                    Rule.BUDGET,
+                    held.index(max(held)),
+                    f"{max(held):,} bytes are held, {budget_bytes:,} are allowed",
+                )
+            )
     return found
 
 
 def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
     repeated = {index for index, count in Counter(schedule.steps).items() if count > 1}
     snapshots = {value for op in graph.operators if op.is_snapshot for value in op.writes}
-    is_idle = {value for value in snapshots if not any(user in repeated for user in graph.users_of[value])}
-    size = [0 if value in is_idle or v.is_resident else v.size_bytes for value, v in enumerate(graph.values)]
+    is_idle = {
+        value for value in snapshots if not any(user in repeated for user in graph.users_of[value])
+    }
+    size = [
+        0 if value in is_idle or v.is_resident else v.size_bytes
+        for value, v in enumerate(graph.values)
+    ]
     born: dict[int, int] = {}  # value -> step of its latest computation
-    dies: dict[tuple[int, int], int] = {}  # (value, step that computed it) -> last step that reads it
+    # (value, step that computed it) -> last step that reads it
+    dies: dict[tuple[int, int], int] = {}
     for step, index in enumerate(schedule.steps):
-        dies |= {(value, born[value]): step for value in graph.operators[index].reads if value in born}
+        dies |= {
+            (value, born[value]): step for value in graph.operators[index].reads if value in born
+        }
         born |= dict.fromkeys(graph.operators[index].writes, step)
         dies |= {(value, step): step for value in graph.operators[index].writes}
     dies |= {(value, born[value]): len(schedule.steps) for value in graph.outputs if value in born}
@@ -82,7 +124,10 @@ def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
     for step, index in enumerate(schedule.steps):
         op, ending = graph.operators[index], dying.get(step, [])
         held += sum(size[value] for value in op.writes)
-        taken = max((size[value] for value, start in ending if value in op.reuses and start < step), default=0)
+        taken = max(
+            (size[value] for value, start in ending if value in op.reuses and start < step),
+            default=0,
+        )
         result.append(held + op.workspace_bytes - taken)
         held -= sum(size[value] for value, _ in ending)
     return result

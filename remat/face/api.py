@@ -55,31 +55,37 @@ def checkpoint(
 ) -> Module:
     """Makes `model` train inside a memory budget, and returns it: the same object.
 
-    The step is captured, planned and rewritten at the first call with gradients enabled. Outputs, gradients, buffers and the
-    random stream stay those of the plain model. Under `torch.no_grad()` the plain module runs.
+    The step is captured, planned and rewritten at the first call with gradients enabled. Outputs,
+    gradients, buffers and the random stream stay those of the plain model. Under `torch.no_grad()`
+    the plain module runs.
 
-    A new input shape is captured and planned in turn; where the schedule of another shape fits, as for the last batch of an
-    epoch, it is improved for a tenth of `time_limit_s` at most. Sizes that `torch._dynamo.mark_dynamic(tensor, dim, max=...)`
-    declares on the inputs of the first call are planned for at their largest, and smaller ones take over that schedule at once.
+    A new input shape is captured and planned in turn; where the schedule of another shape fits, as
+    for the last batch of an epoch, it is improved for a tenth of `time_limit_s` at most. Sizes that
+    `torch._dynamo.mark_dynamic(tensor, dim, max=...)` declares on the inputs of the first call are
+    planned for at their largest, and smaller ones take over that schedule at once.
 
     Args:
         model: any module. Its class, parameters and `state_dict` keys stay.
-        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest shape so far). It bounds the peak of
-            everything the step holds: parameters, buffers, inputs, activations, gradients, workspace.
-        plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found there again.
-        blocks: submodules, such as `model.layers`: only they are captured and planned, what lies between them runs as it is, and
-            the budget is over all. For parameters sharded by FSDP2 (call this first, then `fully_shard` each block and the model),
-            and for DDP, which then sends a block's gradients while the backward goes on.
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest
+            shape so far). It bounds the peak of everything the step holds: parameters, buffers,
+            inputs, activations, gradients, workspace.
+        plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found
+            there again.
+        blocks: submodules, such as `model.layers`: only they are captured and planned, what lies
+            between them runs as it is, and the budget is over all. For parameters sharded by FSDP2
+            (call this first, then `fully_shard` each block and the model), and for DDP, which then
+            sends a block's gradients while the backward goes on.
         reserve_bytes: kept free for what the step can't see, such as optimizer state.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        costs: "profile" times each distinct operator on the device at hand, once, and remembers it on disk;
-            "roofline", "roofline:H100" and "flops" compute; or a cost model.
+        costs: "profile" times each distinct operator on the device at hand, once, and remembers it
+            on disk; "roofline", "roofline:H100" and "flops" compute; or a cost model.
         time_limit_s: how long planning may take.
         gap: planning stops once the cost is proved to be within this fraction of the least.
-        executor: "eager" runs the rewritten step operator by operator, in exactly the planned memory. "inductor" compiles it to
-            fused kernels as `torch.compile` does; their memory is measured at the first step, and a step above its budget is planned
-            again with less.
-        differentiate: "scalars" plans for gradients of scalar outputs where there are any (the loss); "all" for every output.
+        executor: "eager" runs the rewritten step operator by operator, in exactly the planned
+            memory. "inductor" compiles it to fused kernels as `torch.compile` does; their memory is
+            measured at the first step, and a step above its budget is planned again with less.
+        differentiate: "scalars" plans for gradients of scalar outputs where there are any (the
+            loss); "all" for every output.
 
     Raises:
         ValueError, TypeError: a malformed budget or option, at once.
@@ -87,7 +93,9 @@ def checkpoint(
         TraceError: at the first call, where the step can't be captured.
     """
     _check_module(model)
-    options = Options(budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache)
+    options = Options(
+        budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache
+    )
     part = planned_part(model)
     if blocks is None:
         set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
@@ -96,16 +104,24 @@ def checkpoint(
     return model
 
 
-def wrap(model: Module, solution: Solution, *, costs: str | CostModel = "roofline", differentiate: str = "scalars") -> Module:
+def wrap(
+    model: Module,
+    solution: Solution,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+) -> Module:
     """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
 
     Raises:
-        ScheduleError: the solution has no schedule, at once; or it was made for another model, shape,
-            precision or torch version, at the first call.
+        ScheduleError: the solution has no schedule, at once; or it was made for another model,
+            shape, precision or torch version, at the first call.
     """
     _check_module(model)
     if solution.schedule is None:
-        raise ScheduleError(f"this solution has no schedule to run: its status is {solution.status}")
+        raise ScheduleError(
+            f"this solution has no schedule to run: its status is {solution.status}"
+        )
     part = planned_part(model)
     set_call(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
     return model
@@ -133,12 +149,13 @@ def trace(
 ) -> Graph:
     """Returns the graph of one training step of `model(*args, **kwargs)`.
 
-    Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the model changes.
-    Where `torch.compile` cuts the step into pieces, they are joined to one graph; what lies between them, such as a
-    `print`, then runs once, on fake tensors.
+    Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the
+    model changes. Where `torch.compile` cuts the step into pieces, they are joined to one graph;
+    what lies between them, such as a `print`, then runs once, on fake tensors.
 
     Raises:
-        TraceError: the step can't be captured, has nothing to differentiate, or does between two pieces what needs data.
+        TraceError: the step can't be captured, has nothing to differentiate, or does between two
+            pieces what needs data.
     """
     try:
         return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
@@ -161,23 +178,45 @@ def trace_step(
     """
     _check_module(model)
     if not isinstance(args, list | tuple):
-        raise TypeError(f"args must be a tuple of the model's arguments, and a {type(args).__name__} was given; write args=(batch,)")
+        raise TypeError(
+            f"args must be a tuple of the model's arguments, and a {type(args).__name__} was "
+            "given; write args=(batch,)"
+        )
     check_module(model, args, kwargs or {})
-    return captured_step(model, args, kwargs or {}, costs=costs, differentiate=differentiate, on_device_type=on_device_type)
+    return captured_step(
+        model,
+        args,
+        kwargs or {},
+        costs=costs,
+        differentiate=differentiate,
+        on_device_type=on_device_type,
+    )
 
 
 def trace_pieces(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, costs: str | CostModel, found: GraphBreak
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    found: GraphBreak,
 ) -> JoinedStep:
-    """Returns the pieces of a step that can't be captured whole, joined; `found` says why it can't."""
+    """Returns the pieces of a step that can't be captured whole, joined.
+
+    `found` says why it can't.
+    """
     runner = Piecewise(model, None, resolve_costs(costs, device_type(model)))
     with on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
         compiled = compile_call(model, runner.backend, is_whole=False)
         try:
-            runner.run(lambda: run_compiled(compiled, fake_args, fake_kwargs), tensors_in(fake_args, fake_kwargs))
+            runner.run(
+                lambda: run_compiled(compiled, fake_args, fake_kwargs),
+                tensors_in(fake_args, fake_kwargs),
+            )
         except RuntimeError as error:
             raise GraphBreak(
-                f"{found}\nIts pieces can't be traced without data either ({type(error).__name__}: {error}). "
+                f"{found}\nIts pieces can't be traced without data either "
+                f"({type(error).__name__}: {error}). "
                 "remat.checkpoint finds them in the first real step.",
                 found.place,
             ) from error
@@ -201,8 +240,8 @@ def solve(
     Args:
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
         budget: bytes, "8GiB", or "60%" of the peak of keeping everything.
-        solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" lets first computations leave the graph's order too,
-            which `wrap` does not run.
+        solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" lets first computations
+            leave the graph's order too, which `wrap` does not run.
         time_limit_s: how long it may take; it stops earlier, once `gap` is proved.
         gap: a cost proved within this fraction of the least is good enough.
         reserve_bytes: held back from the budget.
@@ -212,25 +251,43 @@ def solve(
         BudgetError: no schedule is known that fits; `minimum_bytes` says what would.
         ValueError, TypeError: a malformed budget, an unknown solver.
     """
-    return solve_graph(graph, budget, solver=solver, time_limit_s=time_limit_s, gap=gap, reserve_bytes=reserve_bytes, progress=progress)
+    return solve_graph(
+        graph,
+        budget,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        reserve_bytes=reserve_bytes,
+        progress=progress,
+    )
 
 
 def frontier(
-    graph: Graph, budgets: Sequence[Budget] | int = 12, *, solver: str | Solver = "auto", time_limit_s: float = 6.0
+    graph: Graph,
+    budgets: Sequence[Budget] | int = 12,
+    *,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 6.0,
 ) -> list[Solution]:
-    """Returns the memory/compute trade-off: a solution a budget, costs and bounds monotone in the budget.
+    """Returns the memory/compute trade-off.
+
+    A solution a budget, costs and bounds monotone in the budget.
 
     Args:
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
-        budgets: budgets, or how many to take between the least known to be met and keeping everything.
+        budgets: budgets, or how many to take between the least known to be met and keeping
+            everything.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        time_limit_s: of one solve; `auto` shares what it finds, so that 20 budgets take at most some five of them.
+        time_limit_s: of one solve; `auto` shares what it finds, so that 20 budgets take at most
+            some five of them.
     """
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
     if isinstance(budgets, int):
         return frontier_solutions(graph, budgets, method)
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    return frontier_solutions(graph, [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets], method)
+    return frontier_solutions(
+        graph, [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets], method
+    )
 
 
 def report(model: nn.Module) -> Report:
@@ -241,14 +298,25 @@ def report(model: nn.Module) -> Report:
     """
     call = get_call(planned_part(model))
     if not isinstance(call, PlannedCall):
-        raise TraceError(f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first")
+        raise TraceError(
+            f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first"
+        )
     if call.piecewise is not None and call.piecewise.plan is not None:
         plan = call.piecewise.plan
         breaks = tuple(call.piecewise.breaks)
         return Report(
-            plan.step.graph, plan.solution, plan.meter.peak_bytes, call.captured_s, breaks, len(plan.step.runs), plan.unplanned_bytes
+            plan.step.graph,
+            plan.solution,
+            plan.meter.peak_bytes,
+            call.captured_s,
+            breaks,
+            len(plan.step.runs),
+            plan.unplanned_bytes,
         )
     if not call.pieces:
-        raise TraceError(f"{type(model).__name__} has not run yet; its plan is made at the first call with gradients enabled")
+        raise TraceError(
+            f"{type(model).__name__} has not run yet; its plan is made at the first call with "
+            "gradients enabled"
+        )
     piece = call.pieces[-1]
     return Report(piece.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)

@@ -1,7 +1,10 @@
-"""A model planned block by block: the blocks are captured, what lies between them runs as it is, one budget is over all.
+"""A model planned block by block.
 
-This is how a model is planned whose parameters are sharded (FSDP2 gathers a block's parameters right before it runs), whose
-gradients are to be sent while the backward still runs, or whose blocks are so many and alike that they are captured once.
+The blocks are captured, what lies between them runs as it is, one budget is over all.
+
+This is how a model is planned whose parameters are sharded (FSDP2 gathers a block's parameters
+right before it runs), whose gradients are to be sent while the backward still runs, or whose blocks
+are so many and alike that they are captured once.
 """
 
 from __future__ import annotations
@@ -26,7 +29,13 @@ from remat.tracers.costs import CostModel
 class PlannedBlocks(PlannedCall):
     """What `model(...)` runs after `checkpoint(model, budget, blocks=...)`."""
 
-    def __init__(self, module: nn.Module, blocks: Iterable[nn.Module], plan: Plans | FixedPlan, costs: str | CostModel) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        plan: Plans | FixedPlan,
+        costs: str | CostModel,
+    ) -> None:
         self.module, self.plan = module, plan
         self.device_type, self.differentiate = device_type(module), "all"
         self.costs = resolve_costs(costs, self.device_type)
@@ -49,18 +58,32 @@ class PlannedBlocks(PlannedCall):
             self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
             return call_plain(self.module, *args, **kwargs)
 
-        return self.piecewise.run(lambda: run_compiled(call, args, kwargs, is_whole=False), tensors_in(args, kwargs))
+        return self.piecewise.run(
+            lambda: run_compiled(call, args, kwargs, is_whole=False), tensors_in(args, kwargs)
+        )
 
 
 class BlockCall:
-    """What `block(...)` runs inside of a planned model: its hooks as they are, its forward compiled."""
+    """What `block(...)` runs inside of a planned model.
 
-    def __init__(self, block: nn.Module, compiled: Callable[..., Any], piecewise: Piecewise) -> None:
+    Its hooks as they are, its forward compiled.
+    """
+
+    def __init__(
+        self, block: nn.Module, compiled: Callable[..., Any], piecewise: Piecewise
+    ) -> None:
         self.block, self.compiled, self.piecewise = block, compiled, piecewise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block planned; plain without gradients, and outside of the planned model's call."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.piecewise.is_running:
+        """Runs the block planned.
+
+        Plain without gradients, and outside of the planned model's call.
+        """
+        if (
+            not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not self.piecewise.is_running
+        ):
             return call_plain(self.block, *args, **kwargs)
         return call_with_forward(self.block, self._forward, args, kwargs)
 
@@ -98,21 +121,39 @@ def remove_blocks(model: nn.Module) -> None:
 def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     names = {module: name for name, module in model.named_modules()}
     if not blocks:
-        raise ValueError("blocks is empty; leave it out to capture the model whole, or pass such as blocks=model.layers")
+        raise ValueError(
+            "blocks is empty; leave it out to capture the model whole, or pass such as "
+            "blocks=model.layers"
+        )
     for block in blocks:
         if block not in names or block is model:
-            raise ValueError(f"blocks has a {type(block).__name__} that is no part of this {type(model).__name__}; pass its own submodules")
+            raise ValueError(
+                f"blocks has a {type(block).__name__} that is no part of this "
+                f"{type(model).__name__}; pass its own submodules"
+            )
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(f"blocks has {names[block]!r}, a {type(block).__name__} that is never called; pass what is in it")
+            raise ValueError(
+                f"blocks has {names[block]!r}, a {type(block).__name__} that is never called; "
+                "pass what is in it"
+            )
     for block in blocks:
-        inner = next((other for other in blocks if other is not block and other in set(block.modules())), None)
+        inner = next(
+            (other for other in blocks if other is not block and other in set(block.modules())),
+            None,
+        )
         if inner is not None:
-            raise ValueError(f"blocks has {names[inner]!r}, which is inside of {names[block]!r}; pass one of them")
+            raise ValueError(
+                f"blocks has {names[inner]!r}, which is inside of {names[block]!r}; pass one "
+                "of them"
+            )
     return blocks
 
 
 def _compile(forward: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """Returns `forward`, compiled, through a frame of its own: dynamo keeps what it compiled by code object."""
+    """Returns `forward`, compiled, through a frame of its own.
+
+    Dynamo keeps what it compiled by code object.
+    """
     namespace: dict[str, Any] = {"forward": forward}
     exec("def block(self, *args, **kwargs):\n    return forward(self, *args, **kwargs)", namespace)
     return torch.compile(namespace["block"], backend=backend, dynamic=False)

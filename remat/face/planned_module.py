@@ -1,4 +1,7 @@
-"""Planned modules: what `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` backend."""
+"""Planned modules.
+
+What `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` backend.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,15 @@ from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes
 from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.planner import FixedPlan, Options, Plans
-from remat.run.capture import GraphBreak, Piece, Planner, Step, device_type, make_backend, needs_gradient
+from remat.run.capture import (
+    GraphBreak,
+    Piece,
+    Planner,
+    Step,
+    device_type,
+    make_backend,
+    needs_gradient,
+)
 from remat.torch_border.dynamo import (
     capture_settings,
     compile_reason,
@@ -47,13 +58,21 @@ class PlannedCall:
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
-    and again for every new shape. A step that finds gradients at the parameters, which accumulate, has a plan of its own that
-    leaves room for them. A module that can't be captured whole runs piece by piece.
+    and again for every new shape. A step that finds gradients at the parameters, which accumulate,
+    has a plan of its own that leaves room for them. A module that can't be captured whole runs
+    piece by piece.
     """
 
     _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
 
-    def __init__(self, module: nn.Module, plan: Plans | FixedPlan, costs: str | CostModel, *, differentiate: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plans | FixedPlan,
+        costs: str | CostModel,
+        *,
+        differentiate: str,
+    ) -> None:
         self.module, self.plan = module, plan
         self.device_type, self.differentiate = device_type(module), differentiate
         self.costs = resolve_costs(costs, self.device_type)
@@ -61,7 +80,8 @@ class PlannedCall:
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
         self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
-        self._whole: dict[int, Callable[..., Any]] = {}  # bytes of gradients that earlier steps left -> the step
+        # bytes of gradients that earlier steps left -> the step
+        self._whole: dict[int, Callable[..., Any]] = {}
 
     @property
     def is_inductor(self) -> bool:
@@ -69,11 +89,20 @@ class PlannedCall:
         return isinstance(self.plan, Plans) and self.plan.options.executor == "inductor"
 
     def _keep_within_budget(self) -> None:
-        """Plans again where Inductor's kernels held more than the budget: it frees memory in an order of its own."""
-        peaks = [(piece.meter.peak_bytes or 0, piece.solution.budget_bytes + self.unplanned_bytes) for piece in self.pieces]
+        """Plans again where Inductor's kernels held more than the budget.
+
+        It frees memory in an order of its own.
+        """
+        peaks = [
+            (piece.meter.peak_bytes or 0, piece.solution.budget_bytes + self.unplanned_bytes)
+            for piece in self.pieces
+        ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
         if excess > 0:
-            _LOG.warning("Inductor's kernels held %s more than the budget; planning again with less", describe_bytes(excess))
+            _LOG.warning(
+                "Inductor's kernels held %s more than the budget; planning again with less",
+                describe_bytes(excess),
+            )
             self.unplanned_bytes += excess
             self.pieces.clear()
             self._whole.clear()
@@ -89,7 +118,10 @@ class PlannedCall:
         return self._run(args, kwargs)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copied or pickled it is None: `nn.Module` leaves it out, a module with a `__getstate__` of its own does not."""
+        """Copied or pickled it is None.
+
+        `nn.Module` leaves it out, a module with a `__getstate__` of its own does not.
+        """
         return type(None), ()
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
@@ -105,13 +137,21 @@ class PlannedCall:
         return result
 
     def _plan_largest(self, args: Any, kwargs: Any) -> None:
-        """Plans for the largest sizes that the inputs declare, whose schedule then is that of every smaller one."""
+        """Plans for the largest sizes that the inputs declare, whose schedule then is that of every
+        smaller one.
+        """
         tensors = tensors_in(args, kwargs)
         if isinstance(self.plan, FixedPlan) or not any(largest_shape(tensor) for tensor in tensors):
             return
         largest = pytree.tree_map_only(torch.Tensor, _at_its_largest, (args, kwargs))
         try:
-            step = captured_step(self.module, *largest, costs=self.costs, differentiate=self.differentiate, on_device_type=self.device_type)
+            step = captured_step(
+                self.module,
+                *largest,
+                costs=self.costs,
+                differentiate=self.differentiate,
+                on_device_type=self.device_type,
+            )
         except GraphBreak:  # pieces are found in a real step only
             return
         self.plan(step, is_largest=True)
@@ -132,12 +172,17 @@ class PlannedCall:
             piecewise.breaks[found.place] = None
         in_pieces = compile_call(self.module, piecewise.backend, is_whole=False)
         result = self._run_pieces(piecewise, in_pieces, args, kwargs)
-        self.piecewise, self._in_pieces = piecewise, in_pieces  # not where that fails as well: a wrong shape says nothing of the next step
+        # not where that fails as well: a wrong shape says nothing of the next step
+        self.piecewise, self._in_pieces = piecewise, in_pieces
         return result
 
     @staticmethod
-    def _run_pieces(piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return piecewise.run(lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs))
+    def _run_pieces(
+        piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        return piecewise.run(
+            lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs)
+        )
 
     def _whole_step(self) -> Callable[..., Any]:
         """The step as one graph, planned beside the gradients that there are."""
@@ -150,13 +195,23 @@ class PlannedCall:
         plan: Planner = partial(self.plan, unplanned_bytes=held_bytes + self.unplanned_bytes)
         make = make_backend
         if self.is_inductor:
-            from remat.run.inductor import make_inductor_backend as make  # Inductor takes seconds to import
+            # Inductor takes seconds to import
+            from remat.run.inductor import make_inductor_backend as make
         size_bytes = model_bytes(self.module)
-        return make(plan, self.costs, self.pieces.append, differentiate=self.differentiate, model_bytes=size_bytes)
+        return make(
+            plan,
+            self.costs,
+            self.pieces.append,
+            differentiate=self.differentiate,
+            model_bytes=size_bytes,
+        )
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of the largest sizes that `tensor` declares; itself where it declares none."""
+    """A tensor without memory, of the largest sizes that `tensor` declares.
+
+    Itself where it declares none.
+    """
     shape = largest_shape(tensor)
     if not shape:
         return tensor
@@ -164,7 +219,13 @@ def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def captured_step(
-    model: nn.Module, args: Any, kwargs: Any, *, costs: str | CostModel, differentiate: str, on_device_type: str = ""
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    costs: str | CostModel,
+    differentiate: str,
+    on_device_type: str = "",
 ) -> TracedStep:
     """Captures one step on fake copies of parameters, buffers and inputs, and runs nothing."""
     captured: list[TracedStep] = []
@@ -176,7 +237,13 @@ def captured_step(
 
     model_costs = resolve_costs(costs, on_device_type or device_type(model))
     with on_fakes(model, args, kwargs, on_device_type) as (fake_args, fake_kwargs):
-        backend = make_backend(plan, model_costs, lambda _: None, differentiate=differentiate, model_bytes=model_bytes(model))
+        backend = make_backend(
+            plan,
+            model_costs,
+            lambda _: None,
+            differentiate=differentiate,
+            model_bytes=model_bytes(model),
+        )
         compiled = compile_call(model, backend)
         try:
             run_compiled(compiled, fake_args, fake_kwargs)
@@ -198,7 +265,9 @@ def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def model_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters and buffers on the module's device, shared ones once, as the device's allocator rounds them."""
+    """Bytes of all parameters and buffers on the module's device, shared ones once, as the device's
+    allocator rounds them.
+    """
     kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
     sizes = {local_part(t).untyped_storage()._cdata: held_bytes(t) for t in tensors}
@@ -210,19 +279,32 @@ def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> C
 
     Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
     captured; and it keeps what it compiled by code object, which here belongs to this module only.
-    The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch 2.13).
+    The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch
+    2.13).
     """
     _install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": call_plain}
-    exec("def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)", namespace)
+    exec(
+        "def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)",
+        namespace,
+    )
     step = namespace["step"]
-    compiled = compile_whole(step, backend) if is_whole else torch.compile(step, backend=backend, dynamic=False)
+    compiled = (
+        compile_whole(step, backend)
+        if is_whole
+        else torch.compile(step, backend=backend, dynamic=False)
+    )
     return partial(compiled, module)
 
 
 def _install_capturing_hooks(module: nn.Module) -> None:
-    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't enter; once a model."""
-    library, models = (sys.modules.get(f"transformers.{name}") for name in ("utils.output_capturing", "modeling_utils"))
+    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't
+    enter; once a model.
+    """
+    library, models = (
+        sys.modules.get(f"transformers.{name}")
+        for name in ("utils.output_capturing", "modeling_utils")
+    )
     if library is None or models is None:
         return
     for part in module.modules():
@@ -231,10 +313,13 @@ def _install_capturing_hooks(module: nn.Module) -> None:
 
 
 def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises `TraceError` where neither a parameter nor an input asks for a gradient, or a parameter has no shape yet."""
+    """Raises `TraceError` where neither a parameter nor an input asks for a gradient, or a
+    parameter has no shape yet.
+    """
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise TraceError(
-            f"{type(module).__name__} has lazy modules whose parameters get their shapes from a first batch; "
+            f"{type(module).__name__} has lazy modules whose parameters get their shapes from "
+            "a first batch; "
             "run it once under torch.no_grad() before it is planned"
         )
     if not needs_gradient(module, tensors_in(args, kwargs)):
@@ -244,17 +329,24 @@ def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
 def nothing_to_differentiate(module: nn.Module) -> str:
     """The message for a step without a backward."""
     return (
-        f"{type(module).__name__} has nothing to differentiate: no parameter or input that leads to its outputs has requires_grad=True, "
-        "so there is no backward to save memory for; unfreeze a parameter, or call the module under torch.no_grad()"
+        f"{type(module).__name__} has nothing to differentiate: no parameter or input that "
+        "leads to its outputs has requires_grad=True, "
+        "so there is no backward to save memory for; unfreeze a parameter, or call the module "
+        "under torch.no_grad()"
     )
 
 
-def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_whole: bool = True) -> Any:
-    """Calls a compiled function; what goes wrong in capturing or planning comes out as our own error.
+def run_compiled(
+    compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_whole: bool = True
+) -> Any:
+    """Calls a compiled function.
+
+    What goes wrong in capturing or planning comes out as our own error.
 
     Raises:
         GraphBreak: it is no one graph.
-        TraceError: it can't be compiled, nor in pieces where `is_whole` is false; or it can't be planned.
+        TraceError: it can't be compiled, nor in pieces where `is_whole` is false; or it can't be
+            planned.
     """
     try:
         with capture_settings():
@@ -266,14 +358,21 @@ def run_compiled(compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_who
         if is_graph_break(error):
             first = str(error).strip().split("\n\n")[0]
             if not is_whole:
-                raise TraceError(f"torch.compile fails on this step, whole and in pieces: {first}{_place_in(str(error))}") from error
+                raise TraceError(
+                    "torch.compile fails on this step, whole and in pieces: "
+                    f"{first}{_place_in(str(error))}"
+                ) from error
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {first}\n"
-                "Rewrite the line it names, or take it out of the forward (run with TORCH_LOGS=graph_breaks for the place).",
+                "Rewrite the line it names, or take it out of the forward (run with "
+                "TORCH_LOGS=graph_breaks for the place).",
                 first.split("\n")[0] + _place_in(str(error)),
             ) from error
-        if cause is not error:  # a backend's failure: AOTAutograd could not trace the step, or we could not
-            raise TraceError(f"this step can't be traced and planned: {type(cause).__name__}: {cause}") from error
+        # a backend's failure: AOTAutograd could not trace the step, or we could not
+        if cause is not error:
+            raise TraceError(
+                f"this step can't be traced and planned: {type(cause).__name__}: {cause}"
+            ) from error
         raise
 
 
@@ -293,24 +392,33 @@ class BackendState:
 BACKEND_STATE = BackendState()
 
 
-def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """The `torch.compile` backend `remat`: `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
+def backend(
+    module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Callable[..., Any]:
+    """The `torch.compile` backend `remat`.
+
+    `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
 
     Options are those of `remat.checkpoint`. The first one, `budget`, is needed.
     """
     given = dict(kwargs.get("options") or {})
     if "budget" not in given:
-        raise ValueError('the backend "remat" needs a budget: torch.compile(model, backend="remat", options={"budget": "8GiB"})')
+        raise ValueError(
+            'the backend "remat" needs a budget: '
+            'torch.compile(model, backend="remat", options={"budget": "8GiB"})'
+        )
     options = Options(**given)
     if bucket_bytes() and is_ddp_optimizer_on():
         raise TraceError(
-            "inside of DistributedDataParallel torch.compile cuts the graph along its buckets, and one budget is for one graph; set "
+            "inside of DistributedDataParallel torch.compile cuts the graph along its "
+            "buckets, and one budget is for one graph; set "
             "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
         )
     reason = compile_reason(module)
     if reason is not None and reason.graph_break:
         raise TraceError(
-            f"the step has a graph break ({reason.reason}), and this door plans one graph at a time; "
+            f"the step has a graph break ({reason.reason}), and this door plans one graph at "
+            "a time; "
             "remat.checkpoint plans the pieces together"
         )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
@@ -318,5 +426,7 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     make = make_backend
     if options.executor == "inductor":
         from remat.run.inductor import make_inductor_backend as make
-    inner = make(Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate)
+    inner = make(
+        Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate
+    )
     return inner(module, example_inputs)  # type: ignore[no-any-return]

@@ -1,7 +1,10 @@
-"""Many graphs and budgets side by side, through joblib: on this machine's cores, or on a Dask or Ray cluster.
+"""Many graphs and budgets side by side, through joblib.
 
-A task is one graph under one budget. Graphs and solutions travel as the package's own JSON, so that nothing of them has to
-be pickled, and another version of the package on a worker refuses them instead of misreading them.
+On this machine's cores, or on a Dask or Ray cluster.
+
+A task is one graph under one budget. Graphs and solutions travel as the package's own JSON, so that
+nothing of them has to be pickled, and another version of the package on a worker refuses them
+instead of misreading them.
 """
 
 from __future__ import annotations
@@ -28,18 +31,23 @@ def sweep(
     gap: float = 0.005,
     n_jobs: int = -1,
 ) -> list[list[Solution]]:
-    """Returns a list a graph, with a solution a budget; where nothing was found, the solution's status says so.
+    """Returns a list a graph, with a solution a budget.
 
-    Runs in local processes; inside `with joblib.parallel_config("dask")` (or `"ray"`) on the cluster that is there. Each
-    task has the time limit to itself. To share work between the budgets of one graph, see `frontier`.
+    Where nothing was found, the solution's status says so.
+
+    Runs in local processes; inside `with joblib.parallel_config("dask")` (or `"ray"`) on the
+    cluster that is there. Each task has the time limit to itself. To share work between the budgets
+    of one graph, see `frontier`.
 
     Args:
         graphs: from `trace`, `Graph.load` or `Graph.from_arrays`.
-        budgets: for each graph: bytes, "8GiB", or "60%" of the peak of keeping everything in that graph.
+        budgets: for each graph: bytes, "8GiB", or "60%" of the peak of keeping everything in that
+            graph.
         solver: a name or a solver.
         time_limit_s: how long each solve may take, where the solver is given by name.
         gap: good enough, where the solver is given by name.
-        n_jobs: solves at the same time; -1 for as many as there are cores, or workers in the cluster.
+        n_jobs: solves at the same time; -1 for as many as there are cores, or workers in the
+            cluster.
 
     Raises:
         ValueError, TypeError: a malformed budget, an unknown solver; before any work.
@@ -48,7 +56,11 @@ def sweep(
     >>> [[s.cost_s for s in row] for row in sweep(graphs, [3, "200%"], n_jobs=1)]
     [[3.0, 3.0]]
     """
-    method = make_solver(solver, time_limit_s=time_limit_s, gap=gap) if isinstance(solver, str) else solver
+    method = (
+        make_solver(solver, time_limit_s=time_limit_s, gap=gap)
+        if isinstance(solver, str)
+        else solver
+    )
     tasks = []
     for graph in graphs:
         keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes

@@ -1,4 +1,7 @@
-"""What `remat doctor` looks at: versions, devices, solvers, the cache, and a tiny problem solved."""
+"""What `remat doctor` looks at.
+
+Versions, devices, solvers, the cache, and a tiny problem solved.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +55,35 @@ def _torch() -> Iterator[Finding]:
     first, last = _TORCH_VERSIONS
     is_known = first <= version <= last
     tested = f"tested on {first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    yield Finding("torch", is_known, torch.__version__ if is_known else f"{torch.__version__}; remat is {tested}")
+    yield Finding(
+        "torch",
+        is_known,
+        torch.__version__ if is_known else f"{torch.__version__}; remat is {tested}",
+    )
     if not torch.cuda.is_available():
-        yield Finding("cuda", None, "no GPU is visible; models run on the CPU, plans work for any device")
+        yield Finding(
+            "cuda", None, "no GPU is visible; models run on the CPU, plans work for any device"
+        )
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding(f"cuda:{index}", None, f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}")
+        yield Finding(
+            f"cuda:{index}",
+            None,
+            f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA "
+            f"{torch.version.cuda}",
+        )
 
 
 def _module(name: str, is_needed: bool) -> Finding:
     try:
         importlib.import_module(name)
     except ImportError as reason:
-        return Finding(name, False if is_needed else None, f"does not import: {reason}" if is_needed else "not installed (remat[fast])")
+        return Finding(
+            name,
+            False if is_needed else None,
+            f"does not import: {reason}" if is_needed else "not installed (remat[fast])",
+        )
     return Finding(name, True, importlib.metadata.version(name))
 
 
@@ -76,21 +94,34 @@ def _cache() -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as reason:
-        return Finding("cache", False, f"{folder} can't be written: {reason.strerror}; measured costs would be lost")
+        return Finding(
+            "cache",
+            False,
+            f"{folder} can't be written: {reason.strerror}; measured costs would be lost",
+        )
     plans = PlanCache(plans_path())
     sizes = [status.st_size for _, status in plans.files()]
-    held = f"{len(sizes)} plans of {format_bytes(sum(sizes))} in {plans.folder.name}, of at most {format_bytes(plans.limit_bytes)}"
+    held = (
+        f"{len(sizes)} plans of {format_bytes(sum(sizes))} in {plans.folder.name}, of at most "
+        f"{format_bytes(plans.limit_bytes)}"
+    )
     return Finding("cache", True, f"{folder} can be written; {held}")
 
 
 def _self_check() -> Finding:
-    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (4, 5), (1, 6), (5, 6), (0, 7), (6, 7)]  # a chain and its way back
+    # a chain and its way back
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (4, 5), (1, 6), (5, 6), (0, 7), (6, 7)]
     graph = Graph.from_arrays([1.0] * 8, [4] * 8, edges, first_backward=4)
     try:
-        solutions = [make_solver("auto", time_limit_s=10.0).solve(graph, budget_bytes=budget) for budget in (20, 16)]
+        solutions = [
+            make_solver("auto", time_limit_s=10.0).solve(graph, budget_bytes=budget)
+            for budget in (20, 16)
+        ]
     except (RematError, ImportError) as reason:
         return Finding("self-check", False, f"a chain of eight operators can't be solved: {reason}")
-    return Finding("self-check", all(s.is_solved for s in solutions), ", ".join(map(_summary, solutions)))
+    return Finding(
+        "self-check", all(s.is_solved for s in solutions), ", ".join(map(_summary, solutions))
+    )
 
 
 def _summary(solution: Solution) -> str:

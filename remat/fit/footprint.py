@@ -55,7 +55,14 @@ class Footprint:
     @property
     def total(self) -> int:
         """The peak."""
-        return self.parameters + self.buffers_and_inputs + self.optimizer + self.gradients + self.activations + self.temporaries
+        return (
+            self.parameters
+            + self.buffers_and_inputs
+            + self.optimizer
+            + self.gradients
+            + self.activations
+            + self.temporaries
+        )
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, held: Held) -> Footprint:
@@ -67,5 +74,7 @@ class Footprint:
             optimizer=held.optimizer.state_bytes + held.reserve_bytes,
             gradients=parts[Category.PARAMETER_GRADIENTS] + held.accumulated_bytes,
             activations=parts[Category.SAVED] + parts[Category.RECOMPUTED],
-            temporaries=parts[Category.TEMPORARY] + parts[Category.GRADIENTS] + parts[Category.WORKSPACE],
+            temporaries=parts[Category.TEMPORARY]
+            + parts[Category.GRADIENTS]
+            + parts[Category.WORKSPACE],
         )

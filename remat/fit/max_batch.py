@@ -1,8 +1,9 @@
 """The largest batch that fits, and the batch that trains the most samples a second.
 
-The least peak of a step is close to affine in its batch, so the largest batch is found by the secant method between
-a batch that fits and one that does not, each traced and planned for real. A larger batch spreads the fixed cost of
-operators over more samples and makes their products more efficient; recomputation takes that back at some point.
+The least peak of a step is close to affine in its batch, so the largest batch is found by the
+secant method between a batch that fits and one that does not, each traced and planned for real. A
+larger batch spreads the fixed cost of operators over more samples and makes their products more
+efficient; recomputation takes that back at some point.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Batches:
 
     def record(self) -> dict[str, Any]:
         """Returns the figures for JSON."""
-        rows = [{"batch": row.batch, "samples_per_s": row.samples_per_s, **row.fit.record()} for row in self.rows]
+        rows = [
+            {"batch": row.batch, "samples_per_s": row.samples_per_s, **row.fit.record()}
+            for row in self.rows
+        ]
         return {"largest": self.largest, "best": self.best.batch, "batches": rows}
 
     def __str__(self) -> str:
@@ -70,32 +74,58 @@ class Batches:
         for name in ("batch", "peak", "overhead", "step", "samples/s", ""):
             table.add_column(name, justify="right" if name else "left")
         for row in self.rows:
-            best = "best predicted throughput" if row is self.best else "largest that fits" if row.batch == self.largest else ""
+            best = (
+                "best predicted throughput"
+                if row is self.best
+                else "largest that fits"
+                if row.batch == self.largest
+                else ""
+            )
             step_text = Scale.for_largest(row.fit.step_s, "s").text(row.fit.step_s)
             peak = row.fit.planned.total if row.fit.planned else 0
             table.add_row(
-                str(row.batch), format_bytes(peak), f"{100 * row.fit.overhead:.2f} %", step_text, f"{row.samples_per_s:,.4g}", best
+                str(row.batch),
+                format_bytes(peak),
+                f"{100 * row.fit.overhead:.2f} %",
+                step_text,
+                f"{row.samples_per_s:,.4g}",
+                best,
             )
-        console = Console(width=80, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
+        console = Console(
+            width=80, no_color=True, highlight=False, force_terminal=False, legacy_windows=False
+        )
         fit = self.rows[-1].fit
         with console.capture() as capture:
-            console.print(f"{fit.model} in {format_bytes(fit.budget_bytes)} of {fit.device}, with {fit.held.optimizer.name}:")
+            console.print(
+                f"{fit.model} in {format_bytes(fit.budget_bytes)} of {fit.device}, with "
+                f"{fit.held.optimizer.name}:"
+            )
             console.print(table)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def max_batch(
-    model: nn.Module, make_args: MakeArgs, budget: Budget | None = None, *, limit: int = 1 << 16, points: int = 5, **options: Any
+    model: nn.Module,
+    make_args: MakeArgs,
+    budget: Budget | None = None,
+    *,
+    limit: int = 1 << 16,
+    points: int = 5,
+    **options: Any,
 ) -> Batches:
-    """Returns the largest batch that fits the budget, and others up to it with their predicted throughput.
+    """Returns the largest batch that fits the budget, and others up to it with their predicted
+    throughput.
 
     Args:
         model: any module; as for `fits`, it may be on the meta device.
-        make_args: batch -> the tuple of the model's inputs; called under fake tensors, so it allocates nothing.
+        make_args: batch -> the tuple of the model's inputs; called under fake tensors, so it
+            allocates nothing.
         budget: what the step may hold; all of the device's memory by default.
         limit: the largest batch to think about.
-        points: how many batches are planned, from the largest that needs no recomputation to the largest that fits.
-        **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`, `time_limit_s` for each plan, ...
+        points: how many batches are planned, from the largest that needs no recomputation to the
+            largest that fits.
+        **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`,
+        `time_limit_s` for each plan, ...
 
     Raises:
         ValueError: a budget that is a percentage, an unknown device or optimizer.
@@ -103,7 +133,10 @@ def max_batch(
         TraceError: the step can't be captured as one graph.
     """
     if isinstance(budget, str) and "%" in budget:
-        raise ValueError(f"budget {budget!r} is a percentage, and every batch would have another; write it in bytes")
+        raise ValueError(
+            f"budget {budget!r} is a percentage, and every batch would have another; write it "
+            "in bytes"
+        )
     if limit < 1 or points < 1:
         raise ValueError(f"limit={limit} and points={points} must be at least 1")
     search = _Search(Question.of(model, budget=budget, **options), make_args)
@@ -111,7 +144,10 @@ def max_batch(
     if largest == 0:
         raise _nothing_fits(search)
     first = max(1, _largest(search.keep_all_bytes, search.budget_bytes, largest))
-    rows = [BatchFit(batch, search.question.answer(search.graph_of(batch))) for batch in _between(first, largest, points)]
+    rows = [
+        BatchFit(batch, search.question.answer(search.graph_of(batch)))
+        for batch in _between(first, largest, points)
+    ]
     return Batches(tuple(row for row in rows if row.fit))
 
 
@@ -140,16 +176,24 @@ class _Search:
 
     def least_bytes(self, batch: int) -> int:
         if batch not in self._least:
-            least = minimum(self.graph_of(batch), time_limit_s=self.question.time_limit_s).peak_bytes
+            least = minimum(
+                self.graph_of(batch), time_limit_s=self.question.time_limit_s
+            ).peak_bytes
             self._least[batch] = self._with_optimizer(batch, least)
         return self._least[batch]
 
     def _with_optimizer(self, batch: int, peak_bytes: int) -> int:
-        return max(peak_bytes + self.question.held.total, self.question.optimizer_step_bytes(self.graph_of(batch)))
+        return max(
+            peak_bytes + self.question.held.total,
+            self.question.optimizer_step_bytes(self.graph_of(batch)),
+        )
 
 
 def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> int:
-    """Returns the largest batch up to `limit` whose bytes are within the budget, 0 if none: secants, halving where they stall."""
+    """Returns the largest batch up to `limit` whose bytes are within the budget, 0 if none.
+
+    Secants, halving where they stall.
+    """
     low, high, batch = 0, limit + 1, 1
     known: list[tuple[int, int]] = []
     while high - low > 1:
@@ -183,4 +227,9 @@ def _between(first: int, last: int, points: int) -> list[int]:
 def _nothing_fits(search: _Search) -> BudgetError:
     fit = search.question.answer(search.graph_of(1))
     is_proved = fit.bound_bytes > fit.budget_bytes
-    return BudgetError(fit.verdict, budget_bytes=fit.budget_bytes, minimum_bytes=fit.minimum_bytes, is_proved=is_proved)
+    return BudgetError(
+        fit.verdict,
+        budget_bytes=fit.budget_bytes,
+        minimum_bytes=fit.minimum_bytes,
+        is_proved=is_proved,
+    )

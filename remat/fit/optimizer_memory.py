@@ -1,8 +1,10 @@
-"""What an optimizer holds: its state, and the temporaries of its step, measured without allocating anything.
+"""What an optimizer holds.
+
+Its state, and the temporaries of its step, measured without allocating anything.
 
 The optimizer really runs, on fake tensors with the shapes and types of the parameters, while
-every storage it makes is counted. So any optimizer that is a `torch.optim.Optimizer` can be asked, those of
-other libraries too.
+every storage it makes is counted. So any optimizer that is a `torch.optim.Optimizer` can be asked,
+those of other libraries too.
 """
 
 from __future__ import annotations
@@ -39,20 +41,25 @@ class OptimizerMemory:
     step_bytes: int
 
 
-def optimizer_memory(optimizer: str | MakeOptimizer, parameters: Iterable[nn.Parameter], *, device_type: str = "cpu") -> OptimizerMemory:
+def optimizer_memory(
+    optimizer: str | MakeOptimizer, parameters: Iterable[nn.Parameter], *, device_type: str = "cpu"
+) -> OptimizerMemory:
     """Returns what an optimizer of these parameters holds from its first step on.
 
     Args:
-        optimizer: one of `OPTIMIZERS`, or what makes one of parameters: a class, or `lambda ps: SGD(ps, momentum=0.9)`.
+        optimizer: one of `OPTIMIZERS`, or what makes one of parameters: a class, or `lambda ps:
+            SGD(ps, momentum=0.9)`.
         parameters: real, fake or meta; those without `requires_grad` are left out.
-        device_type: where it will run; on `cuda` torch's optimizers take all parameters at a time (`foreach`), which is
-            quicker and holds more.
+        device_type: where it will run; on `cuda` torch's optimizers take all parameters at a time
+            (`foreach`), which is quicker and holds more.
 
     Raises:
         ValueError: there is no optimizer of this name.
         TypeError: it makes no optimizer, or none that can run on fake tensors.
 
-    >>> optimizer_memory("adamw", [nn.Parameter(torch.zeros(1000))]).state_bytes  # two of each parameter, and a count
+    Two of each parameter, and a count:
+
+    >>> optimizer_memory("adamw", [nn.Parameter(torch.zeros(1000))]).state_bytes
     8004
     """
     make, name = _maker(optimizer)
@@ -79,7 +86,9 @@ def state_bytes_of(optimizer: Optimizer) -> int:
 
     Wrappers of other libraries (`accelerate`, Lightning) are looked through.
     """
-    while not type(optimizer).__module__.startswith("torch.optim") and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    while not type(optimizer).__module__.startswith("torch.optim") and isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
@@ -90,22 +99,33 @@ def state_bytes_of(optimizer: Optimizer) -> int:
 def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or pass its class")
+            raise ValueError(
+                f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or pass "
+                "its class"
+            )
         return OPTIMIZERS[optimizer.lower()], optimizer.lower()
     if not callable(optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a name, a class, or `lambda parameters: SGD(parameters)`")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; pass a name, a class, or `lambda "
+            "parameters: SGD(parameters)`"
+        )
     return optimizer, getattr(optimizer, "__name__", type(optimizer).__name__)
 
 
 def _made(make: MakeOptimizer, trained: Sequence[nn.Parameter], name: str) -> Optimizer:
     made = make(trained)
     if not isinstance(made, Optimizer):
-        raise TypeError(f"{name} made a {type(made).__name__}, and a torch.optim.Optimizer is needed")
+        raise TypeError(
+            f"{name} made a {type(made).__name__}, and a torch.optim.Optimizer is needed"
+        )
     return made
 
 
 def _take_all_at_once(optimizer: Optimizer, *, is_cuda: bool) -> None:
-    """Chooses as torch does on the device: `foreach` on CUDA where neither it nor `fused` was asked for or refused."""
+    """Chooses as torch does on the device.
+
+    `foreach` on CUDA where neither it nor `fused` was asked for or refused.
+    """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = is_cuda
@@ -116,7 +136,8 @@ def _step(optimizer: Optimizer, name: str) -> None:
         optimizer.step()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise TypeError(
-            f"{name} can't step on fake tensors, where its memory is measured ({error}); give its bytes as reserve_bytes, "
+            f"{name} can't step on fake tensors, where its memory is measured ({error}); give "
+            "its bytes as reserve_bytes, "
             'and optimizer="none"'
         ) from error
 
@@ -132,7 +153,8 @@ class _CountStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 0.5 if args[0].is_floating_point() else 1  # the value of `step.item()`: only sizes matter
+            # the value of `step.item()`: only sizes matter
+            return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -159,9 +181,14 @@ class _CountStorages(TorchDispatchMode):
 
 
 class _States(Optimizer):
-    """An optimizer of another library as far as memory goes: the state it keeps of each parameter, nothing else."""
+    """An optimizer of another library as far as memory goes.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], states_of: Callable[[nn.Parameter], Any]) -> None:
+    The state it keeps of each parameter, nothing else.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], states_of: Callable[[nn.Parameter], Any]
+    ) -> None:
         super().__init__(parameters, {})
         self.states_of = states_of
 
@@ -174,14 +201,19 @@ class _States(Optimizer):
 
 
 def _eight_bit(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """Two states of a byte an element with a 32-bit scale a block of 256; small parameters keep 32 bits.
+    """Two states of a byte an element with a 32-bit scale a block of 256.
 
-    Source: bitsandbytes 0.45, optim/optimizer.py: `Optimizer2State.init_state`, `min_8bit_size=4096`, `blocksize=256`.
+    Small parameters keep 32 bits.
+
+    Source: bitsandbytes 0.45, optim/optimizer.py: `Optimizer2State.init_state`,
+    `min_8bit_size=4096`, `blocksize=256`.
     """
     if parameter.numel() < 4096:
         return [torch.empty(parameter.shape, dtype=torch.float32) for _ in range(2)]
     states = [torch.empty(parameter.shape, dtype=torch.uint8) for _ in range(2)]
-    return states + [torch.empty(-(-parameter.numel() // 256), dtype=torch.float32) for _ in range(2)]
+    return states + [
+        torch.empty(-(-parameter.numel() // 256), dtype=torch.float32) for _ in range(2)
+    ]
 
 
 def _no_states(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -199,5 +231,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adafactor": torch.optim.Adafactor,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    "lion": lambda parameters: _States(parameters, lambda p: [torch.empty_like(p)]),  # one momentum; Chen et al. (2023)
+    # one momentum; Chen et al. (2023)
+    "lion": lambda parameters: _States(parameters, lambda p: [torch.empty_like(p)]),
 }

@@ -1,11 +1,12 @@
 """A predicted step in the forms that others' viewers open.
 
-- `memory_snapshot`: PyTorch's memory snapshot, the pickle of `torch.cuda.memory._dump_snapshot`, for
-  https://pytorch.org/memory_viz: prediction and measurement side by side in the usual viewer. Fields as torch 2.13 writes them
-  (`torch/cuda/_memory_viz.py`, `torch/csrc/cuda/memory_snapshot.cpp`).
-- `chrome_trace`: the schedule as trace events for https://ui.perfetto.dev and chrome://tracing: one track each for the
-  forward, the backward and what is computed again, and the memory by category as counters. Form: "Trace Event Format"
-  (Google, 2016).
+- `memory_snapshot`: PyTorch's memory snapshot, the pickle of `torch.cuda.memory._dump_snapshot`,
+  for https://pytorch.org/memory_viz: prediction and measurement side by side in the usual viewer.
+  Fields as torch 2.13 writes them (`torch/cuda/_memory_viz.py`,
+  `torch/csrc/cuda/memory_snapshot.cpp`).
+- `chrome_trace`: the schedule as trace events for https://ui.perfetto.dev and chrome://tracing: one
+  track each for the forward, the backward and what is computed again, and the memory by category as
+  counters. Form: "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _TRACKS = ("forward", "backward", "computed again")
 
 
 def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
-    """Writes a memory snapshot (`.pickle`) or a Chrome trace (`.json`), as the suffix of `path` says.
+    """Writes a memory snapshot (`.pickle`) or a Chrome trace (`.json`), as the suffix of `path`
+    says.
 
     Raises:
         ValueError: the suffix is neither.
@@ -43,14 +45,17 @@ def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
     elif path.suffix == ".json":
         path.write_text(json.dumps(chrome_trace(graph, schedule)))
     else:
-        raise ValueError(f"{path}: an export ends in .pickle (memory snapshot) or .json (Chrome trace)")
+        raise ValueError(
+            f"{path}: an export ends in .pickle (memory snapshot) or .json (Chrome trace)"
+        )
 
 
 def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns the predicted step as a memory snapshot of one device with one segment.
 
-    Resident values are allocated first and stay. Blocks lie where a best-fit allocator would put them. An operator
-    that works in place continues its input's block. Times count the cost of what ran before, in microseconds.
+    Resident values are allocated first and stay. Blocks lie where a best-fit allocator would put
+    them. An operator that works in place continues its input's block. Times count the cost of what
+    ran before, in microseconds.
     """
     blocks = Blocks.of(graph, schedule)
     resident = [v for v in graph.values if v.is_resident and v.size_bytes]
@@ -67,39 +72,67 @@ def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
         where += value.size_bytes
     allocations, left = _block_events(graph, schedule, blocks, address)
     segment = {
-        "device": 0, "address": _BASE_ADDRESS, "total_size": total, "stream": 0, "segment_type": "large", "is_expandable": False,
+        "device": 0, "address": _BASE_ADDRESS, "total_size": total, "stream": 0,
+        "segment_type": "large", "is_expandable": False,
         "segment_pool_id": (0, 0), "frames": [], "blocks": _segment_blocks([*kept, *left], total),
     }  # fmt: skip
-    segment["allocated_size"] = segment["active_size"] = segment["requested_size"] = sum(size for _, size, _ in [*kept, *left])
-    return {"segments": [segment], "device_traces": [[*events, *allocations]], "allocator_settings": {}, "external_annotations": []}
+    segment["allocated_size"] = segment["active_size"] = segment["requested_size"] = sum(
+        size for _, size, _ in [*kept, *left]
+    )
+    return {
+        "segments": [segment],
+        "device_traces": [[*events, *allocations]],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
 
 
-def _block_events(graph: Graph, schedule: Schedule, blocks: Blocks, address: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns the allocations and releases in order, and what is left at the end: address, size and frames."""
+def _block_events(
+    graph: Graph, schedule: Schedule, blocks: Blocks, address: Any
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Returns the allocations and releases in order, and what is left at the end.
+
+    Address, size and frames.
+    """
     ends_s = np.cumsum(np.append(0.0, graph.arrays.cost_s[schedule.array]))
     scale = 1e6 if Units.of(graph).cost == "s" else 1.0
     num_half_steps = 2 * len(schedule.steps)
     moments = sorted(
-        [(int(blocks.first[i]), 1, i) for i in range(len(address))] + [(int(blocks.last[i]) + 1, 0, i) for i in range(len(address))]
+        [(int(blocks.first[i]), 1, i) for i in range(len(address))]
+        + [(int(blocks.last[i]) + 1, 0, i) for i in range(len(address))]
     )
     frames = {i: _block_frames(graph, schedule, blocks, i) for i in range(len(address))}
     outlives = set(graph.arrays.output.tolist())
     events, left = [], []
     for moment, is_alloc, i in moments:
-        where, size, time_us = int(address[i]), int(blocks.size_bytes[i]), int(scale * ends_s[min(moment // 2, len(ends_s) - 1)])
+        where, size, time_us = (
+            int(address[i]),
+            int(blocks.size_bytes[i]),
+            int(scale * ends_s[min(moment // 2, len(ends_s) - 1)]),
+        )
         if is_alloc:
             events.append(_event("alloc", where, size, time_us, frames[i]))
         elif moment >= num_half_steps and int(blocks.value[i]) in outlives:
             left.append((where, size, frames[i]))
         else:
-            events += [_event(action, where, size, time_us, frames[i]) for action in ("free_requested", "free_completed")]
+            events += [
+                _event(action, where, size, time_us, frames[i])
+                for action in ("free_requested", "free_completed")
+            ]
     return events, left
 
 
-def _block_frames(graph: Graph, schedule: Schedule, blocks: Blocks, block: int) -> list[dict[str, Any]]:
+def _block_frames(
+    graph: Graph, schedule: Schedule, blocks: Blocks, block: int
+) -> list[dict[str, Any]]:
     op = graph.operators[schedule.steps[int(blocks.first[block]) // 2]]
     value = int(blocks.value[block])
-    held = f"{graph.values[value].name} {shape_text(graph.values[value].dtype, graph.values[value].shape)}" if value >= 0 else "workspace"
+    held = (
+        f"{graph.values[value].name} "
+        f"{shape_text(graph.values[value].dtype, graph.values[value].shape)}"
+        if value >= 0
+        else "workspace"
+    )
     filename, _, rest = op.source.partition(":")
     line, _, code = rest.partition(":")
     made_by = f"{op.phase} {short_target(op.target) or op.name} {op.module}".rstrip()
@@ -111,54 +144,114 @@ def _frame(name: str, filename: str = "remat", line: int = 0) -> dict[str, Any]:
     return {"filename": filename, "line": line, "name": name}
 
 
-def _event(action: str, address: int, size: int, time_us: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, "frames": frames}
+def _event(
+    action: str, address: int, size: int, time_us: int, frames: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": time_us,
+        "frames": frames,
+    }
 
 
-def _segment_blocks(held: list[tuple[int, int, list[dict[str, Any]]]], total: int) -> list[dict[str, Any]]:
-    """Returns a segment's blocks at the end of the step, the holes between them included, in order of address."""
+def _segment_blocks(
+    held: list[tuple[int, int, list[dict[str, Any]]]], total: int
+) -> list[dict[str, Any]]:
+    """Returns a segment's blocks at the end of the step, the holes between them included, in order
+    of address.
+    """
     blocks: list[dict[str, Any]] = []
     where = _BASE_ADDRESS
     for address, size, frames in sorted(held, key=lambda block: block[0]):
         if address > where:
-            blocks.append({"address": where, "size": address - where, "requested_size": 0, "state": "inactive", "frames": []})
-        blocks.append({"address": address, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames})
+            blocks.append(
+                {
+                    "address": where,
+                    "size": address - where,
+                    "requested_size": 0,
+                    "state": "inactive",
+                    "frames": [],
+                }
+            )
+        blocks.append(
+            {
+                "address": address,
+                "size": size,
+                "requested_size": size,
+                "state": "active_allocated",
+                "frames": frames,
+            }
+        )
         where = address + size
     if where < _BASE_ADDRESS + total:
         rest = _BASE_ADDRESS + total - where
-        blocks.append({"address": where, "size": rest, "requested_size": 0, "state": "inactive", "frames": []})
+        blocks.append(
+            {"address": where, "size": rest, "requested_size": 0, "state": "inactive", "frames": []}
+        )
     return blocks
 
 
 def chrome_trace(graph: Graph, schedule: Schedule) -> dict[str, Any]:
-    """Returns the schedule as trace events; times are the costs, in microseconds, or one a step where computing is free."""
-    return {"displayTimeUnit": "ms", "traceEvents": [*_names(), *_slices(graph, schedule), *_counters(graph, schedule)]}
+    """Returns the schedule as trace events.
+
+    Times are the costs, in microseconds, or one a step where computing is free.
+    """
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [*_names(), *_slices(graph, schedule), *_counters(graph, schedule)],
+    }
 
 
 def _names() -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "predicted training step"}}
+    yield {
+        "name": "process_name",
+        "ph": "M",
+        "pid": 0,
+        "tid": 0,
+        "args": {"name": "predicted training step"},
+    }
     for track, name in enumerate(_TRACKS):
         yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": track, "args": {"sort_index": track}}
+        yield {
+            "name": "thread_sort_index",
+            "ph": "M",
+            "pid": 0,
+            "tid": track,
+            "args": {"sort_index": track},
+        }
 
 
 def _slices(graph: Graph, schedule: Schedule) -> Iterator[dict[str, Any]]:
     begin_us = _times_us(graph, schedule)
-    for step, (index, is_first) in enumerate(zip(schedule.steps, is_first_time(schedule.array), strict=True)):
+    for step, (index, is_first) in enumerate(
+        zip(schedule.steps, is_first_time(schedule.array), strict=True)
+    ):
         op = graph.operators[index]
         track = 2 if not is_first else int(op.phase is Phase.BACKWARD)
-        written = ", ".join(shape_text(graph.values[v].dtype, graph.values[v].shape) for v in op.writes)
+        written = ", ".join(
+            shape_text(graph.values[v].dtype, graph.values[v].shape) for v in op.writes
+        )
         yield {
-            "name": short_target(op.target) or op.name, "cat": _TRACKS[track], "ph": "X", "pid": 0, "tid": track, "ts": begin_us[step],
+            "name": short_target(op.target) or op.name, "cat": _TRACKS[track], "ph": "X", "pid": 0,
+            "tid": track, "ts": begin_us[step],
             "dur": begin_us[step + 1] - begin_us[step],
-            "args": {"step": step, "operator": op.name, "module": op.module, "source": op.source, "writes": written},
+            "args": {
+                "step": step, "operator": op.name, "module": op.module, "source": op.source,
+                "writes": written,
+            },
         }  # fmt: skip
 
 
 def _counters(graph: Graph, schedule: Schedule) -> Iterator[dict[str, Any]]:
     parts, begin_us = Composition.of(graph, schedule), _times_us(graph, schedule)
     for step in range(len(schedule.steps)):
-        held = {str(category): int(size) for category, size in zip(Category, parts.bytes_of[:, step], strict=True)}
+        held = {
+            str(category): int(size)
+            for category, size in zip(Category, parts.bytes_of[:, step], strict=True)
+        }
         yield {"name": "memory (bytes)", "ph": "C", "pid": 0, "ts": begin_us[step], "args": held}
 
 

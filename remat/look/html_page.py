@@ -1,4 +1,7 @@
-"""The report as one HTML file that needs no network: what the plan costs, where the memory goes, and why."""
+"""The report as one HTML file that needs no network.
+
+What the plan costs, where the memory goes, and why.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from remat.analysis.decisions import Decision, decide
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.core.units import Units
-from remat.look.html_charts import COLOUR_OF, memory_chart, schedule_chart, step_range, tradeoff_chart
+from remat.look.html_charts import (
+    COLOUR_OF,
+    memory_chart,
+    schedule_chart,
+    step_range,
+    tradeoff_chart,
+)
 from remat.look.html_table import value_table
 from remat.look.labels import shape_text, short_target
 from remat.look.report import Group, Report
@@ -44,19 +53,24 @@ class PeakRow(NamedTuple):
     reason: str
 
 
-def write_html(report: Report, path: str | Path, *, curve: Sequence[Solution] = (), title: str = "") -> None:
+def write_html(
+    report: Report, path: str | Path, *, curve: Sequence[Solution] = (), title: str = ""
+) -> None:
     """Writes a report as one self-contained HTML file.
 
     Args:
         report: a planned step.
         path: where to write it.
-        curve: solutions of the same graph for other budgets, from `remat.frontier`; they make the trade-off curve.
+        curve: solutions of the same graph for other budgets, from `remat.frontier`; they make the
+            trade-off curve.
         title: of the page; the file's name without one.
 
     Raises:
         ImportError: Bokeh is not installed; the message names the extra.
     """
-    Path(path).write_text(render_html(report, curve=curve, title=title or Path(path).stem), encoding="utf-8")
+    Path(path).write_text(
+        render_html(report, curve=curve, title=title or Path(path).stem), encoding="utf-8"
+    )
 
 
 def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = "") -> str:
@@ -66,21 +80,36 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     graph, schedule = report.graph, report.schedule
-    parts, decisions, steps = Composition.of(graph, schedule), decide(graph, schedule), step_range(schedule)
+    parts, decisions, steps = (
+        Composition.of(graph, schedule),
+        decide(graph, schedule),
+        step_range(schedule),
+    )
     units = Units.of(graph)
     charts = {
-        "tradeoff": tradeoff_chart([*curve, report.solution], report.solution, keep_all_bytes=report.keep_all.peak_bytes, units=units),
+        "tradeoff": tradeoff_chart(
+            [*curve, report.solution],
+            report.solution,
+            keep_all_bytes=report.keep_all.peak_bytes,
+            units=units,
+        ),
         "memory": memory_chart(parts, schedule, steps, budget_bytes=report.solution.budget_bytes),
         "schedule": schedule_chart(parts, schedule, decisions, steps),
         "values": value_table(graph, decisions),
     }
     script, divisions = components(charts)
     environment = Environment(
-        loader=PackageLoader("remat.look"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("remat.look"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("report.html.jinja").render(
         title=title,
-        resources=Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
+        resources=Resources(
+            mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]
+        ).render(),
         script=script,
         charts=divisions,
         figures=_figures(report),
@@ -99,9 +128,17 @@ def _figures(report: Report) -> list[Figure]:
     num_operators = report.graph.num_operators
     share = f"the plan needs {solution.peak_bytes / keep_all:.0%} of it" if keep_all else ""
     figures = [
-        Figure("predicted peak", units.size_text(solution.peak_bytes), f"budget {units.size_text(solution.budget_bytes)}"),
+        Figure(
+            "predicted peak",
+            units.size_text(solution.peak_bytes),
+            f"budget {units.size_text(solution.budget_bytes)}",
+        ),
         Figure("keeping everything", units.size_text(keep_all), share),
-        Figure("extra compute", f"{100 * solution.overhead:.2f} %", f"at least {100 * solution.overhead_bound:.2f} %: proved"),
+        Figure(
+            "extra compute",
+            f"{100 * solution.overhead:.2f} %",
+            f"at least {100 * solution.overhead_bound:.2f} %: proved",
+        ),
         Figure(
             "recomputations",
             f"{report.schedule.num_recomputations:,}",
@@ -110,18 +147,31 @@ def _figures(report: Report) -> list[Figure]:
     ]
     if report.measured_peak_bytes:
         off = report.measured_peak_bytes - solution.peak_bytes
-        figures.insert(1, Figure("measured peak", units.size_text(report.measured_peak_bytes), f"{off:+,} bytes beside the prediction"))
+        figures.insert(
+            1,
+            Figure(
+                "measured peak",
+                units.size_text(report.measured_peak_bytes),
+                f"{off:+,} bytes beside the prediction",
+            ),
+        )
     return figures
 
 
 def _lead(report: Report) -> str:
     solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
     if not report.recomputed:
-        return f"Everything fits: {units.size_text(keep_all)} are needed, and nothing is computed twice."
+        return (
+            f"Everything fits: {units.size_text(keep_all)} are needed, and nothing is computed "
+            "twice."
+        )
     return (
-        f"This training step needs {units.size_text(keep_all)} where everything is kept. The plan runs it in "
-        f"{units.size_text(solution.peak_bytes)} and computes {100 * solution.overhead:.2f} % more; no schedule in this order of operators "
-        f"and within {units.size_text(solution.budget_bytes)} can do with less than {100 * solution.overhead_bound:.2f} %."
+        f"This training step needs {units.size_text(keep_all)} where everything is kept. The "
+        "plan runs it in "
+        f"{units.size_text(solution.peak_bytes)} and computes {100 * solution.overhead:.2f} % "
+        "more; no schedule in this order of operators "
+        f"and within {units.size_text(solution.budget_bytes)} can do with less than "
+        f"{100 * solution.overhead_bound:.2f} %."
     )
 
 
@@ -159,7 +209,16 @@ def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> 
 def _peak_row(graph: Graph, value: int, category: Category, reason: str) -> PeakRow:
     held, op = graph.values[value], graph.operators[graph.producer[value]]
     shape, size = shape_text(held.dtype, held.shape), Units.of(graph).size_text(held.size_bytes)
-    return PeakRow(COLOUR_OF[category], str(category), held.name, op.module or _TOP, shape, size, op.source, reason)
+    return PeakRow(
+        COLOUR_OF[category],
+        str(category),
+        held.name,
+        op.module or _TOP,
+        shape,
+        size,
+        op.source,
+        reason,
+    )
 
 
 def _group_row(graph: Graph, group: Group) -> tuple[str, ...]:
@@ -183,7 +242,15 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
         ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the least"),
         ("costs", graph.costs or "as given"),
-        ("graph", f"{graph.num_operators:,} operators, {len(graph.values):,} values, fingerprint {graph.fingerprint}"),
+        (
+            "graph",
+            f"{graph.num_operators:,} operators, {len(graph.values):,} values, fingerprint "
+            f"{graph.fingerprint}",
+        ),
         *(("cut by torch.compile", place) for place in report.breaks),
-        ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by remat {importlib.metadata.version('remat')}"),
+        (
+            "written",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by remat "
+            f"{importlib.metadata.version('remat')}",
+        ),
     ]

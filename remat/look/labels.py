@@ -17,7 +17,9 @@ def short_target(target: str) -> str:
 
 
 def short_source(source: str, width: int = SOURCE_WIDTH) -> str:
-    """Returns file and line in a number of columns; what is too long loses letters of the file, not of the line.
+    """Returns file and line in a number of columns.
+
+    What is too long loses letters of the file, not of the line.
 
     >>> short_source("modeling_resnet.py:66: hidden_states = self.convolution(input)")
     'modeling…:66'

@@ -34,7 +34,9 @@ _MAX_GROUPS = 26  # module names that fit beside the axis
 _LEAST_NAMED = 1 / 45  # of all operators; names of smaller modules would stand on each other
 
 
-def plot_schedule(graph: Graph, schedule: Schedule, *, budget_bytes: int | None = None, title: str = "") -> Figure:
+def plot_schedule(
+    graph: Graph, schedule: Schedule, *, budget_bytes: int | None = None, title: str = ""
+) -> Figure:
     """Returns the picture of a schedule: x is the step, y the operator.
 
     First computations climb the diagonal; what is computed again stands below it, in another
@@ -67,35 +69,90 @@ def _draw_memory(axes: Axes, graph: Graph, schedule: Schedule, budget_bytes: int
     axes.set_ylim(0, 1.25 * top)
     scale_axis(axes, "y", scale)
     if budget_bytes is not None:
-        label_line(axes, budget_bytes, f"budget {units.size_text(budget_bytes)}, peak {units.size_text(simulation.peak_bytes)}", RED)
+        label_line(
+            axes,
+            budget_bytes,
+            f"budget {units.size_text(budget_bytes)}, peak "
+            f"{units.size_text(simulation.peak_bytes)}",
+            RED,
+        )
 
 
 def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     value, first, last = lifetimes(graph, schedule.array)
     size = graph.arrays.size_bytes[value]
     is_held = (last > first) & (size > 0)
-    row, left, right = graph.arrays.producer[value][is_held] - 0.5, first[is_held], last[is_held] + 1
-    corners = np.stack([np.stack([x, y], 1) for x, y in ((left, row), (right, row), (right, row + 1), (left, row + 1))], 1)
+    row, left, right = (
+        graph.arrays.producer[value][is_held] - 0.5,
+        first[is_held],
+        last[is_held] + 1,
+    )
+    corners = np.stack(
+        [
+            np.stack([x, y], 1)
+            for x, y in ((left, row), (right, row), (right, row + 1), (left, row + 1))
+        ],
+        1,
+    )
     shade = np.sqrt(size[is_held] / max(1, size.max(initial=1)))
-    axes.add_collection(PolyCollection(list(corners), facecolors=_HELD(shade), edgecolors="none", zorder=1, rasterized=True, snap=False))
+    axes.add_collection(
+        PolyCollection(
+            list(corners),
+            facecolors=_HELD(shade),
+            edgecolors="none",
+            zorder=1,
+            rasterized=True,
+            snap=False,
+        )
+    )
 
 
 def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     steps = schedule.array
     is_first = is_first_time(steps)
-    area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))  # points squared, near one cell
+    # points squared, near one cell
+    area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))
     step = np.arange(len(steps)) + 0.5
-    for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):  # the rarer ones a little larger
-        axes.scatter(step[is_drawn], steps[is_drawn], s=factor * area, marker="s", color=colour, linewidths=0, zorder=3)
+    # the rarer ones a little larger
+    for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):
+        axes.scatter(
+            step[is_drawn],
+            steps[is_drawn],
+            s=factor * area,
+            marker="s",
+            color=colour,
+            linewidths=0,
+            zorder=3,
+        )
     num_again = int(np.sum(~is_first))
-    extra = 100 * float(graph.arrays.cost_s[steps[~is_first]].sum()) / graph.cost_s if graph.cost_s else 0.0
+    extra = (
+        100 * float(graph.arrays.cost_s[steps[~is_first]].sum()) / graph.cost_s
+        if graph.cost_s
+        else 0.0
+    )
     again = f"computed again ({num_again:,}: {extra:.1f} % more compute)"
     handles = [
-        Line2D([], [], marker="s", linestyle="", color=BLUE, markersize=6, label=f"computed ({len(steps) - num_again:,})"),
+        Line2D(
+            [],
+            [],
+            marker="s",
+            linestyle="",
+            color=BLUE,
+            markersize=6,
+            label=f"computed ({len(steps) - num_again:,})",
+        ),
         Line2D([], [], marker="s", linestyle="", color=ORANGE, markersize=6, label=again),
         Patch(facecolor=_HELD(0.75), label="held in memory (darker: larger)"),
     ]
-    axes.legend(handles=handles, loc="upper left", fontsize=9, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        fontsize=9,
+        frameon=True,
+        facecolor="white",
+        edgecolor="none",
+        framealpha=0.9,
+    )
 
 
 def is_first_time(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -111,7 +168,8 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
         axes.axhline(graph.num_forward - 0.5, color=GREY, linewidth=0.7)
         for text, offset in (("backward", 4), ("forward", -11)):
             axes.annotate(
-                text, (0, graph.num_forward - 0.5), xycoords=("axes fraction", "data"), xytext=(5, offset),
+                text, (0, graph.num_forward - 0.5), xycoords=("axes fraction", "data"),
+                xytext=(5, offset),
                 textcoords="offset points", fontsize=8.5, color=GREY,
             )  # fmt: skip
     groups = module_groups(graph)
@@ -120,14 +178,17 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
     for _, _, stop in groups:
         axes.axhline(stop - 0.5, color=PALE, linewidth=0.6, zorder=0)
     named = [group for group in groups if group[2] - group[1] > graph.num_operators * _LEAST_NAMED]
-    axes.set_yticks([(start + stop - 1) / 2 for _, start, stop in named], [name for name, _, _ in named])
+    axes.set_yticks(
+        [(start + stop - 1) / 2 for _, start, stop in named], [name for name, _, _ in named]
+    )
     axes.tick_params(axis="y", length=0, labelsize=8)
 
 
 def module_groups(graph: Graph) -> list[tuple[str, int, int]]:
     """Returns (module, first operator, end) of each stretch of forward operators of one block.
 
-    A block is a module up to its first number, `model.layers.3`, or the outermost module where there is none.
+    A block is a module up to its first number, `model.layers.3`, or the outermost module where
+    there is none.
     """
     groups: list[tuple[str, int, int]] = []
     for index, op in enumerate(graph.operators[: graph.num_forward]):

@@ -43,7 +43,9 @@ def axis_label(text: str, scale: Scale, unit: str) -> str:
 
 
 def scale_axis(axes: Axes, which: str, scale: Scale) -> None:
-    """Writes the ticks of the `x` or `y` axis in units of `scale`, at round numbers of that unit."""
+    """Writes the ticks of the `x` or `y` axis in units of `scale`, at round numbers of that
+    unit.
+    """
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(_ScaledLocator(scale.factor))
     axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number / scale.factor:,.5g}"))
@@ -51,22 +53,39 @@ def scale_axis(axes: Axes, which: str, scale: Scale) -> None:
 
 def legend(figure: Figure, axes: Axes) -> None:
     """Adds the legend below the picture, where it hides nothing."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9, frameon=False)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=3,
+        fontsize=9,
+        frameon=False,
+    )
 
 
 def mark_forward_end(axes: Axes, x: float, colour: str) -> None:
     """Draws where the forward pass ends, and says so at the top, where there has to be room."""
     axes.axvline(x, color=colour, linewidth=1.0, linestyle=(0, (2, 2)))
     axes.annotate(
-        "forward ends", (x, 1), xycoords=("data", "axes fraction"), xytext=(-4, -9), textcoords="offset points",
+        "forward ends", (x, 1), xycoords=("data", "axes fraction"), xytext=(-4, -9),
+        textcoords="offset points",
         ha="right", fontsize=8.5, color=colour,
     )  # fmt: skip
 
 
 def label_line(axes: Axes, y: float, text: str, colour: str) -> None:
-    """Draws a limit across the axes and writes what it is at its left end, where a step holds little."""
+    """Draws a limit across the axes and writes what it is at its left end, where a step holds
+    little.
+    """
     axes.axhline(y, color=colour, linewidth=1.3, linestyle=(0, (6, 3)))
-    axes.annotate(text, (0.0, y), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points", color=colour, fontsize=9)
+    axes.annotate(
+        text,
+        (0.0, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 3),
+        textcoords="offset points",
+        color=colour,
+        fontsize=9,
+    )
 
 
 class _ScaledLocator(MaxNLocator):
@@ -75,4 +94,7 @@ class _ScaledLocator(MaxNLocator):
         self._factor = factor
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
-        return [tick * self._factor for tick in super().tick_values(vmin / self._factor, vmax / self._factor)]
+        return [
+            tick * self._factor
+            for tick in super().tick_values(vmin / self._factor, vmax / self._factor)
+        ]

@@ -61,7 +61,8 @@ class Report:
         captured_s: how long the first call took: capturing, planning and compiling.
         breaks: where `torch.compile` cut the step, and why; empty where it was captured whole.
         num_pieces: how many compiled pieces a step runs.
-        unplanned_bytes: what the step was measured to hold between its pieces, and the plan leaves room for.
+        unplanned_bytes: what the step was measured to hold between its pieces, and the plan leaves
+            room for.
     """
 
     graph: Graph
@@ -90,7 +91,9 @@ class Report:
         mark = self.schedule.num_forward_steps
         crosses = (lives.first < mark) & (lives.last >= mark)
         outputs = set(self.graph.outputs)
-        return tuple(v for v in lives.value[crosses].tolist() if v not in outputs or self.graph.users_of[v])
+        return tuple(
+            v for v in lives.value[crosses].tolist() if v not in outputs or self.graph.users_of[v]
+        )
 
     @cached_property
     def recomputed(self) -> dict[int, int]:
@@ -102,7 +105,11 @@ class Report:
     def pinned(self) -> dict[str, int]:
         """Why operators may not be computed again, and how many have each reason."""
         return dict(
-            Counter(op.pinned for op in self.graph.operators if op.pinned and op.target not in ("tangent", "snapshot", "generator_state"))
+            Counter(
+                op.pinned
+                for op in self.graph.operators
+                if op.pinned and op.target not in ("tangent", "snapshot", "generator_state")
+            )
         )
 
     def saved_groups(self) -> list[Group]:
@@ -112,14 +119,18 @@ class Report:
     def recomputed_groups(self) -> list[Group]:
         """Returns what is recomputed, like modules together, largest first."""
         operators = self.graph.operators
-        return self._groups((i, operators[i].writes, times * operators[i].cost_s) for i, times in self.recomputed.items())
+        return self._groups(
+            (i, operators[i].writes, times * operators[i].cost_s)
+            for i, times in self.recomputed.items()
+        )
 
     def save(self, path: str | Path, *, curve: Sequence[Solution] = (), title: str = "") -> None:
         """Writes the report as one HTML file that needs no network.
 
         Args:
             path: where to write it.
-            curve: solutions for other budgets, from `remat.frontier`; they make the trade-off curve.
+            curve: solutions for other budgets, from `remat.frontier`; they make the trade-off
+                curve.
             title: of the page; the file's name without one.
 
         Raises:
@@ -133,31 +144,61 @@ class Report:
         found: dict[tuple[str, str, str], list[tuple[list[Value], float]]] = defaultdict(list)
         for index, written, cost_s in items:
             op = self.graph.operators[index]
-            found[_INDEX.sub("*", op.module), op.target, op.source].append(([self.graph.values[v] for v in written], cost_s))
+            found[_INDEX.sub("*", op.module), op.target, op.source].append(
+                ([self.graph.values[v] for v in written], cost_s)
+            )
         groups = []
         for (module, target, source), members in found.items():
             values = [value for member, _ in members for value in member]
             largest = max(values, key=lambda value: value.size_bytes)
             size_bytes = sum(value.size_bytes for value in values)
             cost_s = sum(cost for _, cost in members)
-            groups.append(Group(module, target, source, largest.shape, largest.dtype, len(members), size_bytes, cost_s))
+            groups.append(
+                Group(
+                    module,
+                    target,
+                    source,
+                    largest.shape,
+                    largest.dtype,
+                    len(members),
+                    size_bytes,
+                    cost_s,
+                )
+            )
         return sorted(groups, key=lambda group: -group.size_bytes)
 
     def __str__(self) -> str:
-        console = Console(width=_WIDTH, no_color=True, highlight=False, legacy_windows=False, force_terminal=False, file=None)
+        console = Console(
+            width=_WIDTH,
+            no_color=True,
+            highlight=False,
+            legacy_windows=False,
+            force_terminal=False,
+            file=None,
+        )
         with console.capture() as capture:
             console.print(self._summary())
             console.print(_group_table("saved for the backward", self.saved_groups()))
             if self.recomputed:
-                console.print(_group_table("computed again in the backward", self.recomputed_groups()))
+                console.print(
+                    _group_table("computed again in the backward", self.recomputed_groups())
+                )
             if self.breaks:
-                console.print(f"{self.num_pieces} compiled pieces under one budget; torch.compile cut the step at")
+                console.print(
+                    f"{self.num_pieces} compiled pieces under one budget; torch.compile cut "
+                    "the step at"
+                )
                 for place in self.breaks:
                     console.print(f"- {place}")
             if self.unplanned_bytes:
-                console.print(f"{describe_bytes(self.unplanned_bytes)} between the pieces are not planned: the plan leaves room for them")
+                console.print(
+                    f"{describe_bytes(self.unplanned_bytes)} between the pieces are not "
+                    "planned: the plan leaves room for them"
+                )
             for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
-                console.print(f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}")
+                console.print(
+                    f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}"
+                )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def _summary(self) -> Table:
@@ -166,18 +207,31 @@ class Report:
         rows = [
             ("budget", describe_bytes(solution.budget_bytes)),
             ("predicted peak", describe_bytes(solution.peak_bytes)),
-            ("measured peak", describe_bytes(self.measured_peak_bytes) if self.measured_peak_bytes else "known after the first backward"),
+            (
+                "measured peak",
+                describe_bytes(self.measured_peak_bytes)
+                if self.measured_peak_bytes
+                else "known after the first backward",
+            ),
             ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
-            ("held throughout", f"{describe_bytes(self.graph.resident_bytes)}: parameters, buffers, inputs"),
-            ("overhead", f"{100 * solution.overhead:.2f} % more compute, at {self.graph.costs or 'given'} costs"),
+            (
+                "held throughout",
+                f"{describe_bytes(self.graph.resident_bytes)}: parameters, buffers, inputs",
+            ),
+            (
+                "overhead",
+                f"{100 * solution.overhead:.2f} % more compute, at "
+                f"{self.graph.costs or 'given'} costs",
+            ),
             (
                 "lower bound",
-                f"{100 * (solution.lower_bound_s / solution.keep_all_cost_s - 1 if solution.keep_all_cost_s else 0):.2f} % (proved)",
+                f"{100 * solution.overhead_bound:.2f} % (proved)",
             ),
             ("gap", f"{100 * solution.gap:.2f} % ({solution.status})"),
             (
                 "operators",
-                f"{self.graph.num_operators - backward} forward, {backward} backward; {sum(self.recomputed.values())} recomputations",
+                f"{self.graph.num_operators - backward} forward, {backward} backward; "
+                f"{sum(self.recomputed.values())} recomputations",
             ),
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
         ]
@@ -188,16 +242,42 @@ class Report:
 
 def _group_table(title: str, groups: list[Group]) -> Table:
     total = sum(group.size_bytes for group in groups)
-    table = Table(box=box.SIMPLE, title=f"{title}: {format_bytes(total)}", title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
-    for name, width in (("module", _MODULE + 1), ("operator", 14), ("largest", 18), ("source", SOURCE_WIDTH + 1)):  # with the padding
+    table = Table(
+        box=box.SIMPLE,
+        title=f"{title}: {format_bytes(total)}",
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    # with the padding
+    for name, width in (
+        ("module", _MODULE + 1),
+        ("operator", 14),
+        ("largest", 18),
+        ("source", SOURCE_WIDTH + 1),
+    ):
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
     for name, width in (("of", 3), ("bytes", 9)):
         table.add_column(name, justify="right", no_wrap=True, width=width)
     for group in groups[:_ROWS]:
         shape, target = shape_text(group.dtype, group.shape), short_target(group.target)
         module = group.module if len(group.module) <= _MODULE else "…" + group.module[1 - _MODULE :]
-        table.add_row(module or "(top)", target, shape, short_source(group.source), str(group.count), format_bytes(group.size_bytes))
+        table.add_row(
+            module or "(top)",
+            target,
+            shape,
+            short_source(group.source),
+            str(group.count),
+            format_bytes(group.size_bytes),
+        )
     rest = groups[_ROWS:]
     if rest:
-        table.add_row("...", "", "", "", str(sum(group.count for group in rest)), format_bytes(sum(group.size_bytes for group in rest)))
+        table.add_row(
+            "...",
+            "",
+            "",
+            "",
+            str(sum(group.count for group in rest)),
+            format_bytes(sum(group.size_bytes for group in rest)),
+        )
     return table

@@ -20,7 +20,12 @@ from remat.core.solution import Solution, Status
 from remat.core.units import Units
 from remat.solvers.core.progress import Progress, ProgressCallback
 
-_COLOUR = {Status.OPTIMAL: "green", Status.FEASIBLE: "cyan", Status.INFEASIBLE: "red", Status.NO_SOLUTION: "yellow"}
+_COLOUR = {
+    Status.OPTIMAL: "green",
+    Status.FEASIBLE: "cyan",
+    Status.INFEASIBLE: "red",
+    Status.NO_SOLUTION: "yellow",
+}
 _MEANING = {
     Status.OPTIMAL: "no schedule in this budget costs less, within the asked gap",
     Status.FEASIBLE: "fits the budget; the gap says how far from the best it can be",
@@ -39,7 +44,13 @@ def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallba
     if not console.is_terminal:
         yield None
         return
-    bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
+    bar = Bar(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
     task = bar.add_task(text, total=None)
 
     def show(moment: Progress) -> None:
@@ -58,7 +69,11 @@ def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallba
 def _moment_text(moment: Progress, keep_all_cost_s: float) -> str:
     if not keep_all_cost_s:
         return ""
-    found = "nothing found yet" if moment.cost_s is None else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
+    found = (
+        "nothing found yet"
+        if moment.cost_s is None
+        else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
+    )
     return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} %"
 
 
@@ -86,37 +101,92 @@ def write_json(record: Any) -> None:
 def show_solution(graph: Graph, solution: Solution) -> None:
     """Writes one solution as a table of what was asked and what came out."""
     units, rows = Units.of(graph), []
-    rows.append(("status", f"[{_COLOUR[solution.status]}]{solution.status}[/] ({_MEANING[solution.status]})"))
+    rows.append(
+        (
+            "status",
+            f"[{_COLOUR[solution.status]}]{solution.status}[/] ({_MEANING[solution.status]})",
+        )
+    )
     rows.append(("budget", units.size_text(solution.budget_bytes)))
     if solution.schedule is not None:
-        rows.append(("peak", f"{units.size_text(solution.peak_bytes)} ({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)"))
+        rows.append(
+            (
+                "peak",
+                f"{units.size_text(solution.peak_bytes)} "
+                f"({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)",
+            )
+        )
         rows.append(("overhead", f"{_percent(solution.overhead)} over keeping everything"))
-        rows.append(("cost", f"{units.cost_text(solution.cost_s)}, at least {units.cost_text(solution.lower_bound_s)} is needed"))
+        rows.append(
+            (
+                "cost",
+                f"{units.cost_text(solution.cost_s)}, at least "
+                f"{units.cost_text(solution.lower_bound_s)} is needed",
+            )
+        )
         rows.append(("gap", _percent(solution.gap)))
-        rows.append(("steps", f"{len(solution.schedule.steps):,}, of which {solution.schedule.num_recomputations:,} recompute"))
+        rows.append(
+            (
+                "steps",
+                f"{len(solution.schedule.steps):,}, of which "
+                f"{solution.schedule.num_recomputations:,} recompute",
+            )
+        )
     if solution.minimum_bytes:
-        rows.append(("least budget", f"{units.size_text(solution.minimum_bytes)}, the smallest known to work"))
+        rows.append(
+            (
+                "least budget",
+                f"{units.size_text(solution.minimum_bytes)}, the smallest known to work",
+            )
+        )
     rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
     _show_pairs(rows)
 
 
-def show_solutions(graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = "") -> None:
-    """Writes several solutions as a table, one a row. A budget that all of them share stands above it."""
+def show_solutions(
+    graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = ""
+) -> None:
+    """Writes several solutions as a table, one a row.
+
+    A budget that all of them share stands above it.
+    """
     units, rows = Units.of(graph), list(labelled)
     budgets = {solution.budget_bytes for _, solution in rows}
     is_shared = len(budgets) == 1 and len(rows) > 1
     if is_shared:
-        title = f"{title}: {units.size_text(budgets.pop())}" if title else f"budget {units.size_text(budgets.pop())}"
+        title = (
+            f"{title}: {units.size_text(budgets.pop())}"
+            if title
+            else f"budget {units.size_text(budgets.pop())}"
+        )
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "status", *(() if is_shared else ("budget",)), "peak", "overhead", "at least", "gap", "time"):
+    for name in (
+        "",
+        "status",
+        *(() if is_shared else ("budget",)),
+        "peak",
+        "overhead",
+        "at least",
+        "gap",
+        "time",
+    ):
         table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=True)
     for label, solution in rows:
         numbers = ["-"] * 4
         if solution.is_solved:
-            percents = [_percent(x) for x in (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)]
+            percents = [
+                _percent(x)
+                for x in (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)
+            ]
             numbers = [units.size_text(solution.peak_bytes), *percents]
         budget = [] if is_shared else [units.size_text(solution.budget_bytes)]
-        table.add_row(label, f"[{_COLOUR[solution.status]}]{solution.status}[/]", *budget, *numbers, f"{solution.wall_s:.2f} s")
+        table.add_row(
+            label,
+            f"[{_COLOUR[solution.status]}]{solution.status}[/]",
+            *budget,
+            *numbers,
+            f"{solution.wall_s:.2f} s",
+        )
     Console().print(table)
 
 
@@ -127,18 +197,31 @@ def show_graph(graph: Graph) -> None:
     forward = sum(op.phase is Phase.FORWARD for op in graph.operators)
     pinned = Counter(op.pinned for op in graph.operators if op.pinned)
     rows = [
-        ("operators", f"{graph.num_operators:,} ({forward:,} forward, {graph.num_operators - forward:,} backward)"),
+        (
+            "operators",
+            f"{graph.num_operators:,} ({forward:,} forward, {graph.num_operators - forward:,} "
+            "backward)",
+        ),
         ("cost", f"{units.cost_text(graph.cost_s)} ({graph.costs or 'as given'})"),
         ("resident", f"{units.size_text(graph.resident_bytes)} of parameters, buffers and inputs"),
         ("peak", f"{units.size_text(keep_all.peak_bytes)} where everything is kept"),
-        ("never recomputed", "; ".join(f"{count}: {reason}" for reason, count in pinned.most_common()) or "none"),
-        ("largest values", ", ".join(f"{v.name} ({units.size_text(v.size_bytes)})" for v in _largest(graph, 5)) or "none"),
+        (
+            "never recomputed",
+            "; ".join(f"{count}: {reason}" for reason, count in pinned.most_common()) or "none",
+        ),
+        (
+            "largest values",
+            ", ".join(f"{v.name} ({units.size_text(v.size_bytes)})" for v in _largest(graph, 5))
+            or "none",
+        ),
     ]
     _show_pairs(rows)
 
 
 def _largest(graph: Graph, count: int) -> Sequence[Any]:
-    return sorted((v for v in graph.values if not v.is_resident), key=lambda v: -v.size_bytes)[:count]
+    return sorted((v for v in graph.values if not v.is_resident), key=lambda v: -v.size_bytes)[
+        :count
+    ]
 
 
 def _show_pairs(rows: Iterable[tuple[str, str]]) -> None:

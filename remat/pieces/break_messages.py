@@ -1,4 +1,7 @@
-"""What errors say of graph breaks: where `torch.compile` cuts a step, and why nothing of it is left to plan."""
+"""What errors say of graph breaks.
+
+Where `torch.compile` cuts a step, and why nothing of it is left to plan.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from torch import nn
 from remat.core.errors import BudgetError
 
 NOT_COMPILED = (
-    "torch.compile ran none of the pieces of this planned step, which so was plain, and held what plain PyTorch holds: it is switched off "
-    "(torch.compiler.set_stance, TORCHDYNAMO_DISABLE), or another thread was inside of a function compiled with fullgraph=True, below "
+    "torch.compile ran none of the pieces of this planned step, which so was plain, and held "
+    "what plain PyTorch holds: it is switched off "
+    "(torch.compiler.set_stance, TORCHDYNAMO_DISABLE), or another thread was inside of a "
+    "function compiled with fullgraph=True, below "
     "which dynamo compiles nothing, in any thread (torch 2.13); run the two in turn"
 )
 
@@ -18,16 +23,29 @@ NOT_COMPILED = (
 def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
     """The message for a step of which `torch.compile` finds no piece."""
     return (
-        f"torch.compile finds no piece of {type(module).__name__} to plan: a graph break inside of a loop or a `with` makes it "
-        "leave the whole function around it to plain Python. Take the loop's body into a function or module of its own, or the line "
+        f"torch.compile finds no piece of {type(module).__name__} to plan: a graph break "
+        "inside of a loop or a `with` makes it "
+        "leave the whole function around it to plain Python. Take the loop's body into a "
+        "function or module of its own, or the line "
         f"that breaks out of the loop: {', '.join(breaks)}"
     )
 
 
 def naming_breaks(error: BudgetError, breaks: Iterable[str]) -> BudgetError:
-    """Returns the error with where the step is cut: what runs between its pieces is not planned, and may be what does not fit."""
+    """Returns the error with where the step is cut.
+
+    What runs between its pieces is not planned, and may be what does not fit.
+    """
     places = ", ".join(breaks)
     if not places:
         return error
-    message = f"{error} torch.compile cuts this step, and what runs between its pieces is not planned; it cuts at: {places}"
-    return BudgetError(message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, is_proved=error.is_proved)
+    message = (
+        f"{error} torch.compile cuts this step, and what runs between its pieces is not planned; "
+        f"it cuts at: {places}"
+    )
+    return BudgetError(
+        message,
+        budget_bytes=error.budget_bytes,
+        minimum_bytes=error.minimum_bytes,
+        is_proved=error.is_proved,
+    )

@@ -1,7 +1,9 @@
-"""One piece of a step in pieces: what dynamo captured of it, and the forward and backward halves of each schedule it was given.
+"""One piece of a step in pieces.
 
-What something outside changes after a piece read it, or after the piece made it, has to be copied, or a recomputation would
-read it changed. Copies are part of the piece's graph, and so of its plan.
+What dynamo captured of it, and the forward and backward halves of each schedule it was given.
+
+What something outside changes after a piece read it, or after the piece made it, has to be copied,
+or a recomputation would read it changed. Copies are part of the piece's graph, and so of its plan.
 """
 
 from __future__ import annotations
@@ -25,14 +27,25 @@ from remat.tracers.costs import CostModel
 from remat.tracers.phases import is_backward_input
 from remat.tracers.storages import tensors_of
 
-Copied = frozenset[tuple[str, int]]  # ("input" or "result", place): what a piece copies, since something outside changes it
+# ("input" or "result", place): what a piece copies, since something outside changes it
+Copied = frozenset[tuple[str, int]]
 
 
 class Piece:
-    """A graph that dynamo captured, and its halves under each schedule it was given; a trace runs it on fake tensors."""
+    """A graph that dynamo captured, and its halves under each schedule it was given.
+
+    A trace runs it on fake tensors.
+    """
 
     def __init__(
-        self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int], costs: CostModel, *, device_type: str, is_trace: bool
+        self,
+        joint: fx.GraphModule,
+        num_forward: int,
+        static_inputs: Sequence[int],
+        costs: CostModel,
+        *,
+        device_type: str,
+        is_trace: bool,
     ) -> None:
         self.joint, self.num_forward, self.static_inputs = joint, num_forward, tuple(static_inputs)
         self.costs, self.device_type, self.is_trace = costs, device_type, is_trace
@@ -45,34 +58,61 @@ class Piece:
         """Returns the piece with copies of some inputs and results."""
         if copied not in self._steps:
             module = _with_copies(self.joint, self.num_forward, copied)
-            self._steps[copied] = read_joint(module, self.num_forward, self.costs, static_inputs=self.static_inputs)
+            self._steps[copied] = read_joint(
+                module, self.num_forward, self.costs, static_inputs=self.static_inputs
+            )
         return self._steps[copied]
 
     def number(self, copied: Copied, schedule: Schedule) -> int:
-        """Returns the number of the halves that run `schedule`; random generators stay as they are."""
+        """Returns the number of the halves that run `schedule`.
+
+        Random generators stay as they are.
+        """
         if (copied, schedule) not in self._numbers:
-            with torch.random.fork_rng([torch.cuda.current_device()] if self.device_type == "cuda" else []):
+            with torch.random.fork_rng(
+                [torch.cuda.current_device()] if self.device_type == "cuda" else []
+            ):
                 halves = split(self.step(copied), schedule)
-                forward, backward = compile_graph(halves.forward), runs_once(compile_graph(halves.backward))
+                forward, backward = (
+                    compile_graph(halves.forward),
+                    runs_once(compile_graph(halves.backward)),
+                )
             self._numbers[copied, schedule] = len(self._halves)
             self._halves.append((forward, backward))
         return self._numbers[copied, schedule]
 
     def provisional(self, args: Sequence[Any]) -> int:
-        """The halves that hold the least memory, and copy what passes; on fake tensors, those that keep everything."""
+        """The halves that hold the least memory, and copy what passes.
+
+        On fake tensors, those that keep everything.
+        """
         if self.first is None:
             copied = frozenset() if self.is_trace else self._all_copied(args)
             graph = self.step(copied).graph
-            steps = range(graph.num_operators) if self.is_trace else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
+            steps = (
+                range(graph.num_operators)
+                if self.is_trace
+                else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
+            )
             self.first = (copied, Schedule.from_steps(graph, tuple(steps)))
         return self.number(*self.first)
 
     def _all_copied(self, args: Sequence[Any]) -> Copied:
         """Every tensor that the piece is given or hands over, and that is no parameter."""
-        inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
-        given = [("input", i) for i, node in enumerate(inputs) if not isinstance(args[i], nn.Parameter) and _is_dense(node)]
+        inputs = [
+            node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)
+        ]
+        given = [
+            ("input", i)
+            for i, node in enumerate(inputs)
+            if not isinstance(args[i], nn.Parameter) and _is_dense(node)
+        ]
         results: Any = self.joint.graph.output_node().args[0]
-        made = [("result", i) for i, node in enumerate(results[: self.num_forward]) if _is_dense(node) and node.op == "call_function"]
+        made = [
+            ("result", i)
+            for i, node in enumerate(results[: self.num_forward])
+            if _is_dense(node) and node.op == "call_function"
+        ]
         return frozenset(given + made)
 
     def halves(self, number: int) -> tuple[BoxedFunction, BoxedFunction]:
@@ -80,12 +120,19 @@ class Piece:
         return self._halves[number]
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Puts zeros where no gradient arrived for a backward, which ends in its tangents; returns which of these that were."""
+        """Puts zeros where no gradient arrived for a backward, which ends in its tangents.
+
+        Returns which of these that were.
+        """
         first = len(args) - self.num_tangents
-        missing = frozenset(place for place in range(self.num_tangents) if args[first + place] is None)
+        missing = frozenset(
+            place for place in range(self.num_tangents) if args[first + place] is None
+        )
         for place in missing:
             like = self._tangents[place].meta["val"]
-            args[first + place] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+            args[first + place] = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            ).zero_()
         return missing
 
     def arriving(self, gradients: Sequence[Any], missing: frozenset[int]) -> list[Any]:
@@ -93,7 +140,10 @@ class Piece:
 
         So it is in plain PyTorch: no zeros, to which an optimizer would apply its weight decay.
         """
-        return [gradient if self._arrives(place, missing) else None for place, gradient in enumerate(gradients)]
+        return [
+            gradient if self._arrives(place, missing) else None
+            for place, gradient in enumerate(gradients)
+        ]
 
     @property
     def num_tangents(self) -> int:
@@ -107,11 +157,18 @@ class Piece:
     @cached_property
     def _leading_to(self) -> list[frozenset[int]]:
         """For each gradient that the backward returns, the tangents that it is computed from."""
-        leading: dict[fx.Node, frozenset[int]] = {node: frozenset({place}) for place, node in enumerate(self._tangents)}
+        leading: dict[fx.Node, frozenset[int]] = {
+            node: frozenset({place}) for place, node in enumerate(self._tangents)
+        }
         for node in self.joint.graph.nodes:
-            leading.setdefault(node, frozenset().union(*(leading[source] for source in node.all_input_nodes)))
+            leading.setdefault(
+                node, frozenset().union(*(leading[source] for source in node.all_input_nodes))
+            )
         results: Any = self.joint.graph.output_node().args[0]
-        return [leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset() for node in results[self.num_forward :]]
+        return [
+            leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset()
+            for node in results[self.num_forward :]
+        ]
 
     def _arrives(self, place: int, missing: frozenset[int]) -> bool:
         return not self._leading_to[place] or not self._leading_to[place] <= missing
@@ -121,7 +178,9 @@ _PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
 
 
 def _is_tangent(node: fx.Node) -> bool:
-    return "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
+    return (
+        "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
+    )
 
 
 def _is_dense(node: Any) -> bool:
@@ -130,7 +189,10 @@ def _is_dense(node: Any) -> bool:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a piece runs to copy a tensor that something outside changes; no operator, so that cleaning leaves it."""
+    """What a piece runs to copy a tensor that something outside changes.
+
+    No operator, so that cleaning leaves it.
+    """
     return tensor.clone()
 
 
@@ -150,11 +212,19 @@ def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.
             made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
             results[place] = made
         else:
-            source.replace_all_uses_with(made, delete_user_cb=lambda user, made=made, source=source: not _writes(user, made, source))
-            # What follows is a view of the copy from now on: the copy takes over the fake memory, and the input gets another one.
+            source.replace_all_uses_with(
+                made,
+                delete_user_cb=lambda user, made=made, source=source: (
+                    not _writes(user, made, source)
+                ),
+            )
+            # What follows is a view of the copy from now on: the copy takes over the fake memory,
+            # and the input gets another one.
             made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
             for node in (source, *(user for user in source.users if user is not made)):
-                node.meta["val"] = source.meta["val"].clone() if node is source else source.meta["val"]
+                node.meta["val"] = (
+                    source.meta["val"].clone() if node is source else source.meta["val"]
+                )
     graph.output(tuple(results))
     graph.output_node().meta = dict(joint.graph.output_node().meta)
     return fx.GraphModule(joint, graph)
@@ -166,13 +236,19 @@ def _writes(user: fx.Node, made: fx.Node, source: fx.Node) -> bool:
 
 
 def signature(piece: Piece) -> str:
-    """Returns a text that two pieces share only if they compute the same; empty where constants are part of one."""
+    """Returns a text that two pieces share only if they compute the same.
+
+    Empty where constants are part of one.
+    """
     lines = [f"{piece.num_forward} {piece.static_inputs}"]
     for node in piece.joint.graph.nodes:
-        if node.op not in ("placeholder", "call_function", "output") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op not in ("placeholder", "call_function", "output") or isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
             return ""
         layouts = [Place.of(t).layout for t in tensors_of(node) if t.layout == torch.strided]
         lines.append(
-            f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} {node.meta.get('desc')} {node.meta.get('partitioner_tag')}"
+            f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} "
+            f"{node.meta.get('desc')} {node.meta.get('partitioner_tag')}"
         )
     return "\n".join(lines)

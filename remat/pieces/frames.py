@@ -1,8 +1,9 @@
 """Frames of ours around the composite modules of `torch.nn`, for steps that run in pieces.
 
-Dynamo inlines torch's own files but compiles no frame that begins in one. Where a step is cut inside of an
-`nn.TransformerEncoder`, which looks at its mask, all of its layers would so run plain, and so would an `nn.Sequential`
-called in a loop that is left to plain Python. While a step runs, such modules' `forward` begins in a frame of ours.
+Dynamo inlines torch's own files but compiles no frame that begins in one. Where a step is cut
+inside of an `nn.TransformerEncoder`, which looks at its mask, all of its layers would so run plain,
+and so would an `nn.Sequential` called in a loop that is left to plain Python. While a step runs,
+such modules' `forward` begins in a frame of ours.
 """
 
 from __future__ import annotations
@@ -17,20 +18,32 @@ from typing import Any
 from torch import nn
 
 _LOCK = threading.Lock()
-_USERS: Counter[int] = Counter()  # id of a module -> how many running steps use its frame; steps of threads may share modules
+# id of a module -> how many running steps use its frame; steps of threads may share modules
+_USERS: Counter[int] = Counter()
 
 
 class OwnFrames:
-    """The composite modules of `torch.nn` inside of a module, and the frames that stand around their `forward`."""
+    """The composite modules of `torch.nn` inside of a module, and the frames that stand around
+    their `forward`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._frames = [(part, MethodType(_frame(), part)) for part in module.modules() if _is_composite(part)]
+        self._frames = [
+            (part, MethodType(_frame(), part)) for part in module.modules() if _is_composite(part)
+        ]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Has the modules run through their frames; they are plain again after it, to be copied and pickled as they were."""
+        """Has the modules run through their frames.
+
+        They are plain again after it, to be copied and pickled as they were.
+        """
         with _LOCK:
-            ours = [(part, frame) for part, frame in self._frames if _USERS[id(part)] or "forward" not in vars(part)]
+            ours = [
+                (part, frame)
+                for part, frame in self._frames
+                if _USERS[id(part)] or "forward" not in vars(part)
+            ]
             for part, frame in ours:
                 _USERS[id(part)] += 1
                 vars(part).setdefault("forward", frame)
@@ -45,7 +58,10 @@ class OwnFrames:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """True for a module of torch's own that calls others: an operator alone has nothing inside to recompute."""
+    """True for a module of torch's own that calls others.
+
+    An operator alone has nothing inside to recompute.
+    """
     forward = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_called = forward is not nn.Module.forward  # a ModuleList never is
     is_torchs = str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
@@ -55,5 +71,9 @@ def _is_composite(module: nn.Module) -> bool:
 def _frame() -> Callable[..., Any]:
     """A function of its own: dynamo keeps what it compiled by code object."""
     namespace: dict[str, Any] = {}
-    exec("def forward(self, /, *args, **kwargs):\n    return type(self).forward(self, *args, **kwargs)", namespace)
+    exec(
+        "def forward(self, /, *args, **kwargs):\n    return type(self).forward(self, *args, "
+        "**kwargs)",
+        namespace,
+    )
     return namespace["forward"]  # type: ignore[no-any-return]

@@ -1,14 +1,16 @@
 """A step that `torch.compile` cuts into pieces, as one graph: one budget over all of them.
 
-The forward runs pieces 1 to k, the backward k to 1. A piece may run several times in a step (blocks of
-one class share their code); each run is a region of the graph, recomputed only in its own backward.
-What plain Python and eager operators do between two runs is a *gap*: it is not planned, but the
-tensors that pass through it are values of the graph, written and read by pinned operators of no cost:
+The forward runs pieces 1 to k, the backward k to 1. A piece may run several times in a step (blocks
+of one class share their code); each run is a region of the graph, recomputed only in its own
+backward. What plain Python and eager operators do between two runs is a *gap*: it is not planned,
+but the tensors that pass through it are values of the graph, written and read by pinned operators
+of no cost:
 
-- what runs hand to each other stays to the end of the forward (Python's frames hold it), and as long
-  as a backward reads it;
+- what runs hand to each other stays to the end of the forward (Python's frames hold it), and as
+  long as a backward reads it;
 - what eager operators keep for their own backward stays until that has run;
-- a gradient that several runs contribute to, or that eager operators pass on, is a value of its own.
+- a gradient that several runs contribute to, or that eager operators pass on, is a value of its
+  own.
 
 Where it is not known whether memory is shared it is counted twice: the predicted peak errs upwards.
 """
@@ -37,8 +39,16 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Place:
-        """Returns where a strided tensor lies; the storage's address tells it from others as long as somebody refers to it."""
-        layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        """Returns where a strided tensor lies.
+
+        The storage's address tells it from others as long as somebody refers to it.
+        """
+        layout = (
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.dtype,
+        )
         return cls(tensor.untyped_storage()._cdata, layout)
 
 
@@ -60,7 +70,9 @@ class Run:
         """Yields the values, of the piece, that are gradients of parameters."""
         for node, gradient in zip(_inputs(self.step), _gradients(self.step), strict=True):
             value = self.step.value_of.get(node)
-            is_parameter = value is not None and self.step.graph.values[value].kind is ValueKind.PARAMETER
+            is_parameter = (
+                value is not None and self.step.graph.values[value].kind is ValueKind.PARAMETER
+            )
             if is_parameter and isinstance(gradient, fx.Node) and gradient in self.step.value_of:
                 yield self.step.value_of[gradient]
 
@@ -99,15 +111,26 @@ class JoinedStep:
     def schedules(self, schedule: Schedule) -> list[Schedule]:
         """Returns the schedule of each run's own piece."""
         forward: list[list[int]] = [[] for _ in self.runs]
-        backward = [[i for i, op in enumerate(run.step.graph.operators) if op.target == "tangent"] for run in self.runs]
+        backward = [
+            [i for i, op in enumerate(run.step.graph.operators) if op.target == "tangent"]
+            for run in self.runs
+        ]
         for position, index in enumerate(schedule.steps):
             if index in self.origin:
                 run, own = self.origin[index]
                 (forward if position < schedule.num_forward_steps else backward)[run].append(own)
-        return [Schedule((*first, *second), len(first)) for first, second in zip(forward, backward, strict=True)]
+        return [
+            Schedule((*first, *second), len(first))
+            for first, second in zip(forward, backward, strict=True)
+        ]
 
 
-def join(runs: Sequence[Run], results: frozenset[int], resident: Mapping[int, Value], kept: Sequence[Kept]) -> JoinedStep:
+def join(
+    runs: Sequence[Run],
+    results: frozenset[int],
+    resident: Mapping[int, Value],
+    kept: Sequence[Kept],
+) -> JoinedStep:
     """Returns the graph of a step that ran `runs`.
 
     Args:
@@ -124,7 +147,9 @@ def composed(joined: JoinedStep, schedules: Sequence[Schedule]) -> Schedule:
     index_of = {place: index for index, place in joined.origin.items()}
     steps: list[int] = []
     mark = 0
-    for (region, phase), group in groupby(enumerate(joined.graph.operators), key=lambda item: (item[1].region, item[1].phase)):
+    for (region, phase), group in groupby(
+        enumerate(joined.graph.operators), key=lambda item: (item[1].region, item[1].phase)
+    ):
         if region < len(joined.runs):
             own, first = schedules[region].steps, schedules[region].num_forward_steps
             half = own[:first] if phase is Phase.FORWARD else own[first:]
@@ -138,17 +163,25 @@ def composed(joined: JoinedStep, schedules: Sequence[Schedule]) -> Schedule:
 class _Joiner:
     """Appends run after run: the forwards and their gaps, then the backwards and theirs."""
 
-    def __init__(self, runs: Sequence[Run], results: frozenset[int], resident: Mapping[int, Value], kept: Sequence[Kept]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        results: frozenset[int],
+        resident: Mapping[int, Value],
+        kept: Sequence[Kept],
+    ) -> None:
         self.runs, self.results, self.kept = tuple(runs), results, kept
         self.values = list(resident.values())
         self.value_of_storage = {storage: value for value, storage in enumerate(resident)}
         self.operators: list[Operator] = []
         self.origin: dict[int, tuple[int, int]] = {}
-        self.value_of: list[dict[int, int]] = [{} for _ in runs]  # of each run: value of its piece -> value here
+        # of each run: value of its piece -> value here
+        self.value_of: list[dict[int, int]] = [{} for _ in runs]
         self.gap_of: dict[int, int] = {}  # storage made in a gap -> the gap
         self.maker_of: dict[Place, tuple[int, int]] = {}  # -> run and place among its results
         self.handed_over: dict[int, None] = {}
-        self.pending: dict[int, list[tuple[Place, int, tuple[Any, ...]]]] = {}  # gap -> gradients consumed in it
+        # gap -> gradients consumed in it
+        self.pending: dict[int, list[tuple[Place, int, tuple[Any, ...]]]] = {}
         self.gradients_of: dict[int, list[int]] = {}  # resident value -> its gradients
         self.outputs: dict[int, None] = {}
 
@@ -164,39 +197,66 @@ class _Joiner:
             self._add_backward(index)
         self._add_gap_backward(0)
         self._add_sums()
-        self.outputs |= dict.fromkeys(self.value_of_storage[s] for s in self.results if s in self.value_of_storage)
+        self.outputs |= dict.fromkeys(
+            self.value_of_storage[s] for s in self.results if s in self.value_of_storage
+        )
         kept = tuple(sorted(v for v in self.outputs if not self.values[v].is_resident))
         first = self.runs[0].step.graph
-        graph = Graph(tuple(self.values), tuple(self.operators), kept, device=first.device, costs=first.costs)
+        graph = Graph(
+            tuple(self.values), tuple(self.operators), kept, device=first.device, costs=first.costs
+        )
         return JoinedStep(graph, self.runs, self.origin, tuple(self.value_of))
 
     def _add_value(self, value: Value) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
-    def _add_between(self, name: str, reads: Sequence[int], writes: Sequence[int], *, phase: Phase) -> None:
+    def _add_between(
+        self, name: str, reads: Sequence[int], writes: Sequence[int], *, phase: Phase
+    ) -> None:
         """A pinned operator of no cost, in a region of its own."""
         pinned = "it runs between compiled pieces, and is not planned"
         region = len(self.runs) + len(self.operators)
         own = tuple(dict.fromkeys(v for v in reads if v not in writes))
-        self.operators.append(Operator(name, 0.0, own, tuple(writes), phase=phase, region=region, pinned=pinned, target="between"))
+        self.operators.append(
+            Operator(
+                name,
+                0.0,
+                own,
+                tuple(writes),
+                phase=phase,
+                region=region,
+                pinned=pinned,
+                target="between",
+            )
+        )
 
     def _add_gap(self, gap: int) -> None:
         """What eager operators make before run `gap`: what it reads, and what they keep."""
         made = {kept.storage: kept.size_bytes for kept in self.kept if kept.gap == gap}
         if gap < len(self.runs):
             made |= self._unknown_inputs(gap)
-        made = {storage: size for storage, size in made.items() if storage not in self.value_of_storage}
+        made = {
+            storage: size for storage, size in made.items() if storage not in self.value_of_storage
+        }
         for storage, size_bytes in made.items():
-            self.value_of_storage[storage] = self._add_value(Value(f"gap{gap}_{len(self.values)}", size_bytes))
+            self.value_of_storage[storage] = self._add_value(
+                Value(f"gap{gap}_{len(self.values)}", size_bytes)
+            )
             self.gap_of[storage] = gap
         if made:
-            self._add_between(f"gap{gap}", (), [self.value_of_storage[s] for s in made], phase=Phase.FORWARD)
+            self._add_between(
+                f"gap{gap}", (), [self.value_of_storage[s] for s in made], phase=Phase.FORWARD
+            )
 
     def _unknown_inputs(self, index: int) -> dict[int, int]:
         run, unknown = self.runs[index], {}
         for node, place in zip(_inputs(run.step), run.inputs, strict=True):
-            value = run.step.graph.values[run.step.value_of[node]] if place and node in run.step.value_of else None
+            value = (
+                run.step.graph.values[run.step.value_of[node]]
+                if place and node in run.step.value_of
+                else None
+            )
             if place and value and value.kind is ValueKind.INPUT:
                 unknown[place.storage] = value.size_bytes
                 self.handed_over[place.storage] = None
@@ -245,7 +305,11 @@ class _Joiner:
 
     def _add_holding(self) -> None:
         """Python's frames hold what runs hand to each other until the model returns."""
-        held = [v for s in self.handed_over if not self.values[v := self.value_of_storage[s]].is_resident]
+        held = [
+            v
+            for s in self.handed_over
+            if not self.values[v := self.value_of_storage[s]].is_resident
+        ]
         if held:
             self._add_between("model returns", held, (), phase=Phase.FORWARD)
 
@@ -255,7 +319,8 @@ class _Joiner:
                 if place is not None and place.storage in self.results:
                     made = self._fresh_tangent(index, value)
                     if run.step.graph.values[value].shape == ():
-                        self.outputs[made] = None  # `loss.backward()` itself holds the 1.0 it starts from
+                        # `loss.backward()` itself holds the 1.0 it starts from
+                        self.outputs[made] = None
 
     def _fresh_tangent(self, index: int, value: int) -> int:
         made = self.value_of[index][value] = self._copy_value(index, value)
@@ -263,7 +328,10 @@ class _Joiner:
         return made
 
     def _add_gap_backward(self, gap: int) -> None:
-        """Between two backwards: eager operators run theirs, and gradients are summed and passed on."""
+        """Between two backwards.
+
+        Eager operators run theirs, and gradients are summed and passed on.
+        """
         arrived = self.pending.pop(gap, [])
         used = [self.value_of_storage[kept.storage] for kept in self.kept if kept.gap == gap]
         writes = [] if gap == 0 else self._tangents_of(gap - 1, arrived)
@@ -271,8 +339,13 @@ class _Joiner:
         if writes or used:
             self._add_between(f"gap{gap}_backward", used, writes, phase=Phase.BACKWARD)
 
-    def _tangents_of(self, index: int, arrived: list[tuple[Place, int, tuple[Any, ...]]]) -> list[int]:
-        """Returns the fresh gradients that run `index` is given; the others are gradients that later runs returned."""
+    def _tangents_of(
+        self, index: int, arrived: list[tuple[Place, int, tuple[Any, ...]]]
+    ) -> list[int]:
+        """Returns the fresh gradients that run `index` is given.
+
+        The others are gradients that later runs returned.
+        """
         fresh = []
         for value, place, layout in _tangents(self.runs[index]):
             if value in self.value_of[index]:
@@ -287,9 +360,19 @@ class _Joiner:
 
     def _add_backward(self, index: int) -> None:
         run = self.runs[index]
-        begin = f"{index}.backward"  # what is recomputed for the first operator comes after it, and so within the region
+        # what is recomputed for the first operator comes after it, and so within the region
+        begin = f"{index}.backward"
         self.operators.append(
-            Operator(begin, 0.0, (), (), phase=Phase.BACKWARD, region=index, pinned="it is no computation", target="between")
+            Operator(
+                begin,
+                0.0,
+                (),
+                (),
+                phase=Phase.BACKWARD,
+                region=index,
+                pinned="it is no computation",
+                target="between",
+            )
         )
         self._add_operators(index, Phase.BACKWARD)
         for place, node in zip(run.inputs, _gradients(run.step), strict=True):
@@ -298,30 +381,46 @@ class _Joiner:
             gradient = self.value_of[index][run.step.value_of[node]]
             gap = self._gap_of(place)
             if gap < 0:
-                self.gradients_of.setdefault(self.value_of_storage[place.storage], []).append(gradient)
+                self.gradients_of.setdefault(self.value_of_storage[place.storage], []).append(
+                    gradient
+                )
             else:
                 self.pending.setdefault(gap, []).append((place, gradient, _layout(node)))
 
     def _gap_of(self, place: Place) -> int:
-        """The gap in which the gradient of an input is consumed; -1 for parameters and the model's inputs."""
+        """The gap in which the gradient of an input is consumed.
+
+        -1 for parameters and the model's inputs.
+        """
         if place in self.maker_of:
             return self.maker_of[place][0] + 1
-        views = (run + 1 for made, (run, _) in self.maker_of.items() if made.storage == place.storage)
+        views = (
+            run + 1 for made, (run, _) in self.maker_of.items() if made.storage == place.storage
+        )
         return self.gap_of.get(place.storage, next(views, -1))
 
     def _add_sums(self) -> None:
-        """A parameter that several runs read: its gradients are held until all are there, then summed."""
+        """A parameter that several runs read.
+
+        Its gradients are held until all are there, then summed.
+        """
         for value, gradients in self.gradients_of.items():
             several = list(dict.fromkeys(gradients))
             if len(several) > 1:
-                total = self._add_value(replace(self.values[several[0]], name=f"{self.values[value].name}_gradient"))
+                total = self._add_value(
+                    replace(self.values[several[0]], name=f"{self.values[value].name}_gradient")
+                )
                 self._add_between(self.values[total].name, several, [total], phase=Phase.BACKWARD)
                 several = [total]
             self.outputs[several[0]] = None
 
 
 def _inputs(step: TracedStep) -> list[fx.Node]:
-    return [node for node in step.module.graph.find_nodes(op="placeholder") if not is_backward_input(node)]
+    return [
+        node
+        for node in step.module.graph.find_nodes(op="placeholder")
+        if not is_backward_input(node)
+    ]
 
 
 def _results(step: TracedStep) -> Sequence[Any]:
@@ -337,13 +436,20 @@ def _gradients(step: TracedStep) -> Sequence[Any]:
 
 
 def _tangents(run: Run) -> Iterator[tuple[int, Place | None, tuple[Any, ...]]]:
-    """Yields each gradient that arrives: its value, where the result lies that it belongs to, and its layout."""
+    """Yields each gradient that arrives.
+
+    Its value, where the result lies that it belongs to, and its layout.
+    """
     step = run.step
     described = step.module.graph.output_node().meta.get("desc", ())
     places = dict(zip(described, run.outputs, strict=False))
     for node in step.module.graph.find_nodes(op="placeholder"):
         if is_backward_input(node) and node in step.value_of:
-            yield step.value_of[node], places.get(getattr(node.meta.get("desc"), "output", None)), _layout(node)
+            yield (
+                step.value_of[node],
+                places.get(getattr(node.meta.get("desc"), "output", None)),
+                _layout(node),
+            )
 
 
 def _layout(node: fx.Node) -> tuple[Any, ...]:

@@ -1,9 +1,10 @@
 """Running a step in pieces: recorded once, planned as one, each run with its own halves.
 
-The first step finds the pieces. Until they are known each runs with the least memory it can do with, and
-copies what it hands over, since what follows may change it. With the forward over, all runs are joined to
-one graph (`joined_step`), planned under one budget, and from the next step on each runs its part of the plan.
-A step that takes another path runs the rest of it with the least memory, and is planned for the next time.
+The first step finds the pieces. Until they are known each runs with the least memory it can do
+with, and copies what it hands over, since what follows may change it. With the forward over, all
+runs are joined to one graph (`joined_step`), planned under one budget, and from the next step on
+each runs its part of the plan. A step that takes another path runs the rest of it with the least
+memory, and is planned for the next time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ Path = tuple[Piece, ...]  # the pieces that a forward ran, in order
 
 
 class StepPlanner(Protocol):
-    """Step -> solution; `unplanned_bytes` are held back for gradients of earlier steps, `gap_bytes` for what runs between pieces."""
+    """Step -> solution.
+
+    `unplanned_bytes` are held back for gradients of earlier steps, `gap_bytes` for what runs
+    between pieces.
+    """
 
     def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0) -> Solution:
         """Returns the solution for a step."""
@@ -84,14 +89,17 @@ class Session:
 
     def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: Path) -> None:
         self.runner, self.plan, self.path = runner, plan, path
-        self.has_turned = False  # it went another way than the plan's, after a piece that ran as planned
+        # it went another way than the plan's, after a piece that ran as planned
+        self.has_turned = False
         self.expects_pieces = True  # false until something compiled is called
         self.pieces: list[Piece] = []
         self.numbers: list[int] = []
         self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
-        self.versions: list[tuple[int, str, int, Callable[[], torch.Tensor | None], int]] = []  # run, kind, place, tensor, its version
+        # run, kind, place, tensor, its version
+        self.versions: list[tuple[int, str, int, Callable[[], torch.Tensor | None], int]] = []
         self._given: list[tuple[str, int, Callable[[], torch.Tensor | None]]] = []
-        self.storages: list[Any] = []  # weak: an address tells storages apart as long as somebody refers to it
+        # weak: an address tells storages apart as long as somebody refers to it
+        self.storages: list[Any] = []
         self._inputs: tuple[Place | None, ...] = ()
 
     def begin(self, piece: Piece, args: Sequence[Any]) -> int:
@@ -103,14 +111,24 @@ class Session:
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
         self.pieces.append(piece)
         self.numbers.append(number)
-        self._given = [("input", place, self._reference(tensor)) for place, tensor in enumerate(args) if _is_watched(tensor)]
+        self._given = [
+            ("input", place, self._reference(tensor))
+            for place, tensor in enumerate(args)
+            if _is_watched(tensor)
+        ]
         self._inputs = self._places(args)
         return number
 
     def end(self, results: Sequence[Any]) -> None:
-        """Notes what the run returned, and the versions of all that it was given and returned, with its own changes done."""
+        """Notes what the run returned, and the versions of all that it was given and returned, with
+        its own changes done.
+        """
         turn = len(self.pieces) - 1
-        made = [("result", place, self._reference(tensor)) for place, tensor in enumerate(results) if _is_watched(tensor)]
+        made = [
+            ("result", place, self._reference(tensor))
+            for place, tensor in enumerate(results)
+            if _is_watched(tensor)
+        ]
         for kind, place, reference in (*self._given, *made):
             tensor = reference()
             if tensor is not None:
@@ -121,8 +139,13 @@ class Session:
         return weakref.ref(tensor) if self.plan else lambda: tensor
 
     def _places(self, tensors: Sequence[Any]) -> tuple[Place | None, ...]:
-        found = [tensor if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else None for tensor in tensors]
-        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in found if tensor is not None]
+        found = [
+            tensor if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else None
+            for tensor in tensors
+        ]
+        self.storages += [
+            StorageWeakRef(tensor.untyped_storage()) for tensor in found if tensor is not None
+        ]
         return tuple(None if tensor is None else Place.of(tensor) for tensor in found)
 
     def changed(self) -> list[Copied]:
@@ -131,30 +154,45 @@ class Session:
         for turn, kind, place, reference, version in self.versions:
             tensor = reference()
             first = self.pieces[turn].first
-            if tensor is not None and tensor._version != version and first and (kind, place) in first[0]:
+            if (
+                tensor is not None
+                and tensor._version != version
+                and first
+                and (kind, place) in first[0]
+            ):
                 found[turn].add((kind, place))
         return list(map(frozenset, found))
 
 
 def _is_watched(tensor: Any) -> bool:
     """True for what something outside may change between runs; parameters change between steps."""
-    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not isinstance(tensor, nn.Parameter)
+    )
 
 
 class Piecewise:
-    """A module that `torch.compile` cuts into pieces: records them, plans them together, and runs them."""
+    """A module that `torch.compile` cuts into pieces.
+
+    Records them, plans them together, and runs them.
+    """
 
     def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
         self.module, self.plan_of, self.costs = module, plan, costs
         self.device_type = device_type(module)
         self.is_trace = plan is None
         self.breaks: dict[str, None] = {}
-        self.follows_data = False  # a step may take another path than the last one of the same shapes
-        self.plans: dict[tuple[Path, int], JoinedPlan] = {}  # by path, and the bytes of gradients that earlier steps left
+        # a step may take another path than the last one of the same shapes
+        self.follows_data = False
+        # by path, and the bytes of gradients that earlier steps left
+        self.plans: dict[tuple[Path, int], JoinedPlan] = {}
         self.last: Path = ()
         self.plan: JoinedPlan | None = None  # of the last step
         self.joined: JoinedStep | None = None
-        self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined  # how parameters come and go
+        # how parameters come and go
+        self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined
         self._pieces: dict[str, Piece] = {}
         self._frames = OwnFrames(module)
         self._local = threading.local()
@@ -169,7 +207,10 @@ class Piecewise:
         """The forward that runs in this thread."""
         session: Session | None = getattr(self._local, "session", None)
         if session is None:
-            raise TraceError("a piece of a planned step runs outside of its module's call; call the module itself")
+            raise TraceError(
+                "a piece of a planned step runs outside of its module's call; call the module "
+                "itself"
+            )
         return session
 
     @property
@@ -184,11 +225,23 @@ class Piecewise:
         pieces: list[Piece] = []
 
         def partition(
-            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+            joint: fx.GraphModule,
+            joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: Any = None,
+            **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_opaque_memory(joint)
             static = static_lifetime_input_indices or ()
-            piece = Piece(joint, num_fwd_outputs, static, self.costs, device_type=self.device_type, is_trace=self.is_trace)
+            piece = Piece(
+                joint,
+                num_fwd_outputs,
+                static,
+                self.costs,
+                device_type=self.device_type,
+                is_trace=self.is_trace,
+            )
             piece = self._piece(piece)
             pieces.append(piece)
             step = piece.step(frozenset())
@@ -203,12 +256,17 @@ class Piecewise:
 
         with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled: Callable[..., Any] = aot_autograd(
-                fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
+                fw_compiler=compile_forward,
+                bw_compiler=compile_backward,
+                partition_fn=partition,
+                keep_inference_input_mutations=True,
             )(module, example_inputs)
         return _without_zeros_for_no_gradient(compiled) if pieces else compiled
 
     def _piece(self, piece: Piece) -> Piece:
-        """A piece that dynamo compiled before, and again since some Python value is another, is the same piece."""
+        """A piece that dynamo compiled before, and again since some Python value is another, is the
+        same piece.
+        """
         text = signature(piece)
         return self._pieces.setdefault(text, piece) if text else piece
 
@@ -220,7 +278,10 @@ class Piecewise:
             self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
 
     def run_forward(self, piece: Piece, args: list[Any]) -> Any:
-        """Runs the forward half that is its turn; what is saved begins with a tensor of no elements that names the halves."""
+        """Runs the forward half that is its turn.
+
+        What is saved begins with a tensor of no elements that names the halves.
+        """
         session = self.session
         number = session.begin(piece, args)
         results = piece.halves(number)[0](args)
@@ -258,7 +319,9 @@ class Piecewise:
             result = plan.meter.forward(call, inputs) if plan else call()
         path = tuple(session.pieces)
         if not path and session.expects_pieces and _needs_gradient(result):
-            raise TraceError(NOT_COMPILED if self.plans else nothing_compiled(self.module, self.breaks))
+            raise TraceError(
+                NOT_COMPILED if self.plans else nothing_compiled(self.module, self.breaks)
+            )
         if plan and path != self.last:
             plan.meter.forget()
         if path and (path, held_bytes) not in self.plans:
@@ -267,10 +330,17 @@ class Piecewise:
         return result
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
-        """Returns the plan of the last path beside gradients that are there: that of others, planned again, where they are new."""
-        of_others = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
+        """Returns the plan of the last path beside gradients that are there.
+
+        That of others, planned again, where they are new.
+        """
+        of_others = next(
+            (plan for (path, _), plan in self.plans.items() if path == self.last), None
+        )
         if of_others is not None and (self.last, held_bytes) not in self.plans:
-            self._install(self.last, of_others.copies, of_others.step, held_bytes, of_others.unplanned_bytes)
+            self._install(
+                self.last, of_others.copies, of_others.step, held_bytes, of_others.unplanned_bytes
+            )
         return self.plans.get((self.last, held_bytes))
 
     @contextmanager
@@ -289,7 +359,12 @@ class Piecewise:
         kept = kept_by_eager(results, inputs)
 
         def joined_with(copies: Sequence[Copied]) -> JoinedStep:
-            runs = [Run(piece.step(copied), *places) for piece, copied, places in zip(session.pieces, copies, session.places, strict=True)]
+            runs = [
+                Run(piece.step(copied), *places)
+                for piece, copied, places in zip(
+                    session.pieces, copies, session.places, strict=True
+                )
+            ]
             return self.adjust(join(runs, storages, resident, kept), len(resident))
 
         copies = self._copies(session)
@@ -299,13 +374,19 @@ class Piecewise:
         firsts = [piece.first for piece in session.pieces if piece.first is not None]
         planned = self._install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
-            _warn(planned.solution, joined_with([copied for copied, _ in firsts]), [schedule for _, schedule in firsts])
+            _warn(
+                planned.solution,
+                joined_with([copied for copied, _ in firsts]),
+                [schedule for _, schedule in firsts],
+            )
 
     def _copies(self, session: Session) -> list[Copied]:
-        """What each run copies: what was changed after it, or all that could be, where a step may go on another way.
+        """What each run copies.
 
-        Once it does it is too late: what runs then may change what an earlier piece saved, as an expert does that adds to
-        the result of those before, and autograd refuses the backward.
+        What was changed after it, or all that could be, where a step may go on another way.
+
+        Once it does it is too late: what runs then may change what an earlier piece saved, as an
+        expert does that adds to the result of those before, and autograd refuses the backward.
         """
         if session.has_turned and not self.follows_data:
             self.follows_data = True
@@ -314,7 +395,14 @@ class Piecewise:
             return session.changed()
         return [piece.first[0] if piece.first else frozenset() for piece in session.pieces]
 
-    def _install(self, path: Path, copies: Sequence[Copied], joined: JoinedStep, held_bytes: int, unplanned_bytes: int = 0) -> JoinedPlan:
+    def _install(
+        self,
+        path: Path,
+        copies: Sequence[Copied],
+        joined: JoinedStep,
+        held_bytes: int,
+        unplanned_bytes: int = 0,
+    ) -> JoinedPlan:
         assert self.plan_of is not None
         try:
             solution = self.plan_of(joined, unplanned_bytes=held_bytes, gap_bytes=unplanned_bytes)
@@ -322,35 +410,57 @@ class Piecewise:
             raise naming_breaks(error, self.breaks) from None
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
-        numbers = tuple(piece.number(copied, own) for piece, copied, own in zip(path, copies, schedules, strict=True))
+        numbers = tuple(
+            piece.number(copied, own)
+            for piece, copied, own in zip(path, copies, schedules, strict=True)
+        )
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
-        planned = JoinedPlan(joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess)
+        planned = JoinedPlan(
+            joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess
+        )
         self.plans[path, held_bytes] = planned
         return planned
 
     def _keep_within_budget(self) -> None:
-        """Plans again where the measured step held more than its budget: gaps hold memory that no graph knows."""
+        """Plans again where the measured step held more than its budget.
+
+        Gaps hold memory that no graph knows.
+        """
         for (path, held_bytes), plan in list(self.plans.items()):
             measured = plan.meter.peak_bytes
             if measured is None or (path, held_bytes) not in self.plans:
                 continue
             allowed = plan.solution.budget_bytes + plan.unplanned_bytes
-            excess = plan.excess.of_all_ranks(max(0, measured - self._outside_bytes(plan) - allowed))
+            excess = plan.excess.of_all_ranks(
+                max(0, measured - self._outside_bytes(plan) - allowed)
+            )
             if excess == 0:
                 continue
             _LOG.warning(
-                "the step held %s, which is %s more than its budget: what runs between its pieces is not planned; planning again with less",
+                "the step held %s, which is %s more than its budget: what runs between its "
+                "pieces is not planned; planning again with less",
                 describe_bytes(allowed + excess),
                 describe_bytes(excess),
             )
             for key in [key for key in self.plans if key[0] == path]:
-                del self.plans[key]  # beside other gradients it holds as much, and is planned again when it is next run
-            unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)  # to leave out what is not used changes nothing
-            self._install(path, plan.copies, plan.step, held_bytes, plan.unplanned_bytes + unused_bytes + excess)
+                # beside other gradients it holds as much, and is planned again when it is next run
+                del self.plans[key]
+            # to leave out what is not used changes nothing
+            unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
+            self._install(
+                path,
+                plan.copies,
+                plan.step,
+                held_bytes,
+                plan.unplanned_bytes + unused_bytes + excess,
+            )
 
     def _outside_bytes(self, plan: JoinedPlan) -> int:
-        """What CUDA's allocator counts and a plan's budget leaves out: gradients of earlier steps, DDP's buckets, the reserve."""
+        """What CUDA's allocator counts and a plan's budget leaves out.
+
+        Gradients of earlier steps, DDP's buckets, the reserve.
+        """
         if self.device_type != "cuda" or not isinstance(self.plan_of, Plans):
             return 0
         return plan.gradient_bytes + bucket_bytes() + self.plan_of.options.reserve_bytes
@@ -360,13 +470,15 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
     peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
     if peak_bytes > planned.budget_bytes:
         _LOG.warning(
-            "the first step, which found the pieces, held about %s, above the budget of %s; the next ones run planned",
+            "the first step, which found the pieces, held about %s, above the budget of %s; "
+            "the next ones run planned",
             describe_bytes(peak_bytes),
             describe_bytes(planned.budget_bytes),
         )
 
 
-_DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")  # of reasons of breaks where data leads on
+# of reasons of breaks where data leads on
+_DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")
 _NO_METER = StepMeter("cpu", 0)
 
 
@@ -383,12 +495,18 @@ def _boxed(call: BoxedFunction) -> BoxedFunction:
 
 
 def _without_zeros_for_no_gradient(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a compiled piece whose backward is told which of its results got no gradient; autograd would say zeros."""
+    """Returns a compiled piece whose backward is told which of its results got no gradient.
+
+    Autograd would say zeros.
+    """
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        if not any(is_sharded(arg) for arg in args):  # AOTAutograd wraps the gradients of sharded ones, all of them
-            nodes: set[Any] = {result.grad_fn for result in results if isinstance(result, torch.Tensor)}
+        # AOTAutograd wraps the gradients of sharded ones, all of them
+        if not any(is_sharded(arg) for arg in args):
+            nodes: set[Any] = {
+                result.grad_fn for result in results if isinstance(result, torch.Tensor)
+            }
             for node in nodes:
                 if node is not None and is_compiled_node(node):
                     node.set_materialize_grads(False)

@@ -1,12 +1,17 @@
-"""Blocks whose parameters are sharded (FSDP2), as part of a joined step: what is gathered, and when it goes.
+"""Blocks whose parameters are sharded (FSDP2), as part of a joined step.
 
-Around each run of a sharded block FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds, of U bytes of full parameters:
+What is gathered, and when it goes.
+
+Around each run of a sharded block FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds, of U bytes of
+full parameters:
 
 - forward: the gathered buffer and the parameters copied out of it, 2 U, until the block returns;
-- backward: the parameters, U, and already the buffer of the block that is next; gradients of U bytes;
-  the buffer from which they are reduced, U, until the next block's are; and the shard of the gradients, which stays.
+- backward: the parameters, U, and already the buffer of the block that is next; gradients of U
+  bytes; the buffer from which they are reduced, U, until the next block's are; and the shard of the
+  gradients, which stays.
 
-All of it is written and read by pinned operators: collectives are never planned, and never repeated.
+All of it is written and read by pinned operators: collectives are never planned, and never
+repeated.
 """
 
 from __future__ import annotations
@@ -29,9 +34,11 @@ class Sharding:
 
     Attributes:
         share: bytes of a block's shard over bytes of its full parameters as they are computed with.
-        num_resident: how many values of a joined graph are the model's own: shards, buffers, inputs.
-        outside_bytes: full parameters outside of all blocks. FSDP2 holds them from the forward to the end of the backward, and then
-            has as much of their gradients and as the buffer these are reduced from.
+        num_resident: how many values of a joined graph are the model's own: shards, buffers,
+            inputs.
+        outside_bytes: full parameters outside of all blocks. FSDP2 holds them from the forward to
+            the end of the backward, and then has as much of their gradients and as the buffer these
+            are reduced from.
     """
 
     share: float
@@ -39,8 +46,13 @@ class Sharding:
     outside_bytes: int
 
 
-def sharding_of(model: nn.Module, joined: JoinedStep, num_resident: int, outside_bytes: int) -> Sharding | None:
-    """Returns how the parameters of a model's blocks are sharded, asked after a forward; None where they are not."""
+def sharding_of(
+    model: nn.Module, joined: JoinedStep, num_resident: int, outside_bytes: int
+) -> Sharding | None:
+    """Returns how the parameters of a model's blocks are sharded, asked after a forward.
+
+    None where they are not.
+    """
     shard_bytes = sum(held_bytes(p) for p in model.parameters() if is_sharded(p))
     full_bytes = sum(joined.graph.values[v].size_bytes for v in _gathered(joined, num_resident))
     if not shard_bytes or not full_bytes:
@@ -51,7 +63,11 @@ def sharding_of(model: nn.Module, joined: JoinedStep, num_resident: int, outside
 def outside_bytes(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
     """Returns the full bytes of sharded parameters outside of `blocks`, asked before a forward."""
     within = {id(p) for block in blocks for p in block.parameters()}
-    return sum(p.numel() * p.element_size() for p in model.parameters() if is_sharded(p) and id(p) not in within)
+    return sum(
+        p.numel() * p.element_size()
+        for p in model.parameters()
+        if is_sharded(p) and id(p) not in within
+    )
 
 
 def _gathered(joined: JoinedStep, num_resident: int) -> list[int]:
@@ -61,7 +77,9 @@ def _gathered(joined: JoinedStep, num_resident: int) -> list[int]:
 
 
 def with_sharding(joined: JoinedStep, sharding: Sharding) -> JoinedStep:
-    """Returns the joined step with what FSDP2 holds around each run, and without what it does not."""
+    """Returns the joined step with what FSDP2 holds around each run, and without what it does
+    not.
+    """
     return _Timeline(joined, sharding).build()
 
 
@@ -83,7 +101,11 @@ class _Timeline:
         sizes = [0] * len(self.joined.runs)
         readers = self.joined.graph.users_of
         for value in _gathered(self.joined, self.sharding.num_resident):
-            region = self.joined.graph.operators[readers[value][0]].region if readers[value] else len(sizes)
+            region = (
+                self.joined.graph.operators[readers[value][0]].region
+                if readers[value]
+                else len(sizes)
+            )
             if region < len(sizes):
                 sizes[region] += self.values[value].size_bytes
             self.values[value] = replace(self.values[value], size_bytes=0)
@@ -103,8 +125,18 @@ class _Timeline:
             if is_sharded_run and is_last:
                 self._end(op.region, op.phase)
         if self.sharding.outside_bytes:
-            self.values.append(Value("gradients_outside_of_blocks", 2 * self.sharding.outside_bytes, ValueKind.BUFFER))
-        joined = Graph(tuple(self.values), tuple(self._numbered()), tuple(sorted(self.outputs)), device=graph.device, costs=graph.costs)
+            self.values.append(
+                Value(
+                    "gradients_outside_of_blocks", 2 * self.sharding.outside_bytes, ValueKind.BUFFER
+                )
+            )
+        joined = Graph(
+            tuple(self.values),
+            tuple(self._numbered()),
+            tuple(sorted(self.outputs)),
+            device=graph.device,
+            costs=graph.costs,
+        )
         return replace(self.joined, graph=joined, origin=self.origin)
 
     def _half(self, index: int) -> tuple[int, Phase]:
@@ -114,7 +146,11 @@ class _Timeline:
     def _numbered(self) -> Iterator[Operator]:
         """Gives each operator between the runs a region of its own."""
         for index, op in enumerate(self.operators):
-            yield op if op.region < len(self.joined.runs) else replace(op, region=len(self.joined.runs) + index)
+            yield (
+                op
+                if op.region < len(self.joined.runs)
+                else replace(op, region=len(self.joined.runs) + index)
+            )
 
     def _begin(self, run: int, phase: Phase) -> None:
         size, place = self.full_bytes[run], self.order.index(run)
@@ -122,7 +158,13 @@ class _Timeline:
         if phase is Phase.FORWARD:
             self.parameters = self._value(f"{run}.gathered", 2 * size)
             previous = self.full_bytes[before] if before is not None else 0
-            self._add(f"{run}.gather", (), (self.parameters,), phase, workspace_bytes=previous + self._shard(size))
+            self._add(
+                f"{run}.gather",
+                (),
+                (self.parameters,),
+                phase,
+                workspace_bytes=previous + self._shard(size),
+            )
             return
         self.parameters = self._value(f"{run}.gathered_again", size)
         own = self.buffer.pop(run, None)
@@ -131,7 +173,13 @@ class _Timeline:
             self.buffer[before] = self._value(f"{before}.gathered_ahead", self.full_bytes[before])
             writes.append(self.buffer[before])
         workspace_bytes = self._shard(size) + (size if own is None else 0)
-        self._add(f"{run}.gather_again", () if own is None else (own,), writes, phase, workspace_bytes=workspace_bytes)
+        self._add(
+            f"{run}.gather_again",
+            () if own is None else (own,),
+            writes,
+            phase,
+            workspace_bytes=workspace_bytes,
+        )
 
     def _end(self, run: int, phase: Phase) -> None:
         self._add(f"{run}.reshard_{phase}", (self.parameters,), (), phase)
@@ -150,7 +198,9 @@ class _Timeline:
     def _gradients(self, run: int) -> tuple[int, ...]:
         """The full gradients that a run returns of its gathered parameters."""
         own = self.joined.value_of[run]
-        found = dict.fromkeys(own[v] for v in self.joined.runs[run].parameter_gradients() if v in own)
+        found = dict.fromkeys(
+            own[v] for v in self.joined.runs[run].parameter_gradients() if v in own
+        )
         return tuple(v for v in found if v in self.outputs)
 
     def _shard(self, size_bytes: int) -> int:
@@ -160,10 +210,26 @@ class _Timeline:
         self.values.append(Value(name, size_bytes))
         return len(self.values) - 1
 
-    def _add(self, name: str, reads: Iterable[int], writes: Iterable[int], phase: Phase, *, workspace_bytes: int = 0) -> None:
+    def _add(
+        self,
+        name: str,
+        reads: Iterable[int],
+        writes: Iterable[int],
+        phase: Phase,
+        *,
+        workspace_bytes: int = 0,
+    ) -> None:
         region = len(self.joined.runs)  # `_numbered` makes it its own
         self.operators.append(
             Operator(
-                name, 0.0, tuple(reads), tuple(writes), workspace_bytes, phase=phase, region=region, pinned=_PINNED, target="collective"
+                name,
+                0.0,
+                tuple(reads),
+                tuple(writes),
+                workspace_bytes,
+                phase=phase,
+                region=region,
+                pinned=_PINNED,
+                target="collective",
             )
         )

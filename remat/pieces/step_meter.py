@@ -1,4 +1,7 @@
-"""Measures a step that runs in pieces: its forward, each piece's backward, and those of the eager operators between them."""
+"""Measures a step that runs in pieces.
+
+Its forward, each piece's backward, and those of the eager operators between them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ import torch
 
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
 from remat.run.measure import from_events
-from remat.torch_border.allocator import is_profiling, run_counting_allocations, start_counting_allocations, stop_counting_allocations
+from remat.torch_border.allocator import (
+    is_profiling,
+    run_counting_allocations,
+    start_counting_allocations,
+    stop_counting_allocations,
+)
 from remat.torch_border.autograd import at_end_of_backward, is_compiled_node, saved_tensors
 from remat.torch_border.kernels import StorageWeakRef
 from remat.torch_border.sharded import local_part
@@ -21,9 +29,10 @@ from remat.torch_border.sharded import local_part
 class StepMeter:
     """Measures the first planned step of a model that runs in pieces.
 
-    On CUDA it is the allocator's peak over all of it. On the CPU allocations are counted in the forward, and in the backward of
-    one node after the other, eager or compiled; what is held when a node begins is told by weak references to all that autograd
-    keeps and to the gradients. Sums of gradients that autograd makes between two nodes are seen when they arrive.
+    On CUDA it is the allocator's peak over all of it. On the CPU allocations are counted in the
+    forward, and in the backward of one node after the other, eager or compiled; what is held when a
+    node begins is told by weak references to all that autograd keeps and to the gradients. Sums of
+    gradients that autograd makes between two nodes are seen when they arrive.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -37,10 +46,12 @@ class StepMeter:
     _state: str = field(default="waiting", repr=False)  # "forward": measured; "backward": begun
     _step: int = field(default=0, repr=False)  # which forward is measured
     _peak_bytes: int = field(default=0, repr=False)
-    _other_bytes: int = field(default=0, repr=False)  # held at the end of the forward, and not followed
+    # held at the end of the forward, and not followed
+    _other_bytes: int = field(default=0, repr=False)
     _followed: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict, repr=False)
     _leaves: list[torch.Tensor] = field(default_factory=list, repr=False)  # that get gradients
-    _begun_bytes: int | None = field(default=None, repr=False)  # held when the node began that is counted
+    # held when the node began that is counted
+    _begun_bytes: int | None = field(default=None, repr=False)
 
     def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Runs a forward, measured where no step was yet.
@@ -64,7 +75,11 @@ class StepMeter:
         leaves: dict[int, torch.Tensor] = {}
         for node in autograd_nodes(results, inputs):
             self._follow(saved_tensors(node))
-            leaves |= {id(parent.variable): parent.variable for parent, _ in node.next_functions if hasattr(parent, "variable")}
+            leaves |= {
+                id(parent.variable): parent.variable
+                for parent, _ in node.next_functions
+                if hasattr(parent, "variable")
+            }
             if not is_compiled_node(node):
                 node.register_prehook(partial(self._begin_node, self._step))
                 node.register_hook(self._end_node)
@@ -83,7 +98,9 @@ class StepMeter:
             self._follow(tensors)
 
     def backward(self, run: Callable[[list[Any]], Any], args: list[Any], num_tangents: int) -> Any:
-        """Runs the backward of a piece, whose last `num_tangents` arguments are gradients that arrive, the others what it saved."""
+        """Runs the backward of a piece, whose last `num_tangents` arguments are gradients that
+        arrive, the others what it saved.
+        """
         if self._state == "waiting" or self.peak_bytes is not None or is_profiling():
             return run(args)
         num_saved = len(args) - num_tangents
@@ -145,8 +162,12 @@ class StepMeter:
 
     def _is_followed(self, tensors: Sequence[Any]) -> bool:
         strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-        return all(local_part(tensor).untyped_storage()._cdata in self._followed for tensor in strided)
+        return all(
+            local_part(tensor).untyped_storage()._cdata in self._followed for tensor in strided
+        )
 
     def _followed_bytes(self) -> int:
-        self._followed = {key: entry for key, entry in self._followed.items() if not entry[0].expired()}
+        self._followed = {
+            key: entry for key, entry in self._followed.items() if not entry[0].expired()
+        }
         return sum(size_bytes for _, size_bytes in self._followed.values())

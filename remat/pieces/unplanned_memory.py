@@ -1,4 +1,7 @@
-"""What is held outside of what is captured: the module's own tensors and gradients, and what eager operators keep for their backward."""
+"""What is held outside of what is captured.
+
+The module's own tensors and gradients, and what eager operators keep for their backward.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,38 @@ from remat.tracers.aot import CUDA_GRANULARITY_BYTES
 
 
 def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
-    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of type `kind` with their bytes."""
+    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of
+    type `kind` with their bytes.
+    """
     rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
     named = [
-        *((name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER) for name, p in module.named_parameters()),
+        *(
+            (name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER)
+            for name, p in module.named_parameters()
+        ),
         *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
         *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
     ]
     found: dict[int, Value] = {}
     for name, tensor, value_kind in named:
         if tensor.layout == torch.strided:
-            size_bytes = -(-held_bytes(tensor) // rounded_to) * rounded_to if tensor.device.type == kind else 0
+            size_bytes = (
+                -(-held_bytes(tensor) // rounded_to) * rounded_to
+                if tensor.device.type == kind
+                else 0
+            )
             dtype = str(tensor.dtype).removeprefix("torch.")
             storage = local_part(tensor).untyped_storage()
-            found.setdefault(storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype))
+            found.setdefault(
+                storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype)
+            )
     return found
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets, which are counted apart."""
+    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets,
+    which are counted apart.
+    """
     found: dict[int, int] = {}
     for parameter in module.parameters():
         gradient = parameter.grad
@@ -49,18 +65,27 @@ def gradient_bytes(module: nn.Module) -> int:
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Returns the tensors of what a model returned: among its containers, and the attributes of objects in them."""
+    """Returns the tensors of what a model returned.
+
+    Among its containers, and the attributes of objects in them.
+    """
     found = []
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            found += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, torch.Tensor)]
+            found += [
+                inner
+                for inner in pytree.tree_leaves(dict(vars(leaf)))
+                if isinstance(inner, torch.Tensor)
+            ]
     return found
 
 
 def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes of the autograd graph between a forward's results and its inputs, leaves and what made the inputs left out."""
+    """Yields the nodes of the autograd graph between a forward's results and its inputs, leaves and
+    what made the inputs left out.
+    """
     seen: set[Any] = {t.grad_fn for t in inputs if isinstance(t, torch.Tensor)} | {None}
     waiting: list[Any] = [t.grad_fn for t in results]
     while waiting:
@@ -74,9 +99,11 @@ def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> It
 
 
 def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> list[Kept]:
-    """Returns what eager operators keep for their backward, by walking the autograd graph of a forward.
+    """Returns what eager operators keep for their backward, by walking the autograd graph of a
+    forward.
 
-    Sequence numbers rise along the forward, so that an operator's number tells between which runs it ran.
+    Sequence numbers rise along the forward, so that an operator's number tells between which runs
+    it ran.
     """
     runs, eager = [], []
     for node in autograd_nodes(results, inputs):

@@ -1,8 +1,10 @@
-"""Plans on disk: one file a plan in the user's cache folder, so that a job that starts again, or another rank, plans nothing twice.
+"""Plans on disk: one file a plan in the user's cache folder, so that a job that starts again, or
+another rank, plans nothing twice.
 
-A file is written whole or not at all, and any number of processes may read and write. What is read is judged anew:
-a plan counts only where it was made for this graph and is valid within the budget. A cache is never a
-reason to fail: what can't be read is planned again, and what can't be written is kept in memory, with a warning.
+A file is written whole or not at all, and any number of processes may read and write. What is read
+is judged anew: a plan counts only where it was made for this graph and is valid within the budget.
+A cache is never a reason to fail: what can't be read is planned again, and what can't be written is
+kept in memory, with a warning.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ class PlanCache:
     folder: Path
     limit_bytes: int = 256 << 20
 
-    def get_or_solve(self, graph: Graph, budget_bytes: int, how: str, solve: Callable[[], Solution]) -> Solution:
-        """Returns the plan of `graph` for a budget: from the disk, or else from `solve`, and then on the disk.
+    def get_or_solve(
+        self, graph: Graph, budget_bytes: int, how: str, solve: Callable[[], Solution]
+    ) -> Solution:
+        """Returns the plan of `graph` for a budget.
+
+        From the disk, or else from `solve`, and then on the disk.
 
         Args:
             graph: the step; its measured costs and workspaces are part of the key.
@@ -78,7 +84,11 @@ class PlanCache:
             _LOG.warning("a cached plan can't be read, and is made again: %s", reason)
             return None
         is_ours = solution.schedule is not None and solution.fingerprint == graph.fingerprint
-        if not is_ours or solution.schedule is None or validate(graph, solution.schedule, budget_bytes=budget_bytes):
+        if (
+            not is_ours
+            or solution.schedule is None
+            or validate(graph, solution.schedule, budget_bytes=budget_bytes)
+        ):
             _LOG.warning("the cached plan %s does not fit its step, and is made again", path)
             return None
         return solution
@@ -104,7 +114,10 @@ class PlanCache:
 def key_of(graph: Graph, budget_bytes: int, how: str) -> str:
     """Returns a digest of all that a plan depends on."""
     arrays = graph.arrays
-    digest = hashlib.sha256(f"{_FORMAT} {_source_digest()} {graph.fingerprint} {graph.device} {budget_bytes} {how}".encode())
+    digest = hashlib.sha256(
+        f"{_FORMAT} {_source_digest()} {graph.fingerprint} {graph.device} {budget_bytes} "
+        f"{how}".encode()
+    )
     digest.update(arrays.cost_s.tobytes())
     digest.update(arrays.workspace_bytes.tobytes())
     return digest.hexdigest()[:40]
@@ -112,7 +125,10 @@ def key_of(graph: Graph, budget_bytes: int, how: str) -> str:
 
 @cache
 def _source_digest() -> str:
-    """A digest of the code that makes plans: a changed solver makes new ones, in a release and in a checkout."""
+    """A digest of the code that makes plans.
+
+    A changed solver makes new ones, in a release and in a checkout.
+    """
     root = Path(__file__).parents[1]
     files = [path for name in _SOURCES for path in sorted((root / name).rglob("*.py"))]
 

@@ -1,7 +1,8 @@
 """Several processes that train together: each plan is found by one rank and read by the others.
 
-Plans go through the key-value store that `torch.distributed` was initialised with, not through a collective: a rank
-whose last batch is smaller plans a step of its own while the others go on, and a collective would wait forever.
+Plans go through the key-value store that `torch.distributed` was initialised with, not through a
+collective: a rank whose last batch is smaller plans a step of its own while the others go on, and a
+collective would wait forever.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def solve_once(graph: Graph, asked: str, solve: Callable[[], Solution], *, time_limit_s: float) -> Solution:
-    """Returns the solution of `solve()`, called by the first rank that asks; the others wait for its answer.
+def solve_once(
+    graph: Graph, asked: str, solve: Callable[[], Solution], *, time_limit_s: float
+) -> Solution:
+    """Returns the solution of `solve()`, called by the first rank that asks.
+
+    The others wait for its answer.
 
     Args:
         graph: the step. Ranks share an answer where their graphs agree in all but measured costs.
@@ -67,7 +72,8 @@ def solve_once(graph: Graph, asked: str, solve: Callable[[], Solution], *, time_
         store.wait([key], timedelta(seconds=time_limit_s + _SOLVING_S))
     except dist.DistStoreError as error:
         raise SolverError(
-            f"the rank that plans this step has not answered for {time_limit_s + _SOLVING_S:.0f} s; see its output"
+            "the rank that plans this step has not answered for "
+            f"{time_limit_s + _SOLVING_S:.0f} s; see its output"
         ) from error
     return _read(msgspec.json.decode(zlib.decompress(store.get(key)), type=_Answer))
 
@@ -79,7 +85,14 @@ def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solut
         answer = _Answer(dist.get_rank(), solution)
         return solution
     except BudgetError as error:
-        answer = _Answer(dist.get_rank(), None, str(error), error.budget_bytes, error.minimum_bytes, error.is_proved)
+        answer = _Answer(
+            dist.get_rank(),
+            None,
+            str(error),
+            error.budget_bytes,
+            error.minimum_bytes,
+            error.is_proved,
+        )
         raise
     except Exception as error:
         answer = _Answer(dist.get_rank(), message=f"{type(error).__name__}: {error}")
@@ -92,7 +105,12 @@ def _read(answer: _Answer) -> Solution:
     if answer.solution is not None:
         return answer.solution
     if answer.minimum_bytes:
-        raise BudgetError(answer.message, budget_bytes=answer.budget_bytes, minimum_bytes=answer.minimum_bytes, is_proved=answer.is_proved)
+        raise BudgetError(
+            answer.message,
+            budget_bytes=answer.budget_bytes,
+            minimum_bytes=answer.minimum_bytes,
+            is_proved=answer.is_proved,
+        )
     raise SolverError(f"rank {answer.rank} could not plan this step: {answer.message}")
 
 
@@ -100,8 +118,8 @@ def _read(answer: _Answer) -> Solution:
 class Agreement:
     """A size that the ranks which run the same plan agree on: the largest that any of them found.
 
-    No rank waits. Each says its own at the start of one step and reads all at the start of the next: what the ranks send each
-    other within a step, gradients at least, comes in between.
+    No rank waits. Each says its own at the start of one step and reads all at the start of the
+    next: what the ranks send each other within a step, gradients at least, comes in between.
 
     Attributes:
         name: the same on ranks that are to agree.
@@ -111,7 +129,10 @@ class Agreement:
     _asked: int = field(default=0, init=False, repr=False)
 
     def of_all_ranks(self, own: int) -> int:
-        """Returns what is agreed on, 0 until it is; `own` at once in a process that trains alone."""
+        """Returns what is agreed on, 0 until it is.
+
+        `own` at once in a process that trains alone.
+        """
         if not is_distributed():
             return own
         self._asked += 1
@@ -126,7 +147,9 @@ class Agreement:
 
 
 def planned_part(model: nn.Module) -> nn.Module:
-    """Returns what is planned of `model`: the module inside of `DistributedDataParallel`, whose own forward talks to other ranks.
+    """Returns what is planned of `model`.
+
+    The module inside of `DistributedDataParallel`, whose own forward talks to other ranks.
 
     Raises:
         TraceError: it is wrapped in a way that can't be planned; the message says what to do.
@@ -134,17 +157,23 @@ def planned_part(model: nn.Module) -> nn.Module:
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     if isinstance(model, DataParallel):
-        raise TraceError("nn.DataParallel copies the module at every step, plan and all; use DistributedDataParallel, one process a GPU")
+        raise TraceError(
+            "nn.DataParallel copies the module at every step, plan and all; use "
+            "DistributedDataParallel, one process a GPU"
+        )
     if is_first_fsdp(model):
         raise TraceError(
-            "FullyShardedDataParallel (FSDP1) flattens parameters away from the module; use torch.distributed.fsdp.fully_shard "
+            "FullyShardedDataParallel (FSDP1) flattens parameters away from the module; use "
+            "torch.distributed.fsdp.fully_shard "
             "(FSDP2), and call remat.checkpoint(model, budget, blocks=...) before it"
         )
     return model
 
 
 def bucket_bytes() -> int:
-    """Bytes of the buckets in which the `DistributedDataParallel` around the present forward reduces gradients; 0 outside of one."""
+    """Bytes of the buckets in which the `DistributedDataParallel` around the present forward
+    reduces gradients; 0 outside of one.
+    """
     active = active_ddp()
     if active is None:
         return 0
@@ -155,6 +184,8 @@ def refuse_sharded(module: nn.Module) -> None:
     """Refuses to capture whole what FSDP2 gathers part by part."""
     if any(is_fully_sharded(part) for part in module.modules()):
         raise TraceError(
-            f"{type(module).__name__} is sharded by fully_shard, whose parameters are gathered block by block and not for the model as a "
-            "whole; plan the blocks under one budget, remat.checkpoint(model, budget, blocks=model.layers), then shard them and the model"
+            f"{type(module).__name__} is sharded by fully_shard, whose parameters are "
+            "gathered block by block and not for the model as a "
+            "whole; plan the blocks under one budget, remat.checkpoint(model, budget, "
+            "blocks=model.layers), then shard them and the model"
         )

@@ -1,4 +1,7 @@
-"""Which plan a captured step gets: one it had before, one from the disk, one of a larger shape, or a new one."""
+"""Which plan a captured step gets.
+
+One it had before, one from the disk, one of a larger shape, or a new one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ class Options:
         costs: name of a cost model, or a cost model.
         time_limit_s: how long the solver may take.
         gap: the solver stops as soon as it proved this gap.
-        executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to fused kernels.
+        executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to
+            fused kernels.
         differentiate: "scalars" or "all", see `make_backend`.
         plan_cache: plans are read from and written to the user's cache folder.
     """
@@ -72,7 +76,11 @@ def solve_graph(
         raise ValueError(f"time_limit_s={time_limit_s} is not positive")
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = parse_budget(budget, keep_all_bytes=keep_all) - reserve_bytes
-    method = make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress) if isinstance(solver, str) else solver
+    method = (
+        make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
+        if isinstance(solver, str)
+        else solver
+    )
     solution = method.solve(graph, budget_bytes=budget_bytes)
     if solution.is_solved:
         return solution
@@ -85,9 +93,14 @@ def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> Budge
     budget_bytes = solution.budget_bytes + reserve_bytes
     what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
     reserved = f" (of which {describe_bytes(reserve_bytes)} are reserved)" if reserve_bytes else ""
-    held = f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}" if graph.resident_bytes else ""
+    held = (
+        f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
+        if graph.resident_bytes
+        else ""
+    )
     return BudgetError(
-        f"{what} in the budget {describe_bytes(budget_bytes)}{reserved}: the least known to do is {describe_bytes(minimum_bytes)}{held}. "
+        f"{what} in the budget {describe_bytes(budget_bytes)}{reserved}: the least known to "
+        f"do is {describe_bytes(minimum_bytes)}{held}. "
         "Raise the budget to at least that, or take a smaller batch.",
         budget_bytes=budget_bytes,
         minimum_bytes=minimum_bytes,
@@ -104,29 +117,40 @@ def _minimum_bytes(graph: Graph) -> int:
 class Plans:
     """Plans by graph.
 
-    A step that is captured again is not solved again, in this process or another one. A new shape of a step that has a plan, such as
-    the last batch of an epoch, is given that plan's schedule where it fits, improved for a tenth of the time limit.
+    A step that is captured again is not solved again, in this process or another one. A new shape
+    of a step that has a plan, such as the last batch of an epoch, is given that plan's schedule
+    where it fits, improved for a tenth of the time limit.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._known: dict[tuple[Graph, int], Solution] = {}
         self._has_largest = False
-        self._keep_all_bytes = 0  # of the largest step so far, the reserve included: what "60%" is a percentage of
-        self._cache = PlanCache(plans_path()) if options.plan_cache and isinstance(options.solver, str) else None
+        # of the largest step so far, the reserve included: what "60%" is a percentage of
+        self._keep_all_bytes = 0
+        self._cache = (
+            PlanCache(plans_path())
+            if options.plan_cache and isinstance(options.solver, str)
+            else None
+        )
 
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0, is_largest: bool = False) -> Solution:
+    def __call__(
+        self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0, is_largest: bool = False
+    ) -> Solution:
         """Returns the solution for a captured step, the same on all ranks.
 
         Args:
             step: what was captured.
             unplanned_bytes: held back beside the reserve.
-            gap_bytes: the same, for what runs between pieces and would whatever is kept: it counts in percentages.
+            gap_bytes: the same, for what runs between pieces and would whatever is kept: it counts
+                in percentages.
             is_largest: its schedule is that of all smaller shapes, which then need no solving.
         """
         graph = step.graph
         held_bytes = self.options.reserve_bytes + unplanned_bytes + gap_bytes + bucket_bytes()
-        found = next((s for (g, held), s in self._known.items() if held == held_bytes and g == graph), None)
+        found = next(
+            (s for (g, held), s in self._known.items() if held == held_bytes and g == graph), None
+        )
         if found is None:
             found = self._known[graph, held_bytes] = self._solve(graph, held_bytes, gap_bytes)
         self._has_largest |= is_largest
@@ -134,7 +158,12 @@ class Plans:
 
     def _solve(self, graph: Graph, held_bytes: int, gap_bytes: int) -> Solution:
         options = self.options
-        keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes + gap_bytes + bucket_bytes() + options.reserve_bytes
+        keep_all_bytes = (
+            simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            + gap_bytes
+            + bucket_bytes()
+            + options.reserve_bytes
+        )
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
         budget_bytes = parse_budget(options.budget, keep_all_bytes=self._keep_all_bytes)
         known = self._of_another_shape(graph, budget_bytes - held_bytes)
@@ -159,27 +188,54 @@ class Plans:
             return min((solved, known), key=lambda s: s.cost_s) if known else solved
 
         def read_or_solve() -> Solution:
-            return self._cache.get_or_solve(graph, budget_bytes - held_bytes, asked, solve) if self._cache else solve()
+            return (
+                self._cache.get_or_solve(graph, budget_bytes - held_bytes, asked, solve)
+                if self._cache
+                else solve()
+            )
 
         asked = f"{budget_bytes} {held_bytes} {options.solver} {options.gap} {options.time_limit_s}"
         return solve_once(graph, asked, read_or_solve, time_limit_s=options.time_limit_s)
 
     def _of_another_shape(self, graph: Graph, budget_bytes: int) -> Solution | None:
-        """The cheapest schedule of a step that differs from this one in sizes only, where it fits the budget."""
+        """The cheapest schedule of a step that differs from this one in sizes only, where it fits
+        the budget.
+        """
         wanted, found = structure_of(graph), []
         for (other, _), solution in self._known.items():
             schedule = solution.schedule
-            if schedule is None or structure_of(other) != wanted or validate(graph, schedule, budget_bytes=budget_bytes):
+            if (
+                schedule is None
+                or structure_of(other) != wanted
+                or validate(graph, schedule, budget_bytes=budget_bytes)
+            ):
                 continue
             solver = solution.solver.removesuffix(_ELSEWHERE) + _ELSEWHERE
-            found.append(Solution.of_steps(graph, budget_bytes, schedule.steps, lower_bound_s=0.0, solver=solver, wall_s=0.0))
+            found.append(
+                Solution.of_steps(
+                    graph,
+                    budget_bytes,
+                    schedule.steps,
+                    lower_bound_s=0.0,
+                    solver=solver,
+                    wall_s=0.0,
+                )
+            )
         return min(found, key=lambda s: s.cost_s, default=None)
 
 
 def structure_of(graph: Graph) -> str:
-    """A digest of a graph without its sizes and costs: two shapes of one step agree in it, mostly."""
-    parts = [(op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot) for op in graph.operators]
-    return hashlib.sha256(repr((parts, graph.outputs, [v.kind for v in graph.values])).encode()).hexdigest()
+    """A digest of a graph without its sizes and costs.
+
+    Two shapes of one step agree in it, mostly.
+    """
+    parts = [
+        (op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot)
+        for op in graph.operators
+    ]
+    return hashlib.sha256(
+        repr((parts, graph.outputs, [v.kind for v in graph.values])).encode()
+    ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -193,18 +249,24 @@ class FixedPlan:
         extra_bytes = unplanned_bytes + gap_bytes
         if extra_bytes:
             raise BudgetError(
-                f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between its compiled pieces the step holds "
-                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; solve for a budget that is smaller by so much",
+                f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between "
+                "its compiled pieces the step holds "
+                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; "
+                "solve for a budget that is smaller by so much",
                 budget_bytes=self.solution.budget_bytes,
                 minimum_bytes=self.solution.peak_bytes + extra_bytes,
                 is_proved=False,
             )
         if self.solution.schedule is None:
-            raise ScheduleError(f"this solution has no schedule to run: its status is {self.solution.status}")
+            raise ScheduleError(
+                f"this solution has no schedule to run: its status is {self.solution.status}"
+            )
         if step.graph.fingerprint != self.solution.fingerprint:
             raise ScheduleError(
-                f"this plan is for another step: it was made for graph {self.solution.fingerprint}, and this model with this input is "
-                f"graph {step.graph.fingerprint} ({step.graph.num_operators} operators); trace and solve again with this model, "
+                "this plan is for another step: it was made for graph "
+                f"{self.solution.fingerprint}, and this model with this input is "
+                f"graph {step.graph.fingerprint} ({step.graph.num_operators} operators); "
+                "trace and solve again with this model, "
                 "these shapes, this precision and this torch version"
             )
         return self.solution

@@ -1,8 +1,9 @@
 """Autocast's cache, in a traced step: a parameter is cast once, however many operators read it.
 
-Plain PyTorch sums the gradients of all that read the cast in the lower precision, and casts the sum back once. AOTAutograd
-(torch 2.13) turns the cache off, and traces its parameters as no leaves, which are not cached anyway: each reader's gradient
-would be cast back before the sum, and round otherwise. Here casts are remembered on the tensors that stand for leaves.
+Plain PyTorch sums the gradients of all that read the cast in the lower precision, and casts the sum
+back once. AOTAutograd (torch 2.13) turns the cache off, and traces its parameters as no leaves,
+which are not cached anyway: each reader's gradient would be cast back before the sum, and round
+otherwise. Here casts are remembered on the tensors that stand for leaves.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ def _mark_leaves(module: fx.GraphModule, inputs: Sequence[Any], mark: Callable[.
 
 def _is_cached(value: Any) -> bool:
     """Autocast's own condition (aten/src/ATen/autocast_mode.cpp, `cached_cast`, torch 2.13)."""
-    is_trained_leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not value._is_view()
+    is_trained_leaf = (
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+    )
     return is_trained_leaf and value.dtype is torch.float32
 
 

@@ -1,8 +1,10 @@
-"""The quickest way to call an operator: torch's own Python binding, where it provably is the same call.
+"""The quickest way to call an operator.
 
-`torch.ops.aten.mm.default(a, b)` parses its arguments against the schema at run time; `torch.mm(a, b)`
-is generated code. The binding takes 1 to 2 microseconds less, which is a third of what running a
-step operator by operator costs (`experiments/speed.py`).
+Torch's own Python binding, where it provably is the same call.
+
+`torch.ops.aten.mm.default(a, b)` parses its arguments against the schema at run time; `torch.mm(a,
+b)` is generated code. The binding takes 1 to 2 microseconds less, which is a third of what running
+a step operator by operator costs (`experiments/speed.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +25,22 @@ class Bindings:
         self._known: dict[Any, Callable[..., Any]] = {}
 
     def of(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the binding to call with the node's arguments; the operator itself where none is the same."""
+        """Returns the binding to call with the node's arguments.
+
+        The operator itself where none is the same.
+        """
         target: Any = node.target
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             return target  # type: ignore[no-any-return]
-        form = (target, tuple(map(_form, node.args)), tuple((name, _form(arg)) for name, arg in node.kwargs.items()))
+        form = (
+            target,
+            tuple(map(_form, node.args)),
+            tuple((name, _form(arg)) for name, arg in node.kwargs.items()),
+        )
         if form not in self._known:
-            self._known[form] = next((c for c in _candidates(target) if _is_same_call(c, node)), target)
+            self._known[form] = next(
+                (c for c in _candidates(target) if _is_same_call(c, node)), target
+            )
         return self._known[form]
 
 
@@ -46,8 +57,13 @@ def _candidates(target: OpOverload) -> list[Callable[..., Any]]:
 
 
 def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
-    """Runs the candidate on the node's fake tensors; true where it dispatches to that operator, with those arguments, and no other."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+    """Runs the candidate on the node's fake tensors.
+
+    True where it dispatches to that operator, with those arguments, and no other.
+    """
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda source: source.meta["val"]
+    )
     recorder = _Recorder()
     try:
         with torch.no_grad(), recorder:
@@ -55,16 +71,25 @@ def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
     except (TypeError, RuntimeError, ValueError, NotImplementedError):
         return False
     return (
-        len(recorder.calls) == 1 and recorder.calls[0][0] is node.target and _named(*recorder.calls[0]) == _named(node.target, args, kwargs)
+        len(recorder.calls) == 1
+        and recorder.calls[0][0] is node.target
+        and _named(*recorder.calls[0]) == _named(node.target, args, kwargs)
     )
 
 
 def _named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Arguments by name, tensors by identity, defaults left out."""
-    named = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | dict(kwargs)
+    named = {
+        argument.name: value
+        for argument, value in zip(target._schema.arguments, args, strict=False)
+    } | dict(kwargs)
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     told = {name: _comparable(value) for name, value in named.items()}
-    return {name: value for name, value in told.items() if name not in defaults or value != _comparable(defaults[name])}
+    return {
+        name: value
+        for name, value in told.items()
+        if name not in defaults or value != _comparable(defaults[name])
+    }
 
 
 def _comparable(value: Any) -> Any:

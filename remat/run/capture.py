@@ -1,7 +1,8 @@
 """The one capture path, for tracing and for running: `torch.compile` with AOTAutograd behind it.
 
 Dynamo captures the forward as one graph; AOTAutograd makes the joint forward and backward graph and
-gives it to our partitioner, which reads it as a `Graph`, asks the planner, and returns the two halves.
+gives it to our partitioner, which reads it as a `Graph`, asks the planner, and returns the two
+halves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ Planner = Callable[[Step], Solution]
 
 @dataclass(frozen=True)
 class Piece:
-    """One captured step with its plan: what `report` shows; `kernels` is the graph that was planned where operators are fused."""
+    """One captured step with its plan: what `report` shows.
+
+    `kernels` is the graph that was planned where operators are fused.
+    """
 
     step: TracedStep
     solution: Solution
@@ -63,7 +67,12 @@ class GraphBreak(TraceError):
 
 
 def make_backend(
-    plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], *, differentiate: str = "scalars", model_bytes: int = 0
+    plan: Planner,
+    costs: CostModel,
+    on_piece: Callable[[Piece], None],
+    *,
+    differentiate: str = "scalars",
+    model_bytes: int = 0,
 ) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
 
@@ -71,8 +80,9 @@ def make_backend(
         plan: step -> solution.
         costs: the cost model of the graph.
         on_piece: called with each captured step once it is planned.
-        differentiate: "scalars": where the model returns scalars that need a gradient (losses), gradients
-            of its other outputs are not planned for, and asking for one is an error. "all": every output.
+        differentiate: "scalars": where the model returns scalars that need a gradient (losses),
+            gradients of its other outputs are not planned for, and asking for one is an error.
+            "all": every output.
         model_bytes: of all parameters and buffers, read by the step or not.
     """
     if differentiate not in ("scalars", "all"):
@@ -84,29 +94,49 @@ def make_backend(
         pieces: list[Piece] = []
 
         def partition(
-            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+            joint: fx.GraphModule,
+            joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: Any = None,
+            **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_opaque_memory(joint)
             step = read_joint(
-                joint, num_fwd_outputs, costs, static_inputs=tuple(static_lifetime_input_indices or ()), model_bytes=model_bytes
+                joint,
+                num_fwd_outputs,
+                costs,
+                static_inputs=tuple(static_lifetime_input_indices or ()),
+                model_bytes=model_bytes,
             )
             solution = plan(step)
             if solution.schedule is None:
                 raise TraceError(f"the planner found no schedule ({solution.status})")
             halves = split(step, solution.schedule)
-            pieces.append(Piece(step, solution, halves, FirstStepMeter(step.graph.device, step.graph.resident_bytes)))
+            pieces.append(
+                Piece(
+                    step,
+                    solution,
+                    halves,
+                    FirstStepMeter(step.graph.device, step.graph.resident_bytes),
+                )
+            )
             on_piece(pieces[-1])
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
             run = compile_graph(graph)
-            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing needs a gradient
+            # no pieces: nothing needs a gradient
+            return pieces[-1].meter.forward(run) if pieces else run
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return runs_once(pieces[-1].meter.backward(compile_graph(graph)))
 
         trace_and_compile = aot_autograd(
-            fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition, keep_inference_input_mutations=True
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
         )
         with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
             compiled = trace_and_compile(module, example_inputs)
@@ -116,31 +146,50 @@ def make_backend(
 
 
 def refuse_scans(module: fx.GraphModule) -> None:
-    """Refuses what sums in another order where `torch.compile` runs it: its gradients are not the plain model's."""
-    if any(is_associative_scan(node) for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
+    """Refuses what sums in another order where `torch.compile` runs it.
+
+    Its gradients are not the plain model's.
+    """
+    if any(
+        is_associative_scan(node)
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    ):
         raise TraceError(
-            "under torch.compile this model takes an associative scan in place of the plain model's loop, which rounds otherwise: a "
-            "planned step could not equal the plain one; turn it off (Mamba in transformers: config.use_associative_scan=False)"
+            "under torch.compile this model takes an associative scan in place of the plain "
+            "model's loop, which rounds otherwise: a "
+            "planned step could not equal the plain one; turn it off (Mamba in transformers: "
+            "config.use_associative_scan=False)"
         )
 
 
 def refuse_opaque_memory(joint: fx.GraphModule) -> None:
-    """Refuses oneDNN's LSTM: what it keeps for its backward has no size before it ran, and none without autograd around it."""
+    """Refuses oneDNN's LSTM.
+
+    What it keeps for its backward has no size before it ran, and none without autograd around it.
+    """
     if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in joint.graph.nodes):
         raise TraceError(
-            "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be planned; build and train the model with "
+            "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be "
+            "planned; build and train the model with "
             "`torch.backends.mkldnn.set_flags(False)`, or on a GPU"
         )
 
 
 def runs_once(backward: BoxedFunction) -> BoxedFunction:
-    """Refuses to run where the graph is to be kept: what is saved may be overwritten in place, and dies at its last use."""
+    """Refuses to run where the graph is to be kept.
+
+    What is saved may be overwritten in place, and dies at its last use.
+    """
 
     def run(args: list[Any]) -> Any:
         if is_graph_kept():
             raise TraceError(
-                "a planned step runs its backward once: what it saved is gone afterwards, so retain_graph=True and create_graph=True "
-                "(gradients of gradients) can't be had; add the losses up and call backward once, or use remat.unwrap(model)"
+                "a planned step runs its backward once: what it saved is gone afterwards, so "
+                "retain_graph=True and create_graph=True "
+                "(gradients of gradients) can't be had; add the losses up and call backward "
+                "once, or use remat.unwrap(model)"
             )
         return backward(args)
 
@@ -157,9 +206,15 @@ def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     output = module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, list | tuple)
-    values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]
+    values = [
+        node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results
+    ]
     has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in values]
-    scalars = [i for i, value in enumerate(values) if has_gradient[i] and value is not None and value.dim() == 0]
+    scalars = [
+        i
+        for i, value in enumerate(values)
+        if has_gradient[i] and value is not None and value.dim() == 0
+    ]
     others = [i for i in range(len(values)) if has_gradient[i] and i not in scalars]
     if not scalars or not others:
         return []
@@ -187,16 +242,22 @@ class _RefuseGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape = tuple(gradients[0].shape)
         raise TraceError(
-            f"a gradient arrived for an output of shape {shape}, and the plan is for gradients of the scalar outputs only; "
-            'pass differentiate="all" to remat.checkpoint, or call backward on the loss that the model returns'
+            f"a gradient arrived for an output of shape {shape}, and the plan is for "
+            "gradients of the scalar outputs only; "
+            'pass differentiate="all" to remat.checkpoint, or call backward on the loss '
+            "that the model returns"
         )
 
 
 _refuse: Any = _RefuseGradient.apply
 
 
-def refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]]) -> Callable[..., Any]:
-    """Returns `compiled` with an error for gradients of the outputs that `detach_non_scalars` cut."""
+def refuse_gradients(
+    compiled: Callable[..., Any], refused: list[tuple[int, int]]
+) -> Callable[..., Any]:
+    """Returns `compiled` with an error for gradients of the outputs that `detach_non_scalars`
+    cut.
+    """
 
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
@@ -210,7 +271,9 @@ def refuse_gradients(compiled: Callable[..., Any], refused: list[tuple[int, int]
 
 def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
     """True where a parameter or an input asks for a gradient."""
-    return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
+    return any(p.requires_grad for p in module.parameters()) or any(
+        t.requires_grad for t in tensors
+    )
 
 
 def device_type(module: nn.Module) -> str:

@@ -24,7 +24,10 @@ def compile_graph(module: fx.GraphModule) -> BoxedFunction:
     """
     writer = _Source(module)
     namespace = writer.constants
-    exec(compile(writer.write(), f"<remat step of {len(module.graph.nodes)} nodes>", "exec"), namespace)
+    exec(
+        compile(writer.write(), f"<remat step of {len(module.graph.nodes)} nodes>", "exec"),
+        namespace,
+    )
     function: Any = namespace["run"]
     function._boxed_call = True  # AOTAutograd hands its inputs over in a list
     return function  # type: ignore[no-any-return]
@@ -54,14 +57,19 @@ class _Source:
             if node.op == "call_function" and not _is_unpacked_part(node):
                 self._call(node)
             elif node.op == "get_attr":
-                self.lines.append(f"    {_variable(node)} = {self._constant(getattr(self.module, str(node.target)))}")
+                self.lines.append(
+                    f"    {_variable(node)} = "
+                    f"{self._constant(getattr(self.module, str(node.target)))}"
+                )
             elif node.op == "output":
                 self.lines.append(f"    return {self._expression(node.args[0])}")
         return "\n".join(self.lines)
 
     def _call(self, node: fx.Node) -> None:
         arguments = [self._expression(argument) for argument in node.args]
-        arguments += [f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()]
+        arguments += [
+            f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()
+        ]
         call = f"{self._constant(self.bindings.of(node))}({', '.join(arguments)})"
         parts = [user for user in node.users if _is_unpacked_part(user)]
         if parts and len(parts) == len(node.users):
@@ -81,7 +89,11 @@ class _Source:
         self.lines.append(f"    {', '.join(names)}{',' if count == 1 else ''} = {call}")
         if "_" in names:
             self.lines.append("    del _")
-        self.lines += [f"    {_variable(part)} = {_variable(first[part.args[1]])}" for part in parts if first[part.args[1]] is not part]
+        self.lines += [
+            f"    {_variable(part)} = {_variable(first[part.args[1]])}"
+            for part in parts
+            if first[part.args[1]] is not part
+        ]
         self._delete([part for part in parts if part not in self.last_user])
 
     def _delete(self, nodes: list[fx.Node]) -> None:
@@ -102,9 +114,19 @@ class _Source:
             if not any(isinstance(item, fx.Node | list | tuple) for item in argument):
                 return self._constant(argument)
             items = [self._expression(item) for item in argument]
-            return f"[{', '.join(items)}]" if isinstance(argument, list) else f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+            return (
+                f"[{', '.join(items)}]"
+                if isinstance(argument, list)
+                else f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+            )
         if isinstance(argument, dict):
-            return "{" + ", ".join(f"{name!r}: {self._expression(item)}" for name, item in argument.items()) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{name!r}: {self._expression(item)}" for name, item in argument.items()
+                )
+                + "}"
+            )
         if argument is None or isinstance(argument, bool | int | str):
             return repr(argument)
         return self._constant(argument)
@@ -117,7 +139,11 @@ def _variable(node: fx.Node) -> str:
 def _is_unpacked_part(node: fx.Node) -> bool:
     """True for a `getitem` on the outputs of an operator, which are unpacked where it runs."""
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and source.op == "call_function" and isinstance(source.meta.get("val"), list | tuple)
+    return (
+        isinstance(source, fx.Node)
+        and source.op == "call_function"
+        and isinstance(source.meta.get("val"), list | tuple)
+    )
 
 
 def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

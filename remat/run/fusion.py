@@ -1,12 +1,15 @@
-"""A traced step as Inductor runs it: elementwise operators are part of what reads them, and their values never exist.
+"""A traced step as Inductor runs it.
 
-Inductor fuses an elementwise operator into the elementwise operators and reductions that read it. Here an
-operator whose readers all end up in one kernel is joined to it: an operator of the fused graph is a kernel, reads what all its
-members read, and writes what its last one writes. Its cost is that of the memory it moves, at the seconds a byte
-that its members take one by one.
+Elementwise operators are part of what reads them, and their values never exist.
 
-Inductor fuses more than that (a value with two readers, a reduction with what follows it), and frees memory in an order of its
-own: peaks predicted here err upwards as a rule, and the measured one decides.
+Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
+Here an operator whose readers all end up in one kernel is joined to it: an operator of the fused
+graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
+that of the memory it moves, at the seconds a byte that its members take one by one.
+
+Inductor fuses more than that (a value with two readers, a reduction with what follows it), and
+frees memory in an order of its own: peaks predicted here err upwards as a rule, and the measured
+one decides.
 """
 
 from __future__ import annotations
@@ -23,9 +26,16 @@ from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_GENERATED = frozenset({prims.convert_element_type.default, prims.inductor_random.default, prims.inductor_lookup_seed.default})
+_GENERATED = frozenset(
+    {
+        prims.convert_element_type.default,
+        prims.inductor_random.default,
+        prims.inductor_lookup_seed.default,
+    }
+)
 _REDUCTIONS = frozenset({
-    aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any, aten.all, aten.argmax, aten.argmin,
+    aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any,
+    aten.all, aten.argmax, aten.argmin,
 })  # fmt: skip
 
 
@@ -35,7 +45,8 @@ class FusedStep:
 
     Attributes:
         graph: kernels and the values that exist.
-        step: the step operator by operator; nothing works in place, and nothing random is computed again.
+        step: the step operator by operator; nothing works in place, and nothing random is computed
+            again.
         members: the operators of each kernel, in order.
     """
 
@@ -60,7 +71,13 @@ def fuse(step: TracedStep) -> FusedStep:
         members.setdefault(kernel, []).append(index)
     order = sorted(members)
     graph = step.graph
-    inside = {v for kernel in order for i in members[kernel] if i != kernel for v in graph.operators[i].writes}
+    inside = {
+        v
+        for kernel in order
+        for i in members[kernel]
+        if i != kernel
+        for v in graph.operators[i].writes
+    }
     kept = [v for v in range(len(graph.values)) if v not in inside]
     place = {value: number for number, value in enumerate(kept)}
     fused = Graph(
@@ -74,10 +91,15 @@ def fuse(step: TracedStep) -> FusedStep:
 
 
 def _functional(step: TracedStep) -> TracedStep:
-    """The step without operators that work in place; random ones, which hand out seeds, run once."""
+    """The step without operators that work in place.
+
+    Random ones, which hand out seeds, run once.
+    """
     operators = []
     for index, op in enumerate(step.graph.operators):
-        pinned = op.pinned or ("it draws random numbers: seeds are saved" if index in step.generator_states else "")
+        pinned = op.pinned or (
+            "it draws random numbers: seeds are saved" if index in step.generator_states else ""
+        )
         operators.append(replace(op, reuses=(), pinned=pinned))
     return replace(step, graph=replace(step.graph, operators=tuple(operators)), in_place={})
 
@@ -89,7 +111,12 @@ def _kernels(step: TracedStep) -> list[int]:
     mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
     for index in reversed(range(graph.num_operators)):
         op = graph.operators[index]
-        if op.pinned or len(op.writes) != 1 or not _is_generated(step, index) or mutated & set(op.reads):
+        if (
+            op.pinned
+            or len(op.writes) != 1
+            or not _is_generated(step, index)
+            or mutated & set(op.reads)
+        ):
             continue
         value = op.writes[0]
         readers = graph.users_of[value]
@@ -104,9 +131,15 @@ def _kernels(step: TracedStep) -> list[int]:
 def _is_generated(step: TracedStep, index: int) -> bool:
     """True for an operator whose loop Inductor writes itself, element by element."""
     target = step.nodes[index].target
-    if not isinstance(target, OpOverload) or step.graph.operators[index].target in ("tangent", "snapshot", "generator_state"):
+    if not isinstance(target, OpOverload) or step.graph.operators[index].target in (
+        "tangent",
+        "snapshot",
+        "generator_state",
+    ):
         return False
-    return (torch.Tag.pointwise in target.tags or target in _GENERATED) and not is_random(step.nodes[index])
+    return (torch.Tag.pointwise in target.tags or target in _GENERATED) and not is_random(
+        step.nodes[index]
+    )
 
 
 def _is_joined_to(step: TracedStep, op: Operator, reader: int) -> bool:
@@ -117,15 +150,25 @@ def _is_joined_to(step: TracedStep, op: Operator, reader: int) -> bool:
 
 def _kernel(graph: Graph, members: Sequence[int], place: dict[int, int]) -> Operator:
     last = graph.operators[members[-1]]
-    reads = tuple(dict.fromkeys(place[v] for i in members for v in graph.operators[i].reads if v in place))
+    reads = tuple(
+        dict.fromkeys(place[v] for i in members for v in graph.operators[i].reads if v in place)
+    )
     if len(members) == 1:
         return replace(last, reads=reads, writes=tuple(place[v] for v in last.writes))
     operators = [graph.operators[i] for i in members]
-    moved = _moved_bytes(graph.values, {v for op in operators for v in op.reads if v in place} | set(last.writes))
+    moved = _moved_bytes(
+        graph.values, {v for op in operators for v in op.reads if v in place} | set(last.writes)
+    )
     one_by_one = sum(_moved_bytes(graph.values, {*op.reads, *op.writes}) for op in operators)
     cost_s = sum(op.cost_s for op in operators) * moved / max(one_by_one, 1)
     workspace_bytes = max(op.workspace_bytes for op in operators)
-    return replace(last, reads=reads, writes=tuple(place[v] for v in last.writes), cost_s=cost_s, workspace_bytes=workspace_bytes)
+    return replace(
+        last,
+        reads=reads,
+        writes=tuple(place[v] for v in last.writes),
+        cost_s=cost_s,
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def _moved_bytes(values: Sequence[Value], indices: set[int]) -> int:

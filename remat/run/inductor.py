@@ -1,8 +1,11 @@
-"""Plans that Inductor runs: fused kernels, and what is saved and computed again decided by the plan.
+"""Plans that Inductor runs.
+
+Fused kernels, and what is saved and computed again decided by the plan.
 
 Inductor lets another partitioner cut its joint graph into forward and backward
-(`torch._inductor.config.custom_partitioner_fn`). By then dropout draws from seeds that the forward makes
-(`inductor_seeds`): they are saved, and masks are made again from them, the same in every recomputation.
+(`torch._inductor.config.custom_partitioner_fn`). By then dropout draws from seeds that the forward
+makes (`inductor_seeds`): they are saved, and masks are made again from them, the same in every
+recomputation.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from typing import Any
 from torch import fx
 
 from remat.core.errors import TraceError
-from remat.run.capture import Piece, Planner, detach_non_scalars, refuse_gradients, refuse_opaque_memory, runs_once
+from remat.run.capture import (
+    Piece,
+    Planner,
+    detach_non_scalars,
+    refuse_gradients,
+    refuse_opaque_memory,
+    runs_once,
+)
 from remat.run.fusion import fuse
 from remat.run.measure import FirstStepMeter
 from remat.run.rewrite import split
@@ -33,7 +43,10 @@ def make_inductor_backend(
     differentiate: str = "scalars",
     model_bytes: int = 0,
 ) -> Any:
-    """Returns a `torch.compile` backend that runs what `plan` answers through Inductor; see `make_backend`."""
+    """Returns a `torch.compile` backend that runs what `plan` answers through Inductor.
+
+    See `make_backend`.
+    """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
@@ -48,27 +61,42 @@ def make_inductor_backend(
             if pieces:
                 run = compiled.current_callable
                 meter = pieces[-1].meter
-                compiled.current_callable = runs_once(meter.backward(run)) if kwargs.get("is_backward") else meter.forward(run)
+                compiled.current_callable = (
+                    runs_once(meter.backward(run))
+                    if kwargs.get("is_backward")
+                    else meter.forward(run)
+                )
             return compiled
 
         partitioner = _partitioner(plan, costs, note, model_bytes)
         with backward_without_autocast():
             patches = {"custom_partitioner_fn": partitioner, "fx_graph_cache": False}
-            compiled: Callable[..., Any] = compile_fx(module, list(example_inputs), inner_compile=compile_half, config_patches=patches)
+            compiled: Callable[..., Any] = compile_fx(
+                module, list(example_inputs), inner_compile=compile_half, config_patches=patches
+            )
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
 
 
-def _partitioner(plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], model_bytes: int) -> Any:
+def _partitioner(
+    plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], model_bytes: int
+) -> Any:
     """Returns what cuts Inductor's joint graph by a plan; one a compilation."""
 
     def cut(
-        joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **__: Any
+        joint: fx.GraphModule,
+        _: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Any = None,
+        **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         refuse_opaque_memory(joint)
         static = tuple(static_lifetime_input_indices or ())
-        fused = fuse(read_joint(joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes))
+        fused = fuse(
+            read_joint(joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes)
+        )
         solution = plan(fused)
         if solution.schedule is None:
             raise TraceError(f"the planner found no schedule ({solution.status})")

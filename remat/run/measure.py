@@ -1,4 +1,7 @@
-"""Measured memory: the peak and timeline of a callable, on the CPU's allocator or a CUDA device's."""
+"""Measured memory.
+
+The peak and timeline of a callable, on the CPU's allocator or a CUDA device's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ class Measurement:
     Attributes:
         peak_bytes: the most it held at once.
         end_bytes: what it left behind.
-        times_s: when each allocation or release happened, from the first one on; shape (num_events,).
+        times_s: when each allocation or release happened, from the first one on; shape
+            (num_events,).
         bytes_held: bytes held after each; shape (num_events,).
         device: `cpu` or `cuda`.
     """
@@ -65,10 +69,14 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
-    events = [(e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
+    events = [
+        (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
+    ]
     measured = from_events(events, "cuda")
     peak_bytes = torch.cuda.max_memory_allocated() - before  # the allocator's own word
-    return Measurement(peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda")
+    return Measurement(
+        peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda"
+    )
 
 
 def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
@@ -98,11 +106,19 @@ class FirstStepMeter:
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once."""
-        return _boxed(lambda args: run(args) if self._forward_bytes else self._run_forward(run, args))
+        return _boxed(
+            lambda args: run(args) if self._forward_bytes else self._run_forward(run, args)
+        )
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once, after the forward was."""
-        return _boxed(lambda args: run(args) if self.peak_bytes or not self._forward_bytes else self._run_backward(run, args))
+        return _boxed(
+            lambda args: (
+                run(args)
+                if self.peak_bytes or not self._forward_bytes
+                else self._run_backward(run, args)
+            )
+        )
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():

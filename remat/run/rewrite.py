@@ -1,4 +1,6 @@
-"""A schedule becomes two `torch.fx` graphs: the forward, which saves, and the backward, which recomputes.
+"""A schedule becomes two `torch.fx` graphs.
+
+The forward, which saves, and the backward, which recomputes.
 
 Both run the operators in exactly the schedule's order. Views are made again from the storage they
 belong to, right before the operator that reads them. What the backward reads of the forward is
@@ -43,14 +45,17 @@ class SplitStep:
 def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) -> SplitStep:
     """Returns the forward and backward graph modules that run `schedule`.
 
-    `is_free_order` lets first computations leave the step's order, which is right where nothing is random or changed in between.
+    `is_free_order` lets first computations leave the step's order, which is right where nothing is
+    random or changed in between.
 
     Raises:
         ScheduleError: the schedule is not valid for the step's graph.
     """
     violations = validate(step.graph, schedule, is_free_order=is_free_order)
     if violations:
-        raise ScheduleError(f"the schedule does not fit the step: {violations[0].rule} ({violations[0].detail})")
+        raise ScheduleError(
+            f"the schedule does not fit the step: {violations[0].rule} ({violations[0].detail})"
+        )
     plan = _Plan(step, schedule)
     inputs = step.module.graph.find_nodes(op="placeholder")
     results = step.module.graph.output_node().args[0]
@@ -59,14 +64,24 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
     tangents = [node for node in inputs if is_backward_input(node)]
     backward.open([], tangents)
     backward.run(schedule.num_forward_steps, len(schedule.steps))
-    gradients = [backward.read(node) if isinstance(node, fx.Node) else node for node in results[step.num_forward_outputs :]]
+    gradients = [
+        backward.read(node) if isinstance(node, fx.Node) else node
+        for node in results[step.num_forward_outputs :]
+    ]
     saved = tuple(backward.saved)
     forward = _Writer(plan, is_forward=True)
     forward.open([node for node in inputs if not is_backward_input(node)], [])
     forward.run(0, schedule.num_forward_steps)
-    outputs = [forward.read(node) if isinstance(node, fx.Node) else node for node in results[: step.num_forward_outputs]]
+    outputs = [
+        forward.read(node) if isinstance(node, fx.Node) else node
+        for node in results[: step.num_forward_outputs]
+    ]
     outputs += [forward.hand_over(node) for node in saved]
-    return SplitStep(fx.GraphModule(step.module, forward.close(outputs)), fx.GraphModule(step.module, backward.close(gradients)), saved)
+    return SplitStep(
+        fx.GraphModule(step.module, forward.close(outputs)),
+        fx.GraphModule(step.module, backward.close(gradients)),
+        saved,
+    )
 
 
 class _Plan:
@@ -86,7 +101,11 @@ class _Plan:
         graph = self.step.graph
         if not graph.operators[index].is_snapshot:
             return False
-        return not any(self.is_repeated[user] for value in graph.operators[index].writes for user in graph.users_of[value])
+        return not any(
+            self.is_repeated[user]
+            for value in graph.operators[index].writes
+            for user in graph.users_of[value]
+        )
 
 
 class _Writer:
@@ -96,10 +115,13 @@ class _Writer:
         self.plan, self.step, self.is_forward = plan, plan.step, is_forward
         self.graph = fx.Graph()
         self.where: dict[fx.Node, fx.Node] = {}
-        self.views_of: dict[int, list[fx.Node]] = {}  # value -> view nodes made from its present computation
-        self.snapshot_at: dict[int, fx.Node] = {}  # value of a snapshot or generator state -> its node
+        # value -> view nodes made from its present computation
+        self.views_of: dict[int, list[fx.Node]] = {}
+        # value of a snapshot or generator state -> its node
+        self.snapshot_at: dict[int, fx.Node] = {}
         self.saved: dict[fx.Node | int, fx.Node] = {}
-        self.head: fx.Node | None = None  # the first gradient that arrives: what is saved comes before it
+        # the first gradient that arrives: what is saved comes before it
+        self.head: fx.Node | None = None
 
     def open(self, inputs: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> None:
         for node in (*inputs, *tangents):
@@ -139,13 +161,19 @@ class _Writer:
 
     def _snapshot(self, value: int) -> fx.Node:
         if value not in self.snapshot_at:
-            self.snapshot_at[value] = self._receive(value, self.step.graph.values[value].name, self._snapshot_meta(value))
+            self.snapshot_at[value] = self._receive(
+                value, self.step.graph.values[value].name, self._snapshot_meta(value)
+            )
         return self.snapshot_at[value]
 
     def _snapshot_meta(self, value: int) -> dict[str, Any]:
         index = self.step.graph.producer[value]
         node = self.step.nodes[index]
-        return {"val": node.meta["val"] if self.step.graph.operators[index].target == "snapshot" else _state_of(node)}
+        return {
+            "val": node.meta["val"]
+            if self.step.graph.operators[index].target == "snapshot"
+            else _state_of(node)
+        }
 
     def _receive(self, key: Any, name: str, meta: dict[str, Any]) -> fx.Node:
         """A placeholder of the backward for something that the forward hands over."""
@@ -191,7 +219,10 @@ class _Writer:
         new_args, new_kwargs = map_arg(args, place), map_arg(kwargs, place)
         if index in self.step.generator_states and self.plan.is_repeated[index]:
             state = self._snapshot(self.step.generator_states[index])
-            new_args, target = (target, state, _device_of(node), *new_args), draw if is_first else replay
+            new_args, target = (
+                (target, state, _device_of(node), *new_args),
+                draw if is_first else replay,
+            )
         made = self.graph.call_function(target, new_args, new_kwargs)
         made.meta = dict(node.meta)
         for value in op.writes:
@@ -212,11 +243,18 @@ class _Writer:
         return node.target, node.args, dict(node.kwargs)
 
     def _replacements(self, index: int, is_first: bool) -> dict[fx.Node, fx.Node]:
-        """Inputs that the step changes: read from their snapshot once the change may have happened."""
+        """Inputs that the step changes.
+
+        Read from their snapshot once the change may have happened.
+        """
         op = self.step.graph.operators[index]
         if is_first and op.phase is Phase.FORWARD:
             return {}
-        sources = {self.step.value_of[source]: value for source, value in self.step.snapshots.items() if value in op.reads}
+        sources = {
+            self.step.value_of[source]: value
+            for source, value in self.step.snapshots.items()
+            if value in op.reads
+        }
         found = {}
         for argument in self.step.nodes[index].all_input_nodes:
             resident = self.step.value_of.get(argument)
@@ -232,9 +270,15 @@ class _Writer:
 
 def _device_of(node: fx.Node) -> torch.device:
     value = node.meta["val"]
-    tensor = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
+    tensor = (
+        value
+        if isinstance(value, torch.Tensor)
+        else next(item for item in value if isinstance(item, torch.Tensor))
+    )
     return tensor.device
 
 
 def _state_of(node: fx.Node) -> torch.Tensor:
-    return torch.empty(5056 if _device_of(node).type == "cpu" else 16, dtype=torch.uint8, device="meta")
+    return torch.empty(
+        5056 if _device_of(node).type == "cpu" else 16, dtype=torch.uint8, device="meta"
+    )

@@ -1,1 +1,4 @@
-"""Every private name of torch, by subject, with the version it was checked with; and fake copies of tensors."""
+"""Every private name of torch, by subject, with the version it was checked with.
+
+And fake copies of tensors.
+"""

@@ -14,12 +14,17 @@ from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # 
 
 
 def is_profiling() -> bool:
-    """True where a profiler runs already; a second one can't (`torch.autograd._profiler_enabled`, 2.13)."""
+    """True where a profiler runs already.
+
+    A second one can't (`torch.autograd._profiler_enabled`, 2.13).
+    """
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
-    """Runs `fn` and returns its result, and what was allocated as `stop_counting_allocations` does."""
+    """Runs `fn` and returns its result, and what was allocated as `stop_counting_allocations`
+    does.
+    """
     start_counting_allocations()
     try:
         result = fn()
@@ -31,16 +36,21 @@ def run_counting_allocations(fn: Callable[[], Any]) -> tuple[Any, list[tuple[flo
 def start_counting_allocations() -> None:
     """Counts every allocation of this thread on the CPU from here on.
 
-    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present one
-    it says nothing on stderr, and starts in microseconds. What is released is seen where its allocation was.
+    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present
+    one it says nothing on stderr, and starts in microseconds. What is released is seen where its
+    allocation was.
     """
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    _enable_profiler_legacy(
+        ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    )
 
 
 def stop_counting_allocations() -> list[tuple[float, int]]:
     """Returns (seconds since the start, bytes allocated or, negative, released) in order."""
     threads = _disable_profiler_legacy()
-    start = next(record for records in threads for record in records if record.name() == "__start_profile")
+    start = next(
+        record for records in threads for record in records if record.name() == "__start_profile"
+    )
     found = [
         (start.cpu_elapsed_us(record) / 1e6, int(record.cpu_memory_usage()))
         for records in threads

@@ -29,14 +29,18 @@ __all__ = [
 
 @contextmanager
 def backward_without_autocast() -> Iterator[None]:
-    """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`, 2.13)."""
+    """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`,
+    2.13).
+    """
     with functorch_config.patch(backward_pass_autocast="off"):
         yield
 
 
 @contextmanager
 def autocast_cache_left_on() -> Iterator[None]:
-    """Traces the joint graph with autocast's cache on where it is on (`proxy_tensor.disable_autocast_cache`, 2.13)."""
+    """Traces the joint graph with autocast's cache on where it is on
+    (`proxy_tensor.disable_autocast_cache`, 2.13).
+    """
     private: Any = proxy_tensor
     plain = private.disable_autocast_cache
     private.disable_autocast_cache = nullcontext
@@ -47,18 +51,24 @@ def autocast_cache_left_on() -> Iterator[None]:
 
 
 def is_inside_autocast_cast(device_type: str) -> bool:
-    """True in what autocast itself calls, below its own dispatch key (`_dispatch_tls_is_dispatch_key_excluded`, 2.13)."""
+    """True in what autocast itself calls, below its own dispatch key
+    (`_dispatch_tls_is_dispatch_key_excluded`, 2.13).
+    """
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 def is_graph_kept() -> bool:
-    """True inside of a backward with `retain_graph=True` or `create_graph=True` (`_get_current_graph_task_keep_graph`, 2.13)."""
+    """True inside of a backward with `retain_graph=True` or `create_graph=True`
+    (`_get_current_graph_task_keep_graph`, 2.13).
+    """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once the backward that runs is over, as DDP and FSDP2 do (`queue_callback`, 2.13)."""
+    """Calls `callback` once the backward that runs is over, as DDP and FSDP2 do (`queue_callback`,
+    2.13).
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -69,15 +79,25 @@ def sequence_number(node: Any) -> int:
 
 
 def is_compiled_node(node: Any) -> bool:
-    """True for the autograd node of a piece that AOTAutograd compiled (`CompiledFunction`, 2.13)."""
+    """True for the autograd node of a piece that AOTAutograd compiled (`CompiledFunction`,
+    2.13).
+    """
     return hasattr(node, "_aot_id") or type(node).__name__ == "CompiledFunctionBackward"
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Returns the tensors that an autograd node keeps for its backward (attributes `_saved_*`, 2.13)."""
+    """Returns the tensors that an autograd node keeps for its backward (attributes `_saved_*`,
+    2.13).
+    """
     found: list[torch.Tensor] = []
     for name in dir(node):
-        if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_tensors")):
+        if name == "saved_tensors" or (
+            name.startswith("_saved_") and not name.startswith("_saved_tensors")
+        ):
             value = getattr(node, name)
-            found += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+            found += [
+                t
+                for t in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(t, torch.Tensor)
+            ]
     return [tensor for tensor in found if tensor.layout == torch.strided]

@@ -24,20 +24,28 @@ def capture_settings() -> Iterator[None]:
     """Dynamo's settings for capturing and running a planned step (config names of 2.13).
 
     One module may be compiled for any number of shapes, each with its plan, and anew where a hook
-    came or went. Recurrent networks are captured. Logging is no reason to break a graph: `logger.warning` in a forward says nothing there.
+    came or went. Recurrent networks are captured. Logging is no reason to break a graph:
+    `logger.warning` in a forward says nothing there.
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
-    settings = {**limits, "skip_nnmodule_hook_guards": False, "allow_rnn": True, "ignore_logger_methods": _logging_functions()}
+    settings = {
+        **limits,
+        "skip_nnmodule_hook_guards": False,
+        "allow_rnn": True,
+        "ignore_logger_methods": _logging_functions(),
+    }
     with dynamo_config.patch(settings):
         yield
 
 
 def compile_whole(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """Compiles a function as one graph, as `torch.compile(fullgraph=True)` does through `optimize`, but counts no frames (2.13).
+    """Compiles a function as one graph, as `torch.compile(fullgraph=True)` does through `optimize`,
+    but counts no frames (2.13).
 
-    While a function with `fullgraph=True` runs, dynamo counts the frames it compiled and compiles none below them, and has one count for
-    all threads: meanwhile steps in pieces would run plain in other threads, and the one that ends the count would make others fail
-    ("found no compiled frames").
+    While a function with `fullgraph=True` runs, dynamo counts the frames it compiled and compiles
+    none below them, and has one count for all threads: meanwhile steps in pieces would run plain in
+    other threads, and the one that ends the count would make others fail ("found no compiled
+    frames").
     """
     context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
     context.fullgraph = False
@@ -46,33 +54,62 @@ def compile_whole(function: Callable[..., Any], backend: Any) -> Callable[..., A
 
 @contextmanager
 def without_leaf_warnings() -> Iterator[None]:
-    """Dynamo looks at `.grad` of what one piece hands to the next, which is no leaf (2.13): no fault of the model's."""
+    """Dynamo looks at `.grad` of what one piece hands to the next, which is no leaf (2.13).
+
+    No fault of the model's.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore",
+            message="The .grad attribute of a Tensor that is not a leaf",
+            category=UserWarning,
+        )
         yield
 
 
 def is_associative_scan(node: fx.Node) -> bool:
-    """True for the higher-order operator (`associative_scan_op`, 2.13), and for what dynamo makes of a call of it on the CPU.
+    """True for the higher-order operator (`associative_scan_op`, 2.13), and for what dynamo makes
+    of a call of it on the CPU.
 
-    There no operator is left of it, and the node only knows the line of the model that made the call.
+    There no operator is left of it, and the node only knows the line of the model that made the
+    call.
     """
-    return node.target is associative_scan_op or " associative_scan(" in (node.meta.get("stack_trace") or "")
+    return node.target is associative_scan_op or " associative_scan(" in (
+        node.meta.get("stack_trace") or ""
+    )
 
 
-_MARKS = ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking")
+_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_dynamic_range",
+    "_dynamo_hint_overrides",
+    "_specialize_on",
+    "_has_dynamo_dim_marking",
+)
 
 
 def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13); empty where none was."""
-    largest = {mark.dim: mark.max for mark in getattr(tensor, "_dynamo_dynamic_range", ()) if mark.max is not None}
+    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13);
+    empty where none was.
+    """
+    largest = {
+        mark.dim: mark.max
+        for mark in getattr(tensor, "_dynamo_dynamic_range", ())
+        if mark.max is not None
+    }
     return tuple(largest.get(dim, size) for dim, size in enumerate(tensor.shape)) if largest else ()
 
 
 @contextmanager
 def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hides what `mark_dynamic` noted on tensors (2.13): each shape is captured with its sizes."""
-    marked = [(vars(t), name) for t in tensors if hasattr(t, "_dynamo_dynamic_indices") for name in _MARKS if name in vars(t)]
+    marked = [
+        (vars(t), name)
+        for t in tensors
+        if hasattr(t, "_dynamo_dynamic_indices")
+        for name in _MARKS
+        if name in vars(t)
+    ]
     hidden = [(own, name, own.pop(name)) for own, name in marked]
     try:
         yield
@@ -82,27 +119,39 @@ def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def is_ddp_optimizer_on() -> bool:
-    """True where dynamo cuts graphs inside of `DistributedDataParallel` along its buckets (`get_optimize_ddp_mode`, 2.13)."""
+    """True where dynamo cuts graphs inside of `DistributedDataParallel` along its buckets
+    (`get_optimize_ddp_mode`, 2.13).
+    """
     return torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    public = {method for name, method in vars(logging.Logger).items() if callable(method) and not name.startswith("_")}
+    public = {
+        method
+        for name, method in vars(logging.Logger).items()
+        if callable(method) and not name.startswith("_")
+    }
     return public | {warnings.warn}
 
 
 def unwrap_failure(error: BaseException) -> BaseException:
-    """Returns what a backend raised, out of what dynamo makes of it (`BackendCompilerFailed`, 2.13)."""
+    """Returns what a backend raised, out of what dynamo makes of it (`BackendCompilerFailed`,
+    2.13).
+    """
     while isinstance(error, dynamo_exc.BackendCompilerFailed):
         error = error.inner_exception
     return error
 
 
 def is_graph_break(error: BaseException) -> bool:
-    """True where dynamo could not capture the step as one graph (`exc.Unsupported` and kin, 2.13), or only data can tell what it does."""
+    """True where dynamo could not capture the step as one graph (`exc.Unsupported` and kin, 2.13),
+    or only data can tell what it does.
+    """
     if isinstance(unwrap_failure(error), GuardOnDataDependentSymNode):
         return True
-    return isinstance(error, dynamo_exc.TorchDynamoException) and not isinstance(error, dynamo_exc.BackendCompilerFailed)
+    return isinstance(error, dynamo_exc.TorchDynamoException) and not isinstance(
+        error, dynamo_exc.BackendCompilerFailed
+    )
 
 
 def compile_reason(module: fx.GraphModule) -> Any:

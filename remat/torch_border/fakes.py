@@ -1,7 +1,8 @@
 """A model on fake tensors: nothing is allocated, and nothing of the model changes.
 
 Parameters, buffers and inputs may be real, on the meta device, or fake already (built under
-`torch.device("meta")` or a `FakeTensorMode`): what has no memory yet is placed on the device to plan for.
+`torch.device("meta")` or a `FakeTensorMode`): what has no memory yet is placed on the device to
+plan for.
 """
 
 from __future__ import annotations
@@ -29,15 +30,25 @@ class _Fakes:
         if id(tensor) not in self.known:
             copy = self._copy(tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
-            self.known[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy.requires_grad_(tensor.requires_grad)
+            self.known[id(tensor)] = (
+                nn.Parameter(copy, tensor.requires_grad)
+                if is_parameter
+                else copy.requires_grad_(tensor.requires_grad)
+            )
         return self.known[id(tensor)]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_meta or isinstance(tensor, FakeTensor) or self.device_type not in ("", tensor.device.type)):
+        if not (
+            tensor.is_meta
+            or isinstance(tensor, FakeTensor)
+            or self.device_type not in ("", tensor.device.type)
+        ):
             return self.mode.from_tensor(tensor, static_shapes=True)
         with self.mode:
             size, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-            return torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device_type or _type_of(tensor))
+            return torch.empty_strided(
+                size, stride, dtype=tensor.dtype, device=self.device_type or _type_of(tensor)
+            )
 
 
 def _type_of(tensor: torch.Tensor) -> str:
@@ -45,14 +56,18 @@ def _type_of(tensor: torch.Tensor) -> str:
 
 
 @contextmanager
-def on_fakes(model: nn.Module, args: Any, kwargs: Any, device_type: str = "") -> Iterator[tuple[Any, Any]]:
-    """Lends the model fake parameters and buffers, yields fake arguments, and gives all back whatever happens.
+def on_fakes(
+    model: nn.Module, args: Any, kwargs: Any, device_type: str = ""
+) -> Iterator[tuple[Any, Any]]:
+    """Lends the model fake parameters and buffers, yields fake arguments, and gives all back
+    whatever happens.
 
     Args:
         model: any module.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        device_type: where the fakes are, `cpu` or `cuda`; where each tensor is if empty, and on the CPU what is on no device yet.
+        device_type: where the fakes are, `cpu` or `cuda`; where each tensor is if empty, and on the
+            CPU what is on no device yet.
     """
     fakes = _Fakes(device_type)
     lent: list[tuple[Any, str, Any]] = []
@@ -68,13 +83,21 @@ def on_fakes(model: nn.Module, args: Any, kwargs: Any, device_type: str = "") ->
                 for name, tensor in own.items():
                     if tensor is not None:
                         lend(own, name, tensor, fakes.of(tensor))
-        for module in model.modules():  # lists that hold parameters a second time, such as a recurrent network's; plain attributes
+        # lists that hold parameters a second time, such as a recurrent network's; plain attributes
+        for module in model.modules():
             for name, value in list(vars(module).items()):
                 if isinstance(value, list) and any(id(item) in fakes.known for item in value):
-                    lend(vars(module), name, value, [fakes.known.get(id(item), item) for item in value])
+                    lend(
+                        vars(module),
+                        name,
+                        value,
+                        [fakes.known.get(id(item), item) for item in value],
+                    )
                 elif isinstance(value, torch.Tensor) and value.is_meta:
                     lend(vars(module), name, value, fakes.of(value))
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fakes.of, (tuple(args), dict(kwargs)))
+        fake_args, fake_kwargs = pytree.tree_map_only(
+            torch.Tensor, fakes.of, (tuple(args), dict(kwargs))
+        )
         with fakes.mode:
             yield fake_args, fake_kwargs
     finally:

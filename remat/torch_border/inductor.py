@@ -13,7 +13,9 @@ from torch import fx
 
 
 def inductor_compilers() -> tuple[Any, Any]:
-    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import and warn of torch's own old calls."""
+    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import
+    and warn of torch's own old calls.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -22,7 +24,10 @@ def inductor_compilers() -> tuple[Any, Any]:
 
 
 def inductor_partitioner(cut: Callable[..., Any]) -> Any:
-    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13), without a key: Inductor then caches nothing it compiles."""
+    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13), without a key.
+
+    Inductor then caches nothing it compiles.
+    """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):

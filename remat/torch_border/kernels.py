@@ -31,8 +31,12 @@ __all__ = [
 
 
 @contextmanager
-def with_kernel(operator: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Traces what `make` makes of a composite operator's kernel in its place (`py_kernels`, `_op_dk`, 2.13)."""
+def with_kernel(
+    operator: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Traces what `make` makes of a composite operator's kernel in its place (`py_kernels`,
+    `_op_dk`, 2.13).
+    """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     before = operator.py_kernels.get(key)
     operator.py_kernels[key] = make(before or partial(operator._op_dk, key))
@@ -46,29 +50,42 @@ def with_kernel(operator: OpOverload, make: Callable[[Callable[..., Any]], Calla
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True where a tensor fills its memory without gaps or overlaps, in any order (`is_non_overlapping_and_dense`, 2.13)."""
+    """True where a tensor fills its memory without gaps or overlaps, in any order
+    (`is_non_overlapping_and_dense`, 2.13).
+    """
     return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Runs what is inside for real where fake tensors are traced around it (`_disable_current_modes`, 2.13)."""
+    """Runs what is inside for real where fake tensors are traced around it
+    (`_disable_current_modes`, 2.13).
+    """
     with _disable_current_modes():
         yield
 
 
 @contextmanager
-def with_python_kernels(kept: Set[OpOverload], wrapped: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Traces torch's own kernels where Python ones stand in their place (`OpOverload.py_kernels`, 2.13).
+def with_python_kernels(
+    kept: Set[OpOverload], wrapped: Mapping[OpOverload, Callable[..., Any]]
+) -> Iterator[None]:
+    """Traces torch's own kernels where Python ones stand in their place (`OpOverload.py_kernels`,
+    2.13).
 
     Args:
         kept: operators whose Python kernels stay.
         wrapped: operator -> what makes another kernel of its Python kernel.
     """
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-    packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, OpOverloadPacket)]
+    packets = [
+        packet for packet in vars(torch.ops.aten).values() if isinstance(packet, OpOverloadPacket)
+    ]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    before = {operator: dict(operator.py_kernels) for operator in operators if any(key in operator.py_kernels for key in keys)}
+    before = {
+        operator: dict(operator.py_kernels)
+        for operator in operators
+        if any(key in operator.py_kernels for key in keys)
+    }
     try:
         for operator, kernels in before.items():
             for key in keys:
@@ -87,23 +104,30 @@ def with_python_kernels(kept: Set[OpOverload], wrapped: Mapping[OpOverload, Call
 
 @contextmanager
 def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Gives the results of some operators on fake tensors another layout (`FakeTensorMode.dispatch`, 2.13).
+    """Gives the results of some operators on fake tensors another layout
+    (`FakeTensorMode.dispatch`, 2.13).
 
-    What lies in more memory than it reads is not taken from the cache of fake tensors, which forgets how much that was.
+    What lies in more memory than it reads is not taken from the cache of fake tensors, which
+    forgets how much that was.
 
     Args:
-        layouts: operator -> function of its result and its arguments that returns the result to take instead.
+        layouts: operator -> function of its result and its arguments that returns the result to
+            take instead.
     """
     plain: Any = FakeTensorMode.dispatch
 
-    def corrected(self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def corrected(
+        self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = plain(self, func, types, args, kwargs or {})
         if func not in layouts:
             return result
         with self:
             return layouts[func](result, *args, **(kwargs or {}))
 
-    def validated(self: Any, state: Any, key: Any, func: OpOverload, args: Any, kwargs: Any, output: Any) -> None:
+    def validated(
+        self: Any, state: Any, key: Any, func: OpOverload, args: Any, kwargs: Any, output: Any
+    ) -> None:
         validate(self, state, key, func, args, kwargs, output)
         if isinstance(output, torch.Tensor) and not func.is_view and _has_slack(output):
             raise _BypassDispatchCache("more memory than is read")
@@ -119,7 +143,8 @@ def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterato
 
 
 def _has_slack(tensor: torch.Tensor) -> bool:
-    if not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):  # known at run time only
+    # known at run time only
+    if not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
         return False
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(tensor.numel() and tensor.untyped_storage().nbytes() > (last + 1) * tensor.itemsize)

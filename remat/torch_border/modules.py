@@ -12,12 +12,18 @@ from torch import nn
 
 
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls `module` as `module(...)` does where it was not compiled (`nn.Module._call_impl`, 2.13)."""
+    """Calls `module` as `module(...)` does where it was not compiled (`nn.Module._call_impl`,
+    2.13).
+    """
     return module._call_impl(*args, **kwargs)
 
 
-def call_with_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `module` plainly, hooks and all, with another forward (`nn.Module._call_impl` calls `self.forward`, 2.13)."""
+def call_with_forward(
+    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Calls `module` plainly, hooks and all, with another forward (`nn.Module._call_impl` calls
+    `self.forward`, 2.13).
+    """
     own = vars(module)
     before = own.get("forward")
     own["forward"] = forward
@@ -31,7 +37,9 @@ def call_with_forward(module: nn.Module, forward: Callable[..., Any], args: Any,
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Makes `module(...)` run `call`, as `nn.Module.compile` does (`_compiled_call_impl`, 2.13; not pickled)."""
+    """Makes `module(...)` run `call`, as `nn.Module.compile` does (`_compiled_call_impl`, 2.13; not
+    pickled).
+    """
     module._compiled_call_impl = call
 
 

@@ -26,12 +26,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank has of a tensor, all of it where it is not sharded (`DTensor._local_tensor`, 2.13)."""
+    """Returns what this rank has of a tensor, all of it where it is not sharded
+    (`DTensor._local_tensor`, 2.13).
+    """
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory behind a tensor: of a sharded one the largest part that a rank has, so that all ranks agree (`DTensor`, 2.13)."""
+    """Bytes of the memory behind a tensor.
+
+    Of a sharded one the largest part that a rank has, so that all ranks agree (`DTensor`, 2.13).
+    """
     if not is_sharded(tensor):
         return tensor.untyped_storage().nbytes()
     sizes: list[int] = list(tensor.shape)
@@ -49,7 +54,9 @@ def rank_store(prefix: str) -> Any:
 
 
 def active_ddp() -> nn.Module | None:
-    """Returns the `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`, 2.13)."""
+    """Returns the `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`,
+    2.13).
+    """
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
 
 

@@ -1,1 +1,4 @@
-"""The product's solver: which bounds and searches run when; least budgets and frontiers, made of the same parts."""
+"""The product's solver: which bounds and searches run when.
+
+Least budgets and frontiers, made of the same parts.
+"""

@@ -1,13 +1,19 @@
-"""Raising the bound of a search: relaxations while schedules are dear, then models with integers until the gap is closed.
+"""Raising the bound of a search.
 
-1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose schedules are offered, with memory in
-   reserve where they failed (`memory_margins`) or mended by eviction. Where the first of these leave a gap, stages around the operators
-   that leave least room (`stage_selection`) are the next, then those before which the best schedule computes again what it did before.
-2. On small graphs, where the gap is wide, stages chosen by what they bound, and where it stays wide, or was very wide, a tree of leaves
-   with stages of their own (`branch_and_refine`).
-3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at once (`benders`).
+Relaxations while schedules are dear, then models with integers until the gap is closed.
 
-Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that with one thread a seed gives one answer.
+1. On large graphs prices for memory (`lagrangian`), then relaxed refinement (`refinement`), whose
+   schedules are offered, with memory in reserve where they failed (`memory_margins`) or mended by
+   eviction. Where the first of these leave a gap, stages around the operators that leave least room
+   (`stage_selection`) are the next, then those before which the best schedule computes again what
+   it did before.
+2. On small graphs, where the gap is wide, stages chosen by what they bound, and where it stays
+   wide, or was very wide, a tree of leaves with stages of their own (`branch_and_refine`).
+3. Refinement; on small graphs, where the gap is narrow after its first models, many small models at
+   once (`benders`).
+
+Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that
+with one thread a seed gives one answer.
 """
 
 from __future__ import annotations
@@ -31,16 +37,21 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import is_past
 
 _FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
-_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.05  # where stages are chosen by what they bound, and a tree is grown
-_NARROW_GAP = 0.02  # where Benders decomposition is tried, once a refined model that takes as long as the last would not be solved before:
+# where stages are chosen by what they bound, and a tree is grown
+_WIDE_GAP, _VERY_WIDE_GAP = 0.02, 0.05
+# where Benders decomposition is tried, once a refined model that takes as long as the last would
+# not be solved before:
+_NARROW_GAP = 0.02
 _SHARE_BEFORE_BENDERS, _MOST_BEFORE_BENDERS_S = 0.25, 15.0  # of the time for bounds, and at most
 _MOST_OF_A_MODEL_S = 30.0  # when the model that is then solved gives way; before half of the time
 _MODELS_BEFORE_BENDERS = 5  # in place of the share, with one thread
 _LEAST_TO_BRANCH_S = 12.0  # of the limit
-_LEAVES_WITHOUT_CLOCK = 40  # of the tree, with one thread, which then goes by them and not by the clock
+# of the tree, with one thread, which then goes by them and not by the clock
+_LEAVES_WITHOUT_CLOCK = 40
 _SCOUTING_SHARE = 0.4  # of the time for bounds
 _USUAL_GAP = 0.005
-_CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything: what bounds are rounded down by, and more
+# of the cost of keeping everything: what bounds are rounded down by, and more
+_CUTOFF_MARGIN = 2e-6
 _LEAST_OPERATORS_TO_PRICE = 500
 _MOST_RELAXATIONS, _RELAXATIONS_IF_WIDE = 12, 6  # where the gap is not very wide, and where it is
 _FRUITLESS_WORK = 3_500  # operators in all relaxations in a row that bound less than those before
@@ -49,7 +60,9 @@ _PRICING_SHARE = 0.4  # of the time
 
 
 def is_small(graph: Graph) -> bool:
-    """True where models with integers are solved soon, and neither prices nor relaxations are needed first."""
+    """True where models with integers are solved soon, and neither prices nor relaxations are
+    needed first.
+    """
     return graph.num_operators < _LEAST_OPERATORS_TO_PRICE
 
 
@@ -70,7 +83,10 @@ class Bounding:
     by_clock: bool
 
     def price(self) -> bool:
-        """Takes bound and schedules of large graphs from prices for memory; False where the budget is proved infeasible."""
+        """Takes bound and schedules of large graphs from prices for memory.
+
+        False where the budget is proved infeasible.
+        """
         search = self.search
         if is_small(search.graph):
             return True
@@ -86,7 +102,10 @@ class Bounding:
         return True
 
     def relax(self) -> bool:
-        """Refines linear relaxations of large graphs while schedules don't fit or are dear; False where infeasibility is proved."""
+        """Refines linear relaxations of large graphs while schedules don't fit or are dear.
+
+        False where infeasibility is proved.
+        """
         search, refinement = self.search, self.refinement
         if is_small(search.graph):
             return True
@@ -95,31 +114,48 @@ class Bounding:
             stages, best_s = refinement.boundaries, refinement.best_s
             if not search.is_within(_WIDE_GAP):  # else annealing finds better ones
                 offer_with_reserves(search, refinement)
-            if not self.refine(deadline=time.perf_counter() + _RELAXATION_SHARE * search.left_s, is_relaxed=True):
+            if not self.refine(
+                deadline=time.perf_counter() + _RELAXATION_SHARE * search.left_s, is_relaxed=True
+            ):
                 return False
             if count == 0 and not (search.is_over or search.is_within(_USUAL_GAP)):
-                scouted_s = scout_crowded(refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s)
+                scouted_s = scout_crowded(
+                    refinement, deadline=time.perf_counter() + _SCOUTING_SHARE * search.left_s
+                )
                 if scouted_s < math.inf:  # else the next model says it, and that is looked into
                     search.raise_bound(scouted_s)
             fruitless = 0 if refinement.best_s > best_s else fruitless + 1
-            is_last = fruitless > 0 and (refinement.best_s == scouted_s or fruitless * search.graph.num_operators >= _FRUITLESS_WORK)
+            is_last = fruitless > 0 and (
+                refinement.best_s == scouted_s
+                or fruitless * search.graph.num_operators >= _FRUITLESS_WORK
+            )
             is_wide = not search.is_within(_VERY_WIDE_GAP)
             if count > 0 and search.steps is not None and not is_wide:
                 refinement.cut_where_repeated(search.steps, stages)
-            if search.is_over or refinement.boundaries == stages or is_last or (is_wide and count + 1 == _RELAXATIONS_IF_WIDE):
+            if (
+                search.is_over
+                or refinement.boundaries == stages
+                or is_last
+                or (is_wide and count + 1 == _RELAXATIONS_IF_WIDE)
+            ):
                 break
         refinement.return_to_best_relaxed()
         return True
 
     def refine(self, *, deadline: float = math.inf, is_relaxed: bool = False) -> bool:
-        """Raises the bound and offers a schedule by the next model; False where the budget is proved infeasible."""
+        """Raises the bound and offers a schedule by the next model.
+
+        False where the budget is proved infeasible.
+        """
         search, refinement = self.search, self.refinement
         if search.is_over or (not refinement.may_relax if is_relaxed else refinement.is_over):
             return True
         first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
         deadline = deadline if deadline < math.inf else time.perf_counter() + first_s
         is_rounded = not is_relaxed or search.is_within(_VERY_WIDE_GAP)
-        step = refinement.solve(deadline=deadline, cutoff_s=self._cutoff_s, is_relaxed=is_relaxed, is_rounded=is_rounded)
+        step = refinement.solve(
+            deadline=deadline, cutoff_s=self._cutoff_s, is_relaxed=is_relaxed, is_rounded=is_rounded
+        )
         if step.bound_s == math.inf:
             return not self._is_infeasible()
         search.raise_bound(step.bound_s)
@@ -128,26 +164,37 @@ class Bounding:
         return True
 
     def run(self, share: float) -> None:
-        """Raises the bound until the gap is closed, nothing is left to refine, or that share of the time left is over.
+        """Raises the bound until the gap is closed, nothing is left to refine, or that share of the
+        time left is over.
 
-        Where the gap is wide on a small graph, with stages chosen first (`stage_selection`), and where it stays wide, by a tree (`branch_and_refine`),
-        which chooses its own where the gap is wider still. With a short limit, as for a point of a curve, there is no tree: it would
-        have few leaves, and the stages chosen bound more by then.
+        Where the gap is wide on a small graph, with stages chosen first (`stage_selection`), and
+        where it stays wide, by a tree (`branch_and_refine`), which chooses its own where the gap is
+        wider still. With a short limit, as for a point of a curve, there is no tree: it would have
+        few leaves, and the stages chosen bound more by then.
         """
         search, refinement = self.search, self.refinement
         began, left_s = time.perf_counter(), share * search.left_s
         has_short_forward = refinement.first <= MOST_FORWARD
-        may_branch = has_short_forward and search.deadline_s - search.started_s >= _LEAST_TO_BRANCH_S
+        may_branch = (
+            has_short_forward and search.deadline_s - search.started_s >= _LEAST_TO_BRANCH_S
+        )
         if may_branch and not search.is_within(_VERY_WIDE_GAP):
             refinement.singles, refinement.cuts = set(), set()  # the tree looks for its own
         elif not search.is_within(_WIDE_GAP):
             scouted_s = scout(refinement, deadline=began + _SCOUTING_SHARE * left_s)
-            if scouted_s < math.inf:  # without a point it proves that none fits, which is not told here
+            # without a point it proves that none fits, which is not told here
+            if scouted_s < math.inf:
                 search.raise_bound(scouted_s)
         if has_short_forward:
             if may_branch and not search.is_within(_WIDE_GAP):
                 most_leaves = MOST_LEAVES if self.by_clock else _LEAVES_WITHOUT_CLOCK
-                raise_bound_by_branching(search, refinement, lambda: self._cutoff_s, deadline=began + left_s, most_leaves=most_leaves)
+                raise_bound_by_branching(
+                    search,
+                    refinement,
+                    lambda: self._cutoff_s,
+                    deadline=began + left_s,
+                    most_leaves=most_leaves,
+                )
             self._decompose(began, left_s)
         self._refine_to(began + left_s)
 
@@ -157,14 +204,25 @@ class Bounding:
             self.refine(deadline=deadline)
 
     def _decompose(self, began: float, left_s: float) -> None:
-        """Refines until the gap is narrow, for a while, then raises the bound by Benders decomposition until it rises no more."""
+        """Refines until the gap is narrow, for a while, then raises the bound by Benders
+        decomposition until it rises no more.
+        """
         search, refinement = self.search, self.refinement
         enough_s, took_s = min(_SHARE_BEFORE_BENDERS * left_s, _MOST_BEFORE_BENDERS_S), 0.0
         last_s = min(left_s / 2, _MOST_OF_A_MODEL_S) if self.by_clock else left_s / 2
         for count in itertools.count():
             is_narrow = search.is_within(_NARROW_GAP)
-            is_late = is_past(began + enough_s - took_s) if self.by_clock else count >= _MODELS_BEFORE_BENDERS
-            if search.is_over or refinement.is_over or is_past(began + left_s) or (is_narrow and is_late):
+            is_late = (
+                is_past(began + enough_s - took_s)
+                if self.by_clock
+                else count >= _MODELS_BEFORE_BENDERS
+            )
+            if (
+                search.is_over
+                or refinement.is_over
+                or is_past(began + left_s)
+                or (is_narrow and is_late)
+            ):
                 break
             before = time.perf_counter()
             self.refine(deadline=began + (last_s if is_narrow else left_s))
@@ -176,7 +234,10 @@ class Bounding:
     def _is_infeasible(self) -> bool:
         graph = self.search.graph
         keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-        return peak_bound(graph, keep_all, time_limit_s=self.search.left_s / 2, is_relaxed=False) > self.search.budget_bytes
+        return (
+            peak_bound(graph, keep_all, time_limit_s=self.search.left_s / 2, is_relaxed=False)
+            > self.search.budget_bytes
+        )
 
     @property
     def _cutoff_s(self) -> float | None:

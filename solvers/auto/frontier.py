@@ -1,13 +1,17 @@
-"""The trade-off curve: many budgets for the price of a few solves, cost and bound monotone in the budget.
+"""The trade-off curve.
 
-A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each smaller one. Budgets are
-solved largest and smallest first and then by halves, each for a share of the time limit: it has a schedule from below and
-a bound from above before any work is done for it, and where these are within the gap of each other, nothing is solved.
-Then the budgets whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes soonest and
-leaves its time to the others. Schedules of the next larger budgets, which need a little too much, are starts of the search;
-closed-form schedules are made once, and models start from the stages of the nearest budget
-(`reuse`). So 20 budgets take at most 3.5 limits, and half of that where gaps close early: the time of a few solves at a
-tight budget. Ctrl-C ends it with the budgets that were solved.
+Many budgets for the price of a few solves, cost and bound monotone in the budget.
+
+A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each
+smaller one. Budgets are solved largest and smallest first and then by halves, each for a share of
+the time limit: it has a schedule from below and a bound from above before any work is done for it,
+and where these are within the gap of each other, nothing is solved. Then the budgets whose gaps are
+still open share one more time limit evenly, the narrowest gap first, as it closes soonest and
+leaves its time to the others. Schedules of the next larger budgets, which need a little too much,
+are starts of the search; closed-form schedules are made once, and models start from the stages of
+the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of that where gaps
+close early: the time of a few solves at a tight budget. Ctrl-C ends it with the budgets that were
+solved.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
 
 _POINT_LIMIT_S = 6.0
 _SHARE = 1 / 8  # of the time limit, for the first look at a budget
-_SECOND_SHARE, _LEAST_SHARE = 1.0, 1 / 5  # the same, for second looks at all whose gaps are open, and at one of them
+# the same, for second looks at all whose gaps are open, and at one of them
+_SECOND_SHARE, _LEAST_SHARE = 1.0, 1 / 5
 _NUM_NEAR = 2  # schedules that need a little more than a budget, to start from
 
 
@@ -41,19 +46,32 @@ class _Found:
 
 
 def frontier_solutions(
-    graph: Graph, budgets: Iterable[int] | int, solver: Solver | None = None, *, shared: Shared | None = None
+    graph: Graph,
+    budgets: Iterable[int] | int,
+    solver: Solver | None = None,
+    *,
+    shared: Shared | None = None,
 ) -> list[Solution]:
-    """Returns one solution a budget, in the order of `budgets`, costs and bounds monotone in the budget.
+    """Returns one solution a budget, in the order of `budgets`, costs and bounds monotone in the
+    budget.
 
     Args:
         graph: any graph.
-        budgets: in bytes, resident bytes included; or how many, evenly from the least known to be met to keeping everything.
-        solver: `Auto` with a modest time limit a budget where None; any solver works, and only `Auto` shares its time.
+        budgets: in bytes, resident bytes included; or how many, evenly from the least known to be
+            met to keeping everything.
+        solver: `Auto` with a modest time limit a budget where None; any solver works, and only
+            `Auto` shares its time.
         shared: what other solves of `graph` found out.
     """
     shared = shared or Shared(graph)
-    curve = _Curve(graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), shared)
-    asked = _spread(graph, budgets, shared.least().peak_bytes) if isinstance(budgets, int) else list(budgets)
+    curve = _Curve(
+        graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), shared
+    )
+    asked = (
+        _spread(graph, budgets, shared.least().peak_bytes)
+        if isinstance(budgets, int)
+        else list(budgets)
+    )
     with heeding_interrupts():
         for budget in _by_halves(sorted(set(asked))):
             curve.solve(budget, share=_SHARE)
@@ -95,29 +113,45 @@ class _Curve:
         self._infeasible_bytes = -1  # the largest budget proved infeasible
 
     def solve(self, budget: int, *, share: float) -> None:
-        """Solves for a budget within a share of the time limit, or does not where what is known suffices."""
+        """Solves for a budget within a share of the time limit, or does not where what is known
+        suffices.
+        """
         if self._is_known(budget) or is_interrupted():
             return
         began = time.perf_counter()
         solver = self._solver
-        solution = self._improve(solver, budget, share) if isinstance(solver, Auto) else solver.solve(self._graph, budget_bytes=budget)
+        solution = (
+            self._improve(solver, budget, share)
+            if isinstance(solver, Auto)
+            else solver.solve(self._graph, budget_bytes=budget)
+        )
         self._wall_s[budget] = self._wall_s.get(budget, 0.0) + time.perf_counter() - began
         self._bounds[budget] = max(self._bounds.get(budget, 0.0), solution.lower_bound_s)
         if solution.schedule is not None:
-            self._found.append(_Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps))
+            self._found.append(
+                _Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps)
+            )
         elif solution.status is Status.INFEASIBLE:
             self._infeasible_bytes = max(self._infeasible_bytes, budget)
 
     def look_again(self, share: float) -> None:
-        """Solves once more, the narrowest first, what has an open gap, in a share of the time limit for all of them."""
+        """Solves once more, the narrowest first, what has an open gap, in a share of the time limit
+        for all of them.
+        """
         if not isinstance(self._solver, Auto):
             return
-        is_open = [budget for budget in self._wall_s if budget >= self._least.peak_bytes and not self._is_known(budget)]
+        is_open = [
+            budget
+            for budget in self._wall_s
+            if budget >= self._least.peak_bytes and not self._is_known(budget)
+        ]
         deadline = time.perf_counter() + share * self._solver.time_limit_s
         for count, budget in enumerate(sorted(is_open, key=self._open_gap)):
             left = (deadline - time.perf_counter()) / self._solver.time_limit_s
             if left > 0:
-                self.solve(budget, share=min(left, max(left / (len(is_open) - count), _LEAST_SHARE)))
+                self.solve(
+                    budget, share=min(left, max(left / (len(is_open) - count), _LEAST_SHARE))
+                )
 
     def _open_gap(self, budget: int) -> float:
         best = self._cheapest(budget)
@@ -131,9 +165,21 @@ class _Curve:
         solver = replace(solver, time_limit_s=share * solver.time_limit_s)
         if budget < self._least.peak_bytes:  # unlikely to be met; a short look is enough
             solver = replace(solver, rounds=min(solver.rounds, 1))
-        near = sorted((found for found in self._found if found.peak_bytes > budget), key=lambda found: found.peak_bytes)[:_NUM_NEAR]
-        known = [self._least.steps, *(found.steps for found in (self._cheapest(budget), *near) if found is not None)]
-        return solver.improve(self._graph, budget_bytes=budget, known_steps=known, known_bound_s=self._bound_s(budget), shared=self._shared)
+        near = sorted(
+            (found for found in self._found if found.peak_bytes > budget),
+            key=lambda found: found.peak_bytes,
+        )[:_NUM_NEAR]
+        known = [
+            self._least.steps,
+            *(found.steps for found in (self._cheapest(budget), *near) if found is not None),
+        ]
+        return solver.improve(
+            self._graph,
+            budget_bytes=budget,
+            known_steps=known,
+            known_bound_s=self._bound_s(budget),
+            shared=self._shared,
+        )
 
     def _cheapest(self, budget: int) -> _Found | None:
         fitting = [found for found in self._found if found.peak_bytes <= budget]
@@ -141,17 +187,36 @@ class _Curve:
 
     def _bound_s(self, budget: int) -> float:
         """The best bound of this budget and the larger ones."""
-        return max((bound for size, bound in self._bounds.items() if size >= budget and math.isfinite(bound)), default=self._graph.cost_s)
+        return max(
+            (
+                bound
+                for size, bound in self._bounds.items()
+                if size >= budget and math.isfinite(bound)
+            ),
+            default=self._graph.cost_s,
+        )
 
     def solution(self, budget: int) -> Solution:
         """Returns the cheapest schedule that fits with the best bound that holds."""
-        best, bound_s, wall_s, solver = self._cheapest(budget), self._bound_s(budget), self._wall_s.get(budget, 0.0), repr(self._solver)
+        best, bound_s, wall_s, solver = (
+            self._cheapest(budget),
+            self._bound_s(budget),
+            self._wall_s.get(budget, 0.0),
+            repr(self._solver),
+        )
         if best is not None:
             return Solution.of_steps(
-                self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap, solver=solver, wall_s=wall_s,
+                self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap,
+                solver=solver, wall_s=wall_s,
                 minimum_bytes=self._least.peak_bytes,
             )  # fmt: skip
         status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
         return Solution.without_schedule(
-            self._graph, budget, status, solver=solver, wall_s=wall_s, lower_bound_s=bound_s, minimum_bytes=self._least.peak_bytes
+            self._graph,
+            budget,
+            status,
+            solver=solver,
+            wall_s=wall_s,
+            lower_bound_s=bound_s,
+            minimum_bytes=self._least.peak_bytes,
         )

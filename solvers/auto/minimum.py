@@ -1,12 +1,14 @@
 """The least budget: a schedule with a small peak, and a proof of how small no peak can be.
 
-The bound is the larger of the largest working set (an operator's reads, writes and workspace are in memory together)
-and the LP relaxation of the window model with the peak as objective. The leanest of these are annealed, and the
-leanest result taken: keep nothing; one segment a block (`per_block`); the other closed-form families (`families`); and greedy
-recomputation with eviction under the smallest budget at which it does not get stuck, looked for with each of its
-rules by ever finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
+The bound is the larger of the largest working set (an operator's reads, writes and workspace are in
+memory together) and the LP relaxation of the window model with the peak as objective. The leanest
+of these are annealed, and the leanest result taken: keep nothing; one segment a block
+(`per_block`); the other closed-form families (`families`); and greedy recomputation with eviction
+under the smallest budget at which it does not get stuck, looked for with each of its rules by ever
+finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
 
-Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer, Tarjan, 1980).
+Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
+Tarjan, 1980).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _MOVES = 30_000 if IS_COMPILED else 1_000
 
 @dataclass(frozen=True, slots=True)
 class Minimum:
-    """The smallest peak that is known to be possible, and the largest that is known not to be beaten.
+    """The smallest peak that is known to be possible, and the largest that is known not to be
+    beaten.
 
     Attributes:
         peak_bytes: simulated peak of `steps`; a budget of so much can be met.
@@ -56,7 +59,9 @@ class Minimum:
     steps: tuple[int, ...]
 
 
-def minimum(graph: Graph, *, time_limit_s: float = math.inf, families: Families | None = None) -> Minimum:
+def minimum(
+    graph: Graph, *, time_limit_s: float = math.inf, families: Families | None = None
+) -> Minimum:
     """Returns the smallest budget for which a schedule is found, and a proven lower bound on it.
 
     Args:
@@ -64,7 +69,8 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf, families: Families 
         time_limit_s: ends the search early; without it the answer depends on the graph alone.
         families: of the graph, where these were made before.
 
-    Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled code; some 300 schedules of
+    Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled
+        code; some 300 schedules of
     the families, O(E) each.
     """
     deadline = time.perf_counter() + time_limit_s
@@ -75,20 +81,34 @@ def minimum(graph: Graph, *, time_limit_s: float = math.inf, families: Families 
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
         candidates += [lean] if lean else []
     candidates = sorted(candidates, key=lambda candidate: candidate[0])[:_CANDIDATES]
-    peak, best_steps = min((_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates), key=lambda found: found[0])
+    peak, best_steps = min(
+        (_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates),
+        key=lambda found: found[0],
+    )
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
 
 
-def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: float) -> tuple[int, Ints] | None:
-    """Returns peak and steps of the greedy at the smallest budget between `low` and `high` where it does not get stuck.
+def _leanest_evicted(
+    graph: Graph, rule: Rule, low: int, high: int, deadline: float
+) -> tuple[int, Ints] | None:
+    """Returns peak and steps of the greedy at the smallest budget between `low` and `high` where it
+    does not get stuck.
 
-    It may get stuck with more memory than it needs elsewhere, so several budgets split what is left, of small graphs more.
+    It may get stuck with more memory than it needs elsewhere, so several budgets split what is
+    left, of small graphs more.
     """
-    best, num_budgets = None, min(max(_OPERATORS_TRIED // max(graph.num_operators, 1), 1), _MOST_BUDGETS)
+    best, num_budgets = (
+        None,
+        min(max(_OPERATORS_TRIED // max(graph.num_operators, 1), 1), _MOST_BUDGETS),
+    )
     while high - low > max(high * _PRECISION, 1) and not is_past(deadline):
-        budgets = [low + (high - low) * part // (num_budgets + 1) for part in range(1, num_budgets + 1)]
+        budgets = [
+            low + (high - low) * part // (num_budgets + 1) for part in range(1, num_budgets + 1)
+        ]
         for middle in budgets:
-            steps = steps_with_eviction(graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter())
+            steps = steps_with_eviction(
+                graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter()
+            )
             if steps is not None and keeps_regions(graph, steps.tolist()):
                 high = min(middle, _peak_bytes(graph, steps.tolist()))
                 best = high, steps
@@ -100,10 +120,16 @@ def _leanest_evicted(graph: Graph, rule: Rule, low: int, high: int, deadline: fl
 
 
 def _leanest_simple(graph: Graph, families: Families) -> list[tuple[int, Ints]]:
-    """Returns peaks and steps of the schedules that take no search: the leanest of the simplest, and leaner ones of the families."""
+    """Returns peaks and steps of the schedules that take no search.
+
+    The leanest of the simplest, and leaner ones of the families.
+    """
     simple = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
     valid = [steps for k, steps in enumerate(simple) if k == 0 or keeps_regions(graph, steps)]
-    best = min(((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid), key=lambda candidate: candidate[0])
+    best = min(
+        ((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid),
+        key=lambda candidate: candidate[0],
+    )
     leaner = [steps for steps in families.leanest(best[0]) if keeps_regions(graph, steps)]
     return [best, *((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in leaner)]
 
@@ -112,8 +138,12 @@ def _peak_bytes(graph: Graph, steps: Sequence[int]) -> int:
     return simulate(graph, Schedule.from_steps(graph, list(steps))).peak_bytes
 
 
-def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float) -> tuple[int, Ints]:
-    """Returns peak and steps of a leaner schedule, by annealing under budgets ever closer below the least one so far."""
+def _compress(
+    graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float
+) -> tuple[int, Ints]:
+    """Returns peak and steps of a leaner schedule, by annealing under budgets ever closer below the
+    least one so far.
+    """
     share = _FIRST_SHARE
     while share > _LAST_SHARE and peak_bytes > floor and not is_past(deadline):
         target = max(min(int(peak_bytes * (1 - share)), peak_bytes - 1), floor)
@@ -125,7 +155,11 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
             return local.best_steps is not None or is_past(deadline)
 
         local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
-        leaner = peak_bytes if local.best_steps is None else _peak_bytes(graph, local.best_steps.tolist())
+        leaner = (
+            peak_bytes
+            if local.best_steps is None
+            else _peak_bytes(graph, local.best_steps.tolist())
+        )
         if local.best_steps is None or leaner >= peak_bytes:
             share /= 3
             continue
@@ -133,10 +167,15 @@ def _compress(graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: 
     return peak_bytes, steps
 
 
-def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True) -> int:
-    """A lower bound on the peak of every schedule of the fixed order: working sets, and the window model (its LP).
+def peak_bound(
+    graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True
+) -> int:
+    """A lower bound on the peak of every schedule of the fixed order.
 
-    On large graphs the memory rows of the backward alone, with all that can be recomputed: none can be met with less.
+    Working sets, and the window model (its LP).
+
+    On large graphs the memory rows of the backward alone, with all that can be recomputed: none can
+    be met with less.
     """
     floor = min(working_set_bytes(graph), keep_all_bytes)
     boundary = forward_length(graph)
@@ -150,5 +189,7 @@ def peak_bound(graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_rel
         point[again[again >= 0]] = 1.0
         needed = graph.resident_bytes + int(model.usage(point, windows[1]).max())
         return min(max(floor, needed), keep_all_bytes)
-    outcome = LazyRows(model).solve(deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed)
+    outcome = LazyRows(model).solve(
+        deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed
+    )
     return min(max(floor, model.peak_bytes(outcome)), keep_all_bytes)

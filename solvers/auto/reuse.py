@@ -1,8 +1,11 @@
-"""What solves of one graph under several budgets share: closed-form schedules, the least budget, and where models were cut.
+"""What solves of one graph under several budgets share.
 
-Stages that bound much under one budget bound much under the next: a relaxation over them is solved at once, where finding
-them takes several. Only stages found by linear relaxations are taken over, of graphs large enough for these; on small ones
-models are solved with integers, and each stage more than is needed costs seconds.
+Closed-form schedules, the least budget, and where models were cut.
+
+Stages that bound much under one budget bound much under the next: a relaxation over them is solved
+at once, where finding them takes several. Only stages found by linear relaxations are taken over,
+of graphs large enough for these; on small ones models are solved with integers, and each stage more
+than is needed costs seconds.
 """
 
 from __future__ import annotations
@@ -42,9 +45,15 @@ class Shared:
         return self._least
 
     def refinement(self, budget_bytes: int) -> Refinement:
-        """Returns a refinement for a budget, which starts from the stages of the one solved with the nearest budget."""
+        """Returns a refinement for a budget, which starts from the stages of the one solved with
+        the nearest budget.
+        """
         refinement = Refinement(self.graph, budget_bytes=budget_bytes)
-        near = min(self._refinements, key=lambda known: abs(known.budget_bytes - budget_bytes), default=None)
+        near = min(
+            self._refinements,
+            key=lambda known: abs(known.budget_bytes - budget_bytes),
+            default=None,
+        )
         if near is not None:
             refinement.start_from(near)
         self._refinements.append(refinement)

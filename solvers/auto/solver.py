@@ -1,24 +1,33 @@
-"""The solver to use: a bound and a schedule for it, then search and refinement in turn until the gap is closed.
+"""The solver to use.
+
+A bound and a schedule for it, then search and refinement in turn until the gap is closed.
 
 1. Keeping everything, where it fits: optimal.
-2. A budget below the largest working set, or below the window model's bound on the peak: proved infeasible.
-3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On all, what the closed-form
-   heuristics give (`families`): never above one of them. Then, on large ones, refined relaxations (`bound_pipeline`), whose schedules
-   often fit and are near the bound; with more threads than one it is searched (8) meanwhile.
-4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and what to keep; the schedule
-   is built on demand (`on_demand`). Where the transients of recomputing fit, that is the optimum.
-   Where the budget is far below what keeping everything needs, the best persistent schedule of segments (`rotor`) is annealed before.
-5. Greedy recomputation with eviction (`greedy_eviction`), and the schedule of the least budget (`minimum`), as other starts; before 4
-   where nothing fits yet, and then what else the heuristics give, made to fit (`repair`).
-6. Annealing on the sequence (`annealing`) in a few rounds: a good schedule, whose cost cuts off the models to come.
+2. A budget below the largest working set, or below the window model's bound on the peak: proved
+   infeasible.
+3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On
+   all, what the closed-form heuristics give (`families`): never above one of them. Then, on large
+   ones, refined relaxations (`bound_pipeline`), whose schedules often fit and are near the bound;
+   with more threads than one it is searched (8) meanwhile.
+4. The window model (`window`) over the forward and the backward, solved as a MILP: a bound, and
+   what to keep; the schedule is built on demand (`on_demand`). Where the transients of recomputing
+   fit, that is the optimum. Where the budget is far below what keeping everything needs, the best
+   persistent schedule of segments (`rotor`) is annealed before.
+5. Greedy recomputation with eviction (`greedy_eviction`), and the schedule of the least budget
+   (`minimum`), as other starts; before 4 where nothing fits yet, and then what else the heuristics
+   give, made to fit (`repair`).
+6. Annealing on the sequence (`annealing`) in a few rounds: a good schedule, whose cost cuts off the
+   models to come.
 7. Window models with more stages, which raise the bound (`bound_pipeline`); better starts.
-8. At the same time, many short annealing runs from all of these (`restarts`), the best first where the budget is far below what
-   keeping everything needs, what they find recombined exactly (`recombination`), on small graphs a second set that begins without the
-   best, one long run on large ones, until nothing improves, then exact search around the best
-   (`neighbourhood`); from other seeds while the bound is still worked on.
+8. At the same time, many short annealing runs from all of these (`restarts`), the best first where
+   the budget is far below what keeping everything needs, what they find recombined exactly
+   (`recombination`), on small graphs a second set that begins without the best, one long run on
+   large ones, until nothing improves, then exact search around the best (`neighbourhood`); from
+   other seeds while the bound is still worked on.
 
-It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and search are cut by nodes
-and iterations before time, so that with one thread a seed gives one answer on every machine that is fast enough for the limit.
+It stops as soon as cost and bound are within `gap`. Every bound is of all schedules of the fixed
+order. Models and search are cut by nodes and iterations before time, so that with one thread a seed
+gives one answer on every machine that is fast enough for the limit.
 """
 
 from __future__ import annotations
@@ -38,7 +47,12 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.solvers.auto.bound_pipeline import Bounding, is_small
 from remat.solvers.auto.reuse import Shared
-from remat.solvers.auto.starting_schedules import offer_families, offer_greedy, offer_mended, offer_persistent
+from remat.solvers.auto.starting_schedules import (
+    offer_families,
+    offer_greedy,
+    offer_mended,
+    offer_persistent,
+)
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.base import Solver
 from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
@@ -52,17 +66,23 @@ from remat.solvers.search.restarts import Restarts
 _MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
 _LEAST_MOVES, _MOVES_AN_OPERATOR = 20_000, 500
 _STAGNANT_ROUNDS = 3
-_ROUNDS = (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0), (1e-4, 1.0)  # in turn: first temperature, share of the moves
-_ROUNDS_IF_LARGE = (1e-5, 0.25), (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0)  # what is found soon is good there, and is cooled first
-_MOST_MOVES_IF_LARGE = 4_000_000 if IS_COMPILED else 2_500  # of a round; hot ones that are shorter end above their start
+# in turn: first temperature, share of the moves
+_ROUNDS = (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0), (1e-4, 1.0)
+# what is found soon is good there, and is cooled first
+_ROUNDS_IF_LARGE = (1e-5, 0.25), (1e-3, 1.0), (3e-4, 1.0), (1e-3, 1.0)
+# of a round; hot ones that are shorter end above their start
+_MOST_MOVES_IF_LARGE = 4_000_000 if IS_COMPILED else 2_500
 _HOT_CLOSELY = (1e-3, 3e-4)  # of the rounds from a persistent schedule
 _PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 2  # of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
-_REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9  # of the time that is then left; the second where it is searched meanwhile
+# of annealing, before the bound is refined, and while large graphs are relaxed; then restarts
+_FIRST_ROUNDS, _ROUNDS_BESIDE = 3, 2
+# of the time that is then left; the second where it is searched meanwhile
+_REFINING_SHARE, _REFINING_SHARE_BESIDE = 0.4, 0.9
 _MOST_OPERATORS_TO_RESTART = 3_000
 _STARTS_TO_RESTART = 3
 _STAGNANT_GENERATIONS = 2
-_FAR = 4.0  # times the budget; annealing what needs so much takes longest and often ends with nothing that fits
+# times the budget; annealing what needs so much takes longest and often ends with nothing that fits
+_FAR = 4.0
 _FAR_FOR_SEGMENTS = 5.0  # the same; nearer, what is planned by segments is not among the best
 _WIDE_GAP = 0.02  # where the heuristics' schedules are made to fit, though others do
 _EXACT_SHARE = 0.2  # of the time left after refining, for exact search
@@ -81,8 +101,9 @@ class Auto(Solver):
         time_limit_s: a hard cap; most answers come long before it.
         seed: of the annealing.
         rounds: most rounds of each kind of search; some in a row that bring nothing are the last.
-        threads: with 1 the answer depends on the seed alone, where the time limit is not reached; with more the bound is refined
-            while it is searched, and what each finds first steers the other.
+        threads: with 1 the answer depends on the seed alone, where the time limit is not reached;
+            with more the bound is refined while it is searched, and what each finds first steers
+            the other.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
@@ -95,7 +116,10 @@ class Auto(Solver):
 
     def __post_init__(self) -> None:
         if not (self.gap >= 0 and self.time_limit_s > 0):
-            raise ValueError(f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap >= 0 and a time limit > 0")
+            raise ValueError(
+                f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
+                ">= 0 and a time limit > 0"
+            )
 
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the best schedule found within `budget_bytes` with the best bound proved."""
@@ -119,7 +143,13 @@ class Auto(Solver):
             known_bound_s: proved for this budget or a larger one.
             shared: what other solves of `graph` found out, and this one adds to.
         """
-        search = Search(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
+        search = Search(
+            graph,
+            budget_bytes=budget_bytes,
+            gap=self.gap,
+            time_limit_s=self.time_limit_s,
+            progress=self.progress,
+        )
         search.raise_bound(known_bound_s)
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
@@ -127,10 +157,18 @@ class Auto(Solver):
         with heeding_interrupts():
             is_possible = search.is_over or self._run(search, shared)
             if search.steps is None:
-                search.offer(shared.least(time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S)).steps)
+                search.offer(
+                    shared.least(time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S)).steps
+                )
         if search.steps is not None:
             return Solution.of_steps(
-                graph, budget_bytes, search.steps, lower_bound_s=search.bound_s, gap=self.gap, solver=repr(self), wall_s=search.elapsed_s
+                graph,
+                budget_bytes,
+                search.steps,
+                lower_bound_s=search.bound_s,
+                gap=self.gap,
+                solver=repr(self),
+                wall_s=search.elapsed_s,
             )
         return Solution.without_schedule(
             graph,
@@ -143,7 +181,10 @@ class Auto(Solver):
         )
 
     def _run(self, search: Search, shared: Shared) -> bool:
-        """Searches until the gap is closed or nothing brings more; False where the budget is proved infeasible."""
+        """Searches until the gap is closed or nothing brings more.
+
+        False where the budget is proved infeasible.
+        """
         if search.budget_bytes < working_set_bytes(search.graph):
             return False
         refinement = shared.refinement(search.budget_bytes)
@@ -154,13 +195,16 @@ class Auto(Solver):
         if search.steps is None and search.starts(1):
             self._anneal(search, search.starts(1), 1)
         has_segments = not is_small(search.graph) and self._is_far(search, _FAR_FOR_SEGMENTS)
-        if is_hard := search.steps is None:  # what fits at all comes before models that may take all of the time
+        # what fits at all comes before models that may take all of the time
+        if is_hard := search.steps is None:
             if has_segments:
                 self._plan_segments(search)
             offer_mended(search, shared)
             offer_greedy(search, shared)
         restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        if not self._relax_beside_search(bounding, restarts, has_segments=has_segments and not is_hard):
+        if not self._relax_beside_search(
+            bounding, restarts, has_segments=has_segments and not is_hard
+        ):
             return False
         if len(refinement.boundaries) == 2 and not bounding.refine():
             return False
@@ -186,28 +230,46 @@ class Auto(Solver):
             self._improve(search, restarts, self.threads)
         return True
 
-    def _improve(self, search: Search, restarts: Restarts, threads: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def _improve(
+        self,
+        search: Search,
+        restarts: Restarts,
+        threads: int,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Looks for better schedules until nothing improves."""
         if search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART:
             self._restart(search, restarts, threads, should_stop)
-            if is_small(search.graph):  # runs take no time there, and where they all ended may be no good valley
-                others = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=self.seed + 1)
+            # runs take no time there, and where they all ended may be no good valley
+            if is_small(search.graph):
+                others = Restarts(
+                    search.graph, budget_bytes=search.budget_bytes, seed=self.seed + 1
+                )
                 self._restart(search, others, threads, should_stop, is_anew=True)
             self._solve_neighbourhoods(search, should_stop)
         else:
             self._anneal(search, search.starts(_STARTS_TO_RESTART), self.rounds, should_stop)
 
     def _improve_with_other_seeds(self, search: Search, is_over: Callable[[], bool]) -> None:
-        """Looks for better schedules from other seeds, one after the other, until nothing is to be waited for."""
+        """Looks for better schedules from other seeds, one after the other, until nothing is to be
+        waited for.
+        """
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         for seed in itertools.count(self.seed + 2, 2):
             if search.is_over or is_over() or not local.is_ready:
                 return
             restarts = Restarts(search.graph, budget_bytes=search.budget_bytes, seed=seed)
-            replace(self, seed=seed)._improve(search, restarts, self.threads - 1, should_stop=is_over)
+            replace(self, seed=seed)._improve(
+                search, restarts, self.threads - 1, should_stop=is_over
+            )
 
-    def _relax_beside_search(self, bounding: Bounding, restarts: Restarts, *, has_segments: bool) -> bool:
-        """Relaxes in one thread, and searches in another meanwhile; False where the budget is proved infeasible."""
+    def _relax_beside_search(
+        self, bounding: Bounding, restarts: Restarts, *, has_segments: bool
+    ) -> bool:
+        """Relaxes in one thread, and searches in another meanwhile.
+
+        False where the budget is proved infeasible.
+        """
         search = bounding.search
         if is_small(search.graph) or self.threads == 1 or search.is_over or search.steps is None:
             is_possible = bounding.relax()
@@ -217,48 +279,86 @@ class Auto(Solver):
         with ThreadPoolExecutor(1) as executor:
             relaxing = executor.submit(bounding.relax)
             if has_segments:
-                self._plan_segments(search, should_stop=lambda: relaxing.done() and search.is_within(_WIDE_GAP))
+                self._plan_segments(
+                    search, should_stop=lambda: relaxing.done() and search.is_within(_WIDE_GAP)
+                )
             may_restart = search.graph.num_operators <= _MOST_OPERATORS_TO_RESTART
-            self._anneal(search, [], _ROUNDS_BESIDE if may_restart else self.rounds, should_stop=relaxing.done)
+            self._anneal(
+                search,
+                [],
+                _ROUNDS_BESIDE if may_restart else self.rounds,
+                should_stop=relaxing.done,
+            )
             if may_restart and not relaxing.done():
                 self._restart(search, restarts, 1, should_stop=relaxing.done)
             return relaxing.result()
 
-    def _plan_segments(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Looks for the best persistent schedule, and anneals it closely, also where another is cheaper: it is another valley."""
+    def _plan_segments(
+        self, search: Search, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Looks for the best persistent schedule, and anneals it closely, also where another is
+        cheaper: it is another valley.
+        """
 
         def is_over() -> bool:
             return search.is_over or should_stop()
 
         steps = None if is_over() else offer_persistent(search, is_over)
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        for hot in _HOT_CLOSELY if steps is not None and self._is_compiled_in_time(search, local) else ():
+        for hot in (
+            _HOT_CLOSELY if steps is not None and self._is_compiled_in_time(search, local) else ()
+        ):
             start = steps if local.best_steps is None else local.best_steps
             round_ = Round(self._num_moves(search.graph), hot, 1e-6, is_close=True)
-            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or is_over())
+            local.run(
+                np.asarray(start),
+                round_,
+                should_stop=lambda: self._take(local, search) or is_over(),
+            )
             if self._take(local, search) or is_over():
                 return
 
     def _anneal(
-        self, search: Search, starts: Sequence[Sequence[int]], rounds: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        search: Search,
+        starts: Sequence[Sequence[int]],
+        rounds: int,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Runs rounds of annealing from the starts, then from the best, until some in a row bring nothing."""
+        """Runs rounds of annealing from the starts, then from the best, until some in a row bring
+        nothing.
+        """
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
             return
         if search.steps is not None and search.cost_s is not None:
             local.best_cost_s, local.best_steps = search.cost_s, np.array(search.steps)
         is_large = search.graph.num_operators > _MOST_OPERATORS_TO_RESTART
-        rounds_in_turn, most_moves = (_ROUNDS_IF_LARGE, _MOST_MOVES_IF_LARGE) if is_large else (_ROUNDS, _MOST_MOVES)
+        rounds_in_turn, most_moves = (
+            (_ROUNDS_IF_LARGE, _MOST_MOVES_IF_LARGE) if is_large else (_ROUNDS, _MOST_MOVES)
+        )
         stagnant = 0
         starts = [search.steps, *starts] if is_large and search.steps is not None else starts
         for index in range(rounds):
             before_s = local.best_cost_s
             is_fresh = index < len(starts) or local.best_steps is None
-            start = starts[index % len(starts)] if is_fresh and starts else search.steps or range(search.graph.num_operators)
+            start = (
+                starts[index % len(starts)]
+                if is_fresh and starts
+                else search.steps or range(search.graph.num_operators)
+            )
             hot, share = rounds_in_turn[index % len(rounds_in_turn)]
-            round_ = Round(round(share * self._num_moves(search.graph, most_moves)), hot, 1e-6, is_close=index % 2 == 1)
-            local.run(np.asarray(start), round_, should_stop=lambda: self._take(local, search) or should_stop())
+            round_ = Round(
+                round(share * self._num_moves(search.graph, most_moves)),
+                hot,
+                1e-6,
+                is_close=index % 2 == 1,
+            )
+            local.run(
+                np.asarray(start),
+                round_,
+                should_stop=lambda: self._take(local, search) or should_stop(),
+            )
             is_over = self._take(local, search) or should_stop()
             stagnant = 0 if local.best_cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
             if is_over or stagnant >= _STAGNANT_ROUNDS + len(starts):
@@ -273,7 +373,10 @@ class Auto(Solver):
         *,
         is_anew: bool = False,
     ) -> None:
-        """Runs generations of annealing runs until two in a row bring nothing; the first without the best where it is made anew."""
+        """Runs generations of annealing runs until two in a row bring nothing.
+
+        The first without the best where it is made anew.
+        """
         local = LocalSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if search.is_over or not self._is_compiled_in_time(search, local):
             return
@@ -292,17 +395,26 @@ class Auto(Solver):
                 found=search.offer,
                 deadline=search.started_s + until_s,
             )
-            stagnant = 0 if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS) else stagnant + 1
+            stagnant = (
+                0
+                if search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS)
+                else stagnant + 1
+            )
             if stagnant >= _STAGNANT_GENERATIONS or is_over():
                 return
 
     def _starts_to_restart(self, search: Search, *, with_best: bool) -> list[Sequence[int]]:
-        """Keeping everything, what nearly fits, and the best; that first where the budget is far below keeping everything."""
+        """Keeping everything, what nearly fits, and the best.
+
+        That first where the budget is far below keeping everything.
+        """
         best = [search.steps] if search.steps is not None and with_best else []
         others = [range(search.graph.num_operators), *search.starts(_STARTS_TO_RESTART)]
         return [*best, *others] if self._is_far(search) else [*others, *best]
 
-    def _solve_neighbourhoods(self, search: Search, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def _solve_neighbourhoods(
+        self, search: Search, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
         """Searches exactly around the best schedule, one part at a time."""
         neighbourhood = Neighbourhood(search.graph, search.budget_bytes, self.seed)
         for _ in range(min(_NEIGHBOURHOODS, self.rounds)):
@@ -319,7 +431,10 @@ class Auto(Solver):
     @staticmethod
     def _is_far(search: Search, times: float = _FAR) -> bool:
         """True where keeping everything needs more than so many times the budget."""
-        return simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes > times * search.budget_bytes
+        return (
+            simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
+            > times * search.budget_bytes
+        )
 
     @staticmethod
     def _num_moves(graph: Graph, most: int = _MOST_MOVES) -> int:
@@ -329,11 +444,17 @@ class Auto(Solver):
     def _is_compiled_in_time(search: Search, local: LocalSearch) -> bool:
         is_ready = local.is_ready or search.left_s >= COMPILER_S
         if not is_ready:
-            _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
+            _LOGGER.warning(
+                "no annealing: compiling it takes up to %.0f s once, and %.1f s are left",
+                COMPILER_S,
+                search.left_s,
+            )
         return is_ready
 
     @staticmethod
     def _take(local: LocalSearch, search: Search) -> bool:
-        if local.best_steps is not None and (search.cost_s is None or local.best_cost_s < search.cost_s):
+        if local.best_steps is not None and (
+            search.cost_s is None or local.best_cost_s < search.cost_s
+        ):
             search.offer(local.best_steps.tolist())
         return search.is_over

@@ -1,4 +1,7 @@
-"""Schedules that take no search, offered to one: the closed-form families, plans of models mended, and the greedy."""
+"""Schedules that take no search, offered to one.
+
+The closed-form families, plans of models mended, and the greedy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.persistent.rotor import rotor_steps
-from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, is_compiled, steps_with_eviction
+from remat.solvers.search.greedy_eviction import (
+    MOST_OPERATORS_TO_EVICT,
+    Rule,
+    is_compiled,
+    steps_with_eviction,
+)
 from remat.solvers.search.repair import mended
 
 _RESERVES_SHARE = 0.15  # of the time left, at most, for schedules with reserves from one relaxation
@@ -19,7 +27,8 @@ _MENDING_SHARE = 0.2  # of the time left, at most; most searches end before
 _OPTIONS_SHARE = 0.15  # of the time left, at most, for the options of segments
 _SECONDS_AN_OPERATOR = 2e-4  # what it takes without them
 _LEAST_S = 7.0  # with less, as for a point of a curve, annealing what there is finds more
-_MENDING_WORK = 400_000_000  # sum of the squared lengths of the schedules mended; some three seconds
+# sum of the squared lengths of the schedules mended; some three seconds
+_MENDING_WORK = 400_000_000
 _MOST_MENDED = 3  # of the schedules with reserves from one relaxation
 _MENDING_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
 
@@ -32,9 +41,13 @@ def offer_families(search: Search, shared: Shared) -> None:
 
 
 def offer_with_reserves(search: Search, refinement: Refinement) -> None:
-    """Offers schedules of the present stages with memory in reserve, and the cheapest of those that do not fit, mended."""
+    """Offers schedules of the present stages with memory in reserve, and the cheapest of those that
+    do not fit, mended.
+    """
     deadline = time.perf_counter() + search.left_s * _RESERVES_SHARE
-    schedules = iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
+    schedules = (
+        iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
+    )
     failed: dict[tuple[int, ...], float] = {}  # what it costs
     while not search.is_over and (steps := next(schedules, None)) is not None:
         if not search.offer(steps):
@@ -42,11 +55,19 @@ def offer_with_reserves(search: Search, refinement: Refinement) -> None:
     _offer_cheapest_mended(search, failed, deadline)
 
 
-def _offer_cheapest_mended(search: Search, failed: Mapping[tuple[int, ...], float], deadline: float) -> None:
-    """Offers the cheapest of what does not fit, mended by each rule, while that may be cheaper than what does."""
+def _offer_cheapest_mended(
+    search: Search, failed: Mapping[tuple[int, ...], float], deadline: float
+) -> None:
+    """Offers the cheapest of what does not fit, mended by each rule, while that may be cheaper than
+    what does.
+    """
     for steps in sorted(failed, key=failed.__getitem__)[:_MOST_MENDED] if is_compiled() else ():
         for rule in _MENDING_RULES if len(steps) <= MOST_OPERATORS_TO_EVICT else ():
-            if search.is_over or is_past(deadline) or (search.cost_s is not None and failed[steps] >= search.cost_s):
+            if (
+                search.is_over
+                or is_past(deadline)
+                or (search.cost_s is not None and failed[steps] >= search.cost_s)
+            ):
                 return
             found = mended(search.graph, steps, budget_bytes=search.budget_bytes, rule=rule)
             if found is not None:
@@ -60,7 +81,9 @@ def offer_evicted(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
 
 
 def offer_mended(search: Search, shared: Shared) -> None:
-    """Offers what becomes of the closed-form heuristics' schedules that need more than the budget, until that was work enough."""
+    """Offers what becomes of the closed-form heuristics' schedules that need more than the budget,
+    until that was work enough.
+    """
     deadline, work = time.perf_counter() + search.left_s * _MENDING_SHARE, 0
     for rule in _MENDING_RULES if is_compiled() else ():
         for cost_s, steps in shared.families.above(search.budget_bytes):
@@ -74,11 +97,20 @@ def offer_mended(search: Search, shared: Shared) -> None:
 
 
 def offer_persistent(search: Search, should_stop: Callable[[], bool]) -> list[int] | None:
-    """Offers the cheapest persistent schedule of segments, and returns its steps where there is one."""
+    """Offers the cheapest persistent schedule of segments, and returns its steps where there is
+    one.
+    """
     options_s, count = search.left_s * _OPTIONS_SHARE, search.graph.num_operators
-    if not is_compiled() or count > MOST_OPERATORS_TO_EVICT or search.left_s < _LEAST_S or options_s < _SECONDS_AN_OPERATOR * count:
+    if (
+        not is_compiled()
+        or count > MOST_OPERATORS_TO_EVICT
+        or search.left_s < _LEAST_S
+        or options_s < _SECONDS_AN_OPERATOR * count
+    ):
         return None
-    steps = rotor_steps(search.graph, search.budget_bytes, options_s=options_s, should_stop=should_stop)
+    steps = rotor_steps(
+        search.graph, search.budget_bytes, options_s=options_s, should_stop=should_stop
+    )
     if steps is not None:
         search.offer(steps)
     return steps
@@ -92,10 +124,14 @@ def offer_greedy(search: Search, shared: Shared) -> None:
 
 
 def _offer_by_rules(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
-    """Offers what greedy eviction makes of a plan, or of keeping everything, by each of its rules."""
+    """Offers what greedy eviction makes of a plan, or of keeping everything, by each of its
+    rules.
+    """
     for rule in Rule if search.graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         if search.is_over:
             return
-        steps = steps_with_eviction(search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept)
+        steps = steps_with_eviction(
+            search.graph, search.budget_bytes, rule, left_s=search.left_s, kept=kept
+        )
         if steps is not None:
             search.offer(steps.tolist())

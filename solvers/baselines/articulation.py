@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.core.graph import Graph
-from remat.solvers.baselines.segment_family import Family, forward_operators, greedy_members, sqrt_members
+from remat.solvers.baselines.segment_family import (
+    Family,
+    forward_operators,
+    greedy_members,
+    sqrt_members,
+)
 from remat.solvers.core.on_demand import forward_length
 
 
@@ -33,7 +38,10 @@ class ArticulationSqrt(Family):
 @final
 @dataclass(frozen=True)
 class ArticulationGreedy(Family):
-    """Segments of at most so many bytes that end at articulation points; the cheapest size that fits."""
+    """Segments of at most so many bytes that end at articulation points.
+
+    The cheapest size that fits.
+    """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
         """Yields the schedules of each size of segment."""

@@ -20,7 +20,12 @@ import numpy as np
 
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
-from remat.solvers.baselines.segment_family import Family, forward_operators, greedy_members, sqrt_members
+from remat.solvers.baselines.segment_family import (
+    Family,
+    forward_operators,
+    greedy_members,
+    sqrt_members,
+)
 from remat.solvers.core.on_demand import forward_length, values_always_kept
 
 
@@ -41,7 +46,10 @@ class ChenSqrt(Family):
 @final
 @dataclass(frozen=True)
 class ChenGreedy(Family):
-    """Segments of at most so many bytes; every size of segment is tried, the cheapest that fits taken."""
+    """Segments of at most so many bytes.
+
+    Every size of segment is tried, the cheapest that fits taken.
+    """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
         """Yields the schedules of each size of segment.
@@ -56,7 +64,8 @@ def stage_ends(graph: Graph) -> list[int]:
     """Returns the operators that alone carry everything droppable to the forward's rest."""
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
-    num_crossing = np.zeros(boundary + 1, np.int64)  # droppable values alive after each forward operator
+    # droppable values alive after each forward operator
+    num_crossing = np.zeros(boundary + 1, np.int64)
     num_own = np.zeros(boundary, np.int64)  # those among them that the operator itself wrote
     for value, (producer, users) in enumerate(zip(graph.producer, graph.users_of, strict=True)):
         last_use = max((u for u in users if u < boundary), default=-1)
@@ -68,7 +77,8 @@ def stage_ends(graph: Graph) -> list[int]:
     ends = [i for i in forward_operators(graph) if is_end[i]]
     if not ends:
         raise SolverError(
-            "Chen's segments need a forward that is a sequence of stages; after no operator of this graph does one operator's output "
+            "Chen's segments need a forward that is a sequence of stages; after no operator "
+            "of this graph does one operator's output "
             'alone lead on. Use "linear-sqrt" or "linear-greedy", which cut any order, or "auto"'
         )
     return ends

@@ -1,8 +1,11 @@
-"""The closed-form families together: what the heuristics of the field give for a budget, in seconds at 20,000 operators.
+"""The closed-form families together.
 
-`auto` takes them over where they fit, so that it is never above one of them, and starts from them; `minimum` takes the leanest.
-Deep networks near their least budget need segments of several blocks, which neither a relaxation nor moves find. Most families'
-schedules are the same whatever the budget: they are made and simulated once for all solves of a graph.
+What the heuristics of the field give for a budget, in seconds at 20,000 operators.
+
+`auto` takes them over where they fit, so that it is never above one of them, and starts from them;
+`minimum` takes the leanest. Deep networks near their least budget need segments of several blocks,
+which neither a relaxation nor moves find. Most families' schedules are the same whatever the
+budget: they are made and simulated once for all solves of a graph.
 """
 
 from __future__ import annotations
@@ -27,8 +30,16 @@ from remat.solvers.core.accounting import Ints
 from remat.solvers.core.base import Solver
 
 KNAPSACK = PyTorchKnapsack("dp")  # whose schedules close in on the budget
-FAMILIES: tuple[Solver, ...] = (PerBlock(), ChenGreedy(), ArticulationGreedy(), LinearizedGreedy(), KNAPSACK)
-NESTED = Nested()  # not among the leanest: the greedy finds leaner ones, but fewer where it is looked for below the peaks of these
+FAMILIES: tuple[Solver, ...] = (
+    PerBlock(),
+    ChenGreedy(),
+    ArticulationGreedy(),
+    LinearizedGreedy(),
+    KNAPSACK,
+)
+# not among the leanest: the greedy finds leaner ones, but fewer where it is looked for below the
+# peaks of these
+NESTED = Nested()
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
 
@@ -42,7 +53,10 @@ class _Member:
 
 
 class Families:
-    """What the families give for one graph, whose schedules are kept; O(E) each, about three hundred in all."""
+    """What the families give for one graph, whose schedules are kept.
+
+    O(E) each, about three hundred in all.
+    """
 
     def __init__(self, graph: Graph) -> None:
         """Prepares; a family's schedules are made when they are first asked for."""
@@ -50,11 +64,18 @@ class Families:
         self._members: dict[Family, list[_Member]] = {}
 
     def cheapest(self, budget_bytes: int) -> Iterator[list[int]]:
-        """Yields the cheapest steps of each family that fit; none on larger graphs, or outside a family's class."""
+        """Yields the cheapest steps of each family that fit.
+
+        None on larger graphs, or outside a family's class.
+        """
         for solver in self._solvers:
             with suppress(SolverError):
                 if isinstance(solver, Family):
-                    fitting = [member for member in self._members_of(solver) if member.peak_bytes <= budget_bytes]
+                    fitting = [
+                        member
+                        for member in self._members_of(solver)
+                        if member.peak_bytes <= budget_bytes
+                    ]
                     if fitting:
                         yield min(fitting, key=lambda member: member.cost_s).steps.tolist()
                     continue
@@ -63,15 +84,29 @@ class Families:
                     yield list(found.schedule.steps)
 
     def above(self, budget_bytes: int) -> Iterator[tuple[float, list[int]]]:
-        """Yields cost and steps of the members that don't fit, those first that cost little and are little above the budget."""
-        members = [member for solver in self._solvers if isinstance(solver, Family) for member in self._known(solver)]
+        """Yields cost and steps of the members that don't fit, those first that cost little and are
+        little above the budget.
+        """
+        members = [
+            member
+            for solver in self._solvers
+            if isinstance(solver, Family)
+            for member in self._known(solver)
+        ]
         budget = max(budget_bytes, 1)
-        for member in sorted(members, key=lambda member: member.cost_s / (self._graph.cost_s or 1.0) + member.peak_bytes / budget):
+        for member in sorted(
+            members,
+            key=lambda member: (
+                member.cost_s / (self._graph.cost_s or 1.0) + member.peak_bytes / budget
+            ),
+        ):
             if member.peak_bytes > budget_bytes:
                 yield member.cost_s, member.steps.tolist()
 
     def leanest(self, below_bytes: int) -> Iterator[list[int]]:
-        """Yields the steps of each family's member of the lowest peak, where it is below so many bytes, ever lower."""
+        """Yields the steps of each family's member of the lowest peak, where it is below so many
+        bytes, ever lower.
+        """
         for solver in self._solvers:
             if solver is NESTED:
                 continue
@@ -106,8 +141,14 @@ class Families:
             front: list[_Member] = []
             for steps in family.members(self._graph):
                 new = self._simulated(steps)
-                if not any(old.cost_s <= new.cost_s and old.peak_bytes <= new.peak_bytes for old in front):
-                    front = [old for old in front if old.cost_s < new.cost_s or old.peak_bytes < new.peak_bytes] + [new]
+                if not any(
+                    old.cost_s <= new.cost_s and old.peak_bytes <= new.peak_bytes for old in front
+                ):
+                    front = [
+                        old
+                        for old in front
+                        if old.cost_s < new.cost_s or old.peak_bytes < new.peak_bytes
+                    ] + [new]
             self._members[family] = front
         return self._members[family]
 

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.core.graph import Graph
-from remat.solvers.baselines.segment_family import Family, forward_operators, greedy_members, sqrt_members
+from remat.solvers.baselines.segment_family import (
+    Family,
+    forward_operators,
+    greedy_members,
+    sqrt_members,
+)
 
 
 @final

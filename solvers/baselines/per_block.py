@@ -42,16 +42,21 @@ class PerBlock(Family):
         if not members:
             named = sum(bool(op.module) for op in graph.operators)
             raise SolverError(
-                f"per-block needs module paths with at least two numbered blocks, such as `blocks.0` and `blocks.1`; {named} of "
-                f'{graph.num_operators} operators name a module. Trace a model that keeps its layers in a ModuleList, or use "auto"'
+                "per-block needs module paths with at least two numbered blocks, such as "
+                f"`blocks.0` and `blocks.1`; {named} of "
+                f"{graph.num_operators} operators name a module. Trace a model that keeps its "
+                'layers in a ModuleList, or use "auto"'
             )
         return members
 
 
 def block_of(module: str, depth: int) -> str:
-    """Returns the path of the block around `module` at a depth of nested numbered containers; empty if none.
+    """Returns the path of the block around `module` at a depth of nested numbered containers.
 
-    >>> block_of("layers.0.blocks.1.mlp", 1), block_of("layers.0.blocks.1.mlp", 2), block_of("head", 1)
+    Empty if none.
+
+    >>> path = "layers.0.blocks.1.mlp"
+    >>> block_of(path, 1), block_of(path, 2), block_of("head", 1)
     ('layers.0', 'layers.0.blocks.1', '')
     """
     parts = module.split(".")
@@ -65,14 +70,19 @@ def block_schedules(graph: Graph) -> Iterator[list[int]]:
     A block's own small `Sequential` (`blocks.3.mlp.0`) does not make a depth; stages of blocks do.
     """
     modules = [op.module for op in graph.operators[: forward_length(graph)]]
-    depths = sorted(depth for module in modules if (depth := sum(part.isdigit() for part in module.split("."))))
+    depths = sorted(
+        depth for module in modules if (depth := sum(part.isdigit() for part in module.split(".")))
+    )
     for depth in range(1, depths[len(depths) // 2] + 1 if depths else 1):
         if len({block_of(module, depth) for module in modules} - {""}) > 1:
             yield steps_on_demand(graph, _kept_values(graph, _segments(graph, depth)))
 
 
 def _segments(graph: Graph, depth: int) -> dict[int, int]:
-    """Returns the segment of each forward operator inside a block; a block that runs twice has two."""
+    """Returns the segment of each forward operator inside a block.
+
+    A block that runs twice has two.
+    """
     segment_of: dict[int, int] = {}
     segment, latest = -1, ""
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
@@ -87,7 +97,10 @@ def _segments(graph: Graph, depth: int) -> dict[int, int]:
 
 
 def _kept_values(graph: Graph, segment_of: dict[int, int]) -> set[int]:
-    """Returns the forward values that are not inside a segment: written outside, or read outside."""
+    """Returns the forward values that are not inside a segment.
+
+    Written outside, or read outside.
+    """
     boundary = forward_length(graph)
     kept: set[int] = set()
     for index, op in enumerate(graph.operators[:boundary]):

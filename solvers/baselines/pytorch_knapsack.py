@@ -1,16 +1,16 @@
 """PyTorch's `activation_memory_budget`: a knapsack over saved bytes.
 
-Other names: the min-cut partitioner with a memory budget, `torch._functorch.config.activation_memory_budget`.
-Source: PyTorch 2.13, `torch/_functorch/partitioners.py` (`choose_saved_values_set`) and
+Other names: the min-cut partitioner with a memory budget,
+`torch._functorch.config.activation_memory_budget`. Source: PyTorch 2.13,
+`torch/_functorch/partitioners.py` (`choose_saved_values_set`) and
 `torch/_functorch/_activation_checkpointing/knapsack.py` (`dp_knapsack`, `ilp_knapsack`), written
-anew on arrays.
-Optimal: as a knapsack, up to the quantization of sizes to 1/10,000 of all saved bytes (`dp`) or
-exactly (`ilp`); as a training step never proved.
-Complexity: `dp` O(10,000 n) once for all fractions; `ilp` one integer program a fraction.
-Imperfections: the budget is a fraction of the saved bytes and knows nothing of the step's peak, of
-parameters, gradients or of what recomputing holds; a value counts its own operator's cost, though
-having it back can need its ancestors too. PyTorch also lets its min-cut choose again among what
-the knapsack gave up, and never saves what Inductor fuses; neither is done here.
+anew on arrays. Optimal: as a knapsack, up to the quantization of sizes to 1/10,000 of all saved
+bytes (`dp`) or exactly (`ilp`); as a training step never proved. Complexity: `dp` O(10,000 n) once
+for all fractions; `ilp` one integer program a fraction. Imperfections: the budget is a fraction of
+the saved bytes and knows nothing of the step's peak, of parameters, gradients or of what
+recomputing holds; a value counts its own operator's cost, though having it back can need its
+ancestors too. PyTorch also lets its min-cut choose again among what the knapsack gave up, and never
+saves what Inductor fuses; neither is done here.
 
 The budget in bytes is met as a user would: fractions are tried from 1 downwards, bisecting at the
 end, and the cheapest step whose simulated peak fits is taken.
@@ -62,20 +62,35 @@ class PyTorchKnapsack(Solver):
             SolverError: an integer program hit its time limit without an answer.
         """
         items = _items(graph)
-        size = np.array([sum(graph.values[v].size_bytes for v in graph.operators[i].writes) for i in items], np.float64)
+        size = np.array(
+            [sum(graph.values[v].size_bytes for v in graph.operators[i].writes) for i in items],
+            np.float64,
+        )
         cost_s = np.array([graph.operators[i].cost_s for i in items], np.float64)
         share = size / max(size.sum(), 1.0)
-        knapsack = dp_knapsack(share, cost_s) if self.method == "dp" else ilp_knapsack(share, cost_s, self.time_limit_s)
+        knapsack = (
+            dp_knapsack(share, cost_s)
+            if self.method == "dp"
+            else ilp_knapsack(share, cost_s, self.time_limit_s)
+        )
 
         def steps(fraction: float) -> list[int]:
-            saved = range(len(items)) if fraction == 1 else () if fraction == 0 else knapsack(fraction)
-            return steps_on_demand(graph, {v for i in saved for v in graph.operators[items[i]].writes})
+            saved = (
+                range(len(items)) if fraction == 1 else () if fraction == 0 else knapsack(fraction)
+            )
+            return steps_on_demand(
+                graph, {v for i in saved for v in graph.operators[items[i]].writes}
+            )
 
-        return cheapest_that_fits(graph, budget_bytes, _members(graph, budget_bytes, steps), solver=repr(self))
+        return cheapest_that_fits(
+            graph, budget_bytes, _members(graph, budget_bytes, steps), solver=repr(self)
+        )
 
 
 def _items(graph: Graph) -> list[int]:
-    """Returns the droppable forward operators that the backward needs, directly or through others."""
+    """Returns the droppable forward operators that the backward needs, directly or through
+    others.
+    """
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
     is_needed = [False] * graph.num_operators
@@ -87,7 +102,9 @@ def _items(graph: Graph) -> list[int]:
     return [i for i in forward_operators(graph) if is_needed[i]]
 
 
-def _members(graph: Graph, budget_bytes: int, steps: Callable[[float], list[int]]) -> Iterator[list[int]]:
+def _members(
+    graph: Graph, budget_bytes: int, steps: Callable[[float], list[int]]
+) -> Iterator[list[int]]:
     """Yields the steps of every fraction tried; the last ones close in on the highest that fits."""
     fits_at, too_much = -1.0, 1.0
     for part in reversed(range(_NUM_FRACTIONS + 1)):
@@ -113,7 +130,9 @@ def _peak_bytes(graph: Graph, steps: list[int]) -> int:
 
 
 def dp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64]) -> Knapsack:
-    """Returns the knapsack by dynamic programming over quantized bytes (`dp_knapsack` of PyTorch)."""
+    """Returns the knapsack by dynamic programming over quantized bytes (`dp_knapsack` of
+    PyTorch).
+    """
     weight = np.rint(share * _QUANTA).astype(np.int64)
     best = np.zeros(_QUANTA + 1)
     is_taken = np.zeros((len(weight), _QUANTA + 1), np.bool_)
@@ -135,8 +154,12 @@ def dp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64]) -> Knap
     return saved
 
 
-def ilp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64], time_limit_s: float) -> Knapsack:
-    """Returns the knapsack by integer programming (`ilp_knapsack` of PyTorch, which also runs HiGHS)."""
+def ilp_knapsack(
+    share: NDArray[np.float64], cost_s: NDArray[np.float64], time_limit_s: float
+) -> Knapsack:
+    """Returns the knapsack by integer programming (`ilp_knapsack` of PyTorch, which also runs
+    HiGHS).
+    """
 
     def saved(fraction: float) -> list[int]:
         if len(share) == 0:
@@ -146,7 +169,10 @@ def ilp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64], time_l
         program.add_row(columns, share, upper=fraction)
         outcome = program.minimise(is_relaxed=False, time_limit_s=time_limit_s)
         if outcome.point is None:
-            raise SolverError(f"the knapsack of {len(share)} values was not solved in {time_limit_s:g} s; raise time_limit_s or use dp")
+            raise SolverError(
+                f"the knapsack of {len(share)} values was not solved in {time_limit_s:g} s; "
+                "raise time_limit_s or use dp"
+            )
         return [int(i) for i in np.flatnonzero(outcome.point > 0.5)]
 
     return saved

@@ -19,7 +19,11 @@ from typing import final
 
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
-from remat.solvers.baselines.recompute_cheap import MATRIX_PRODUCTS, is_attention_kernel, operator_name
+from remat.solvers.baselines.recompute_cheap import (
+    MATRIX_PRODUCTS,
+    is_attention_kernel,
+    operator_name,
+)
 from remat.solvers.baselines.segment_family import Family, forward_operators
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
@@ -31,19 +35,30 @@ _ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
 @final
 @dataclass(frozen=True)
 class RecomputeAttention(Family):
-    """Recomputes scores, softmax, dropout and what else lies inside attention; keeps everything else."""
+    """Recomputes scores, softmax, dropout and what else lies inside attention.
+
+    Keeps everything else.
+    """
 
     def members(self, graph: Graph) -> list[list[int]]:
         """Returns the method's one schedule.
 
         Raises:
-            SolverError: the graph has no attention, does not say where it is, or has it in fused kernels only.
+            SolverError: the graph has no attention, does not say where it is, or has it in fused
+                kernels only.
         """
         inside = _values_inside(graph, _attention_operators(graph))
         if not inside:
             fused = any(is_attention_kernel(op.target) for op in graph.operators)
-            reason = "its attention is in fused kernels, which have no values inside" if fused else _missing(graph)
-            raise SolverError(f'there is no attention to recompute: {reason}. Use "recompute-cheap", "per-block" or "auto"')
+            reason = (
+                "its attention is in fused kernels, which have no values inside"
+                if fused
+                else _missing(graph)
+            )
+            raise SolverError(
+                f"there is no attention to recompute: {reason}. "
+                'Use "recompute-cheap", "per-block" or "auto"'
+            )
         kept = {v for i in forward_operators(graph) for v in graph.operators[i].writes} - inside
         return [steps_on_demand(graph, kept)]
 
@@ -63,14 +78,23 @@ def _attention_operators(graph: Graph) -> set[int]:
         if operator_name(graph.operators[softmax].target) not in _SOFTMAXES:
             continue
         before = _reach(graph, softmax, lambda i: graph.parents_of[i])
-        after = _reach(graph, softmax, lambda i: (u for v in graph.operators[i].writes for u in graph.users_of[v] if u in forward))
+        after = _reach(
+            graph,
+            softmax,
+            lambda i: (
+                u for v in graph.operators[i].writes for u in graph.users_of[v] if u in forward
+            ),
+        )
         if _has_product(graph, before) and _has_product(graph, after):
             found |= before | after
     return found
 
 
 def _reach(graph: Graph, start: int, step: Callable[[int], Iterable[int]]) -> set[int]:
-    """Returns what `step` leads to from `start`, up to the first matrix products; batched ones are included."""
+    """Returns what `step` leads to from `start`, up to the first matrix products.
+
+    Batched ones are included.
+    """
     reached, stack = {start}, [start]
     while stack:
         for index in step(stack.pop()):
@@ -88,7 +112,9 @@ def _has_product(graph: Graph, operators: set[int]) -> bool:
 
 
 def _values_inside(graph: Graph, attention: set[int]) -> set[int]:
-    """Returns the values of operators whose every value is read in attention only, as far as the forward goes."""
+    """Returns the values of operators whose every value is read in attention only, as far as the
+    forward goes.
+    """
     boundary = forward_length(graph)
     inside: set[int] = set()
     for index in attention:

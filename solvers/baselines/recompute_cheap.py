@@ -2,12 +2,11 @@
 
 Other names: recompute-elementwise, "save dots" (JAX's `dots_saveable` policy), selective activation
 checkpointing with the usual list of operators, fusible recomputation of AOTAutograd's min-cut.
-Papers: none; JAX's `jax.checkpoint_policies` and `torch.utils.checkpoint.create_selective_checkpoint_contexts`
-are the best-known forms.
-Optimal: never proved.
-Complexity: O(E) a schedule; one where operators have targets, twenty-one where they have costs only.
-Imperfections: one choice for the whole network; with targets there is nothing to turn when it does
-not fit, and nothing to spend when it fits easily.
+Papers: none; JAX's `jax.checkpoint_policies` and
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` are the best-known forms. Optimal:
+never proved. Complexity: O(E) a schedule; one where operators have targets, twenty-one where they
+have costs only. Imperfections: one choice for the whole network; with targets there is nothing to
+turn when it does not fit, and nothing to spend when it fits easily.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from remat.solvers.baselines.segment_family import Family, forward_operators
 from remat.solvers.core.on_demand import steps_on_demand
 
 MATRIX_PRODUCTS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum", "_scaled_mm", "_grouped_mm", "_int_mm",
-    "convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution", "conv1d", "conv2d", "conv3d",
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum",
+    "_scaled_mm", "_grouped_mm", "_int_mm",
+    "convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution",
+    "cudnn_convolution", "conv1d", "conv2d", "conv3d",
 })  # fmt: skip
 _NUM_SHARES = 20
 
@@ -38,7 +39,10 @@ class RecomputeCheap(Family):
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
         """Yields one schedule, or where operators have no targets one a share."""
-        return (steps_on_demand(graph, {v for i in kept for v in graph.operators[i].writes}) for kept in _kept_operators(graph))
+        return (
+            steps_on_demand(graph, {v for i in kept for v in graph.operators[i].writes})
+            for kept in _kept_operators(graph)
+        )
 
 
 def operator_name(target: str) -> str:
@@ -58,14 +62,22 @@ def is_attention_kernel(target: str) -> bool:
     True
     """
     name = operator_name(target)
-    return "scaled_dot_product" in name or name in {"_flash_attention_forward", "_efficient_attention_forward", "flex_attention"}
+    return "scaled_dot_product" in name or name in {
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "flex_attention",
+    }
 
 
 def _kept_operators(graph: Graph) -> Iterator[list[int]]:
     forward = forward_operators(graph)
     targets = [graph.operators[i].target for i in forward]
     if any(targets):
-        yield [i for i, t in zip(forward, targets, strict=True) if operator_name(t) in MATRIX_PRODUCTS or is_attention_kernel(t)]
+        yield [
+            i
+            for i, t in zip(forward, targets, strict=True)
+            if operator_name(t) in MATRIX_PRODUCTS or is_attention_kernel(t)
+        ]
         return
     by_cost = sorted(forward, key=lambda i: -graph.operators[i].cost_s)
     total_s = sum(graph.operators[i].cost_s for i in forward)

@@ -52,12 +52,16 @@ class Revolve(Family):
             SolverError: the forward is not a chain.
         """
         _check_chain(graph)
-        slots = _slot_counts(forward_length(graph) + 1) if self.num_slots is None else [self.num_slots]
+        slots = (
+            _slot_counts(forward_length(graph) + 1) if self.num_slots is None else [self.num_slots]
+        )
         return (_steps(graph, s) for s in slots)
 
 
 def advances(num_values: int, num_slots: int) -> int:
-    """Returns t(l, s) = r l - beta(s + 1, r - 1): the fewest advances that give l values in reverse.
+    """Returns t(l, s) = r l - beta(s + 1, r - 1).
+
+    The fewest advances that give l values in reverse.
 
     r is the number with beta(s, r - 1) < l <= beta(s, r).
 
@@ -91,7 +95,10 @@ def _repetitions(num_values: int, num_slots: int) -> int:
 
 def _slot_counts(num_values: int) -> list[int]:
     """Returns the numbers of slots to try: all small ones, then ever sparser ones."""
-    counts = {*range(1, min(num_values, 16) + 1), *(round(x) for x in np.geomspace(1, num_values, 32))}
+    counts = {
+        *range(1, min(num_values, 16) + 1),
+        *(round(x) for x in np.geomspace(1, num_values, 32)),
+    }
     return sorted(s for s in counts if s == num_values or advances(num_values, s) <= _MAX_ADVANCES)
 
 
@@ -101,10 +108,13 @@ def _check_chain(graph: Graph) -> None:
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
         if not op.is_recomputable or op.is_snapshot:
             continue
-        strange = next((v for v in op.reads if v not in always_kept and graph.producer[v] != previous), None)
+        strange = next(
+            (v for v in op.reads if v not in always_kept and graph.producer[v] != previous), None
+        )
         if strange is not None:
             raise SolverError(
-                f"revolve needs a forward that is a chain; {op.name!r} reads {graph.values[strange].name!r}, which the operator before it "
+                f"revolve needs a forward that is a chain; {op.name!r} reads "
+                f"{graph.values[strange].name!r}, which the operator before it "
                 'does not write. Use "chen-greedy", "linear-greedy" or "auto"'
             )
         previous = index
@@ -127,12 +137,16 @@ def _steps(graph: Graph, num_slots: int) -> list[int]:
 
 
 def _runs(graph: Graph, boundary: int) -> list[list[int]]:
-    """Returns the chain's operators, cut where one may not be computed again and between regions."""
+    """Returns the chain's operators, cut where one may not be computed again and between
+    regions.
+    """
     runs: list[list[int]] = [[]]
     for index, op in enumerate(graph.operators[:boundary]):
         if op.is_snapshot:
             continue
-        if runs[-1] and (not op.is_recomputable or graph.operators[runs[-1][-1]].region != op.region):
+        if runs[-1] and (
+            not op.is_recomputable or graph.operators[runs[-1][-1]].region != op.region
+        ):
             runs.append([])
         if op.is_recomputable:
             runs[-1].append(index)
@@ -150,7 +164,9 @@ class _Run:
         self._given = {len(operators) - 1}  # the last value has only just been computed
 
     def bring_back(self, position: int) -> list[int]:
-        """Returns what to compute so that the value at `position` is in memory, and stores on the way."""
+        """Returns what to compute so that the value at `position` is in memory, and stores on the
+        way.
+        """
         if position in self._given:
             return []
         self._given.add(position)

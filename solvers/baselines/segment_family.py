@@ -20,12 +20,16 @@ from remat.core.solution import Solution, Status
 from remat.solvers.core.base import Solver
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
-_NUM_LIMITS = 48  # sizes of segment that the greedy methods try; beyond, the schedules hardly differ
+# sizes of segment that the greedy methods try; beyond, the schedules hardly differ
+_NUM_LIMITS = 48
 
 
 @dataclass(frozen=True)
 class Family(Solver):
-    """A method with a few schedules a graph, whatever the budget; the cheapest that fits is its answer."""
+    """A method with a few schedules a graph, whatever the budget.
+
+    The cheapest that fits is its answer.
+    """
 
     @abstractmethod
     def members(self, graph: Graph) -> Iterable[Sequence[int]]:
@@ -44,8 +48,11 @@ class Family(Solver):
         return cheapest_that_fits(graph, budget_bytes, self.members(graph), solver=repr(self))
 
 
-def cheapest_that_fits(graph: Graph, budget_bytes: int, members: Iterable[Sequence[int]], *, solver: str) -> Solution:
-    """Returns the cheapest of a family of step sequences within the budget, the lowest peak on ties.
+def cheapest_that_fits(
+    graph: Graph, budget_bytes: int, members: Iterable[Sequence[int]], *, solver: str
+) -> Solution:
+    """Returns the cheapest of a family of step sequences within the budget, the lowest peak on
+    ties.
 
     Args:
         graph: the graph the sequences belong to.
@@ -62,22 +69,43 @@ def cheapest_that_fits(graph: Graph, budget_bytes: int, members: Iterable[Sequen
     for steps in members:
         simulation = simulate(graph, Schedule.from_steps(graph, list(steps)))
         lowest = simulation.peak_bytes if lowest is None else min(lowest, simulation.peak_bytes)
-        if simulation.peak_bytes <= budget_bytes and (best is None or (simulation.cost_s, simulation.peak_bytes) < best[:2]):
+        if simulation.peak_bytes <= budget_bytes and (
+            best is None or (simulation.cost_s, simulation.peak_bytes) < best[:2]
+        ):
             best = (simulation.cost_s, simulation.peak_bytes, steps)
     wall_s = time.perf_counter() - started
     minimum_bytes = lowest or 0
     if best is None:
         return Solution.without_schedule(
-            graph, budget_bytes, Status.NO_SOLUTION, solver=solver, wall_s=wall_s, lower_bound_s=graph.cost_s, minimum_bytes=minimum_bytes
+            graph,
+            budget_bytes,
+            Status.NO_SOLUTION,
+            solver=solver,
+            wall_s=wall_s,
+            lower_bound_s=graph.cost_s,
+            minimum_bytes=minimum_bytes,
         )
     return Solution.of_steps(
-        graph, budget_bytes, best[2], lower_bound_s=graph.cost_s, solver=solver, wall_s=wall_s, minimum_bytes=minimum_bytes
+        graph,
+        budget_bytes,
+        best[2],
+        lower_bound_s=graph.cost_s,
+        solver=solver,
+        wall_s=wall_s,
+        minimum_bytes=minimum_bytes,
     )
 
 
 def forward_operators(graph: Graph) -> list[int]:
-    """Returns the forward operators whose values can be dropped, in order: candidates for a border."""
-    return [i for i, op in enumerate(graph.operators[: forward_length(graph)]) if op.is_recomputable and not op.is_snapshot and op.writes]
+    """Returns the forward operators whose values can be dropped, in order.
+
+    Candidates for a border.
+    """
+    return [
+        i
+        for i, op in enumerate(graph.operators[: forward_length(graph)])
+        if op.is_recomputable and not op.is_snapshot and op.writes
+    ]
 
 
 def sqrt_borders(candidates: Sequence[int]) -> list[int]:
@@ -114,12 +142,18 @@ def sqrt_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int]]
 
 def greedy_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int]]:
     """Yields the schedules of greedy segments, for segment sizes from everything to nothing."""
-    for borders in borders_by_size(graph, candidates, [*np.geomspace(1, max(2, len(candidates)), _NUM_LIMITS), math.inf]):
+    for borders in borders_by_size(
+        graph, candidates, [*np.geomspace(1, max(2, len(candidates)), _NUM_LIMITS), math.inf]
+    ):
         yield from steps_of_segments(graph, borders)
 
 
-def borders_by_size(graph: Graph, candidates: Sequence[int], divisors: Iterable[float]) -> Iterator[list[int]]:
-    """Yields the greedy borders of segments that are all of the forward's bytes divided by each divisor; each borders once."""
+def borders_by_size(
+    graph: Graph, candidates: Sequence[int], divisors: Iterable[float]
+) -> Iterator[list[int]]:
+    """Yields the greedy borders of segments that are all of the forward's bytes divided by each
+    divisor; each borders once.
+    """
     forward = graph.operators[: forward_length(graph)]
     total_bytes = sum(graph.values[v].size_bytes for op in forward for v in op.writes)
     seen: set[tuple[int, ...]] = set()

@@ -1,11 +1,14 @@
-"""Checkpoints of two levels: few over the forward's end, more in the run of segments that the backward has reached.
+"""Checkpoints of two levels.
+
+Few over the forward's end, more in the run of segments that the backward has reached.
 
 Other names: recursive, multi-level or divide-and-conquer checkpointing.
-Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174, section 4.3; J. M. Siskind,
-B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user annotation", 2018.
-Optimal: never proved; on a chain of equal segments binomial checkpointing (`revolve`) is.
-Complexity: O(E) a schedule; some 40 are made.
-Imperfections: two levels only; costs are not looked at. Of use where one operator, such as the loss, leaves room for few checkpoints.
+Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174,
+section 4.3; J. M. Siskind, B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary
+programs with no user annotation", 2018. Optimal: never proved; on a chain of equal segments
+binomial checkpointing (`revolve`) is. Complexity: O(E) a schedule; some 40 are made. Imperfections:
+two levels only; costs are not looked at. Of use where one operator, such as the loss, leaves room
+for few checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ _MOST_SEGMENTS = 64
 @final
 @dataclass(frozen=True)
 class Nested(Family):
-    """Segments that end at Chen's stages, of several sizes, with every number of outer borders that is a power of two."""
+    """Segments that end at Chen's stages, of several sizes, with every number of outer borders that
+    is a power of two.
+    """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
         """Yields the schedules of each size of segment and number of outer borders.
@@ -47,7 +52,8 @@ class Nested(Family):
 
 
 def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends: Ints) -> list[int]:
-    """Returns the schedule that keeps what `outer` borders write, and within the run between two of these what `inner` ones write.
+    """Returns the schedule that keeps what `outer` borders write, and within the run between two of
+    these what `inner` ones write.
 
     Args:
         graph: any graph.
@@ -58,16 +64,23 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
     boundary = forward_length(graph)
     gradients = {v for v, producer in enumerate(graph.producer) if producer >= boundary}
     later: dict[int, set[int]] = {}
-    for begin, end in zip([-1, *inner], [*inner, boundary - 1], strict=True):  # of a segment, which ends with a border
+    # of a segment, which ends with a border
+    for begin, end in zip([-1, *inner], [*inner, boundary - 1], strict=True):
         run = max((border for border in outer if border <= begin), default=-1)
         held = [border for border in inner if border <= end and (border > run or border in outer)]
-        later[int(ends[end])] = gradients.union(*(graph.operators[border].writes for border in held))
+        later[int(ends[end])] = gradients.union(
+            *(graph.operators[border].writes for border in held)
+        )
     kept = {v for border in outer for v in graph.operators[border].writes}
-    return steps_on_demand(graph, kept, later={v: held for v, held in later.items() if v > boundary})
+    return steps_on_demand(
+        graph, kept, later={v: held for v, held in later.items() if v > boundary}
+    )
 
 
 def _ends_in_backward(graph: Graph) -> Ints:
-    """For each forward operator, the first operator of the backward from which on nothing written after it is read; O(E)."""
+    """For each forward operator, the first operator of the backward from which on nothing written
+    after it is read; O(E).
+    """
     boundary, always, producer = forward_length(graph), values_always_kept(graph), graph.producer
     last = np.full(boundary + 1, boundary - 1, np.int64)  # reader, by the operator that writes
     for index in range(boundary, graph.num_operators):

@@ -1,32 +1,41 @@
-"""Benders decomposition: one small model of what is kept and computed again at all, cut by what many finer models say of it.
+"""Benders decomposition.
 
-No single window model sees where all recomputations of a tight schedule need their memory: with many stages it is too large to be solved
-with integers, and its linear relaxation splits recomputations over the stages (`window`). So the *coarse* model, the
-backward as one window, keeps the integers, and each *finer* one is a linear program that shares two groups of columns with it:
+One small model of what is kept and computed again at all, cut by what many finer models say of it.
+
+No single window model sees where all recomputations of a tight schedule need their memory: with
+many stages it is too large to be solved with integers, and its linear relaxation splits
+recomputations over the stages (`window`). So the *coarse* model, the backward as one window, keeps
+the integers, and each *finer* one is a linear program that shares two groups of columns with it:
 
     S[f, i]  value i is kept over the forward's end f
     R[w, j]  operator j is computed again in the backward w at least once
 
-At a point x of these the finer model's duals y bound the cost by an affine function of x, valid for every x, 0 <= x <= 1 (`safe_bound`,
-with safe rounding); where it has no point at x, its dual ray gives one that must not be positive. Such a *cut* is a row
-of the coarse model. All finer models are relaxations of the same schedules, so every cut holds for all of them, and so
-does the bound of the coarse model with any cuts.
+At a point x of these the finer model's duals y bound the cost by an affine function of x, valid for
+every x, 0 <= x <= 1 (`safe_bound`, with safe rounding); where it has no point at x, its dual ray
+gives one that must not be positive. Such a *cut* is a row of the coarse model. All finer models are
+relaxations of the same schedules, so every cut holds for all of them, and so does the bound of the
+coarse model with any cuts.
 
-1. Relaxed: solve the coarse model, cut at a point between its own and the mean of those before (which converges sooner; Ben-Ameur and
-   Neto, "Acceleration of cutting-plane and column generation algorithms", 2007), then at its own, until the bound hardly rises.
-2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no finer model says that a point is too
-   dear, finer ones still are tried there: two at once of the stages that cut most, then stages of the operators beside them.
+1. Relaxed: solve the coarse model, cut at a point between its own and the mean of those before
+   (which converges sooner; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
+   algorithms", 2007), then at its own, until the bound hardly rises.
+2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no
+   finer model says that a point is too dear, finer ones still are tried there: two at once of the
+   stages that cut most, then stages of the operators beside them.
 
-Memory rows of all of them are cut by rounding (`rounding_cuts`): the finer models, which have no integers, see through it that values are held
-as a whole. Few finer models have a say at one budget; those whose cuts are not tight for a while are asked less often.
+Memory rows of all of them are cut by rounding (`rounding_cuts`): the finer models, which have no
+integers, see through it that values are held as a whole. Few finer models have a say at one budget;
+those whose cuts are not tight for a while are asked less often.
 
-Finer models are those with one stage of one operator, evenly spread over the backward, and one with a few even stages
-(`dyadic_windows`). A known schedule's cost bounds the column e, what a schedule costs beyond the first recomputation of each operator.
+Finer models are those with one stage of one operator, evenly spread over the backward, and one with
+a few even stages (`dyadic_windows`). A known schedule's cost bounds the column e, what a schedule
+costs beyond the first recomputation of each operator.
 
-It bounds more than refinement where memory is short at many places far apart, and less where several stages are needed at once in
-one finer model. That is seen soon, in the relaxation.
-Complexity: the coarse model has some five columns a forward operator; each cut is a linear program of about four times as many.
-Source: Benders, "Partitioning procedures for solving mixed-variables programming problems", 1962; the models are this package's own.
+It bounds more than refinement where memory is short at many places far apart, and less where
+several stages are needed at once in one finer model. That is seen soon, in the relaxation.
+Complexity: the coarse model has some five columns a forward operator; each cut is a linear program
+of about four times as many. Source: Benders, "Partitioning procedures for solving mixed-variables
+programming problems", 1962; the models are this package's own.
 """
 
 from __future__ import annotations
@@ -52,13 +61,17 @@ from remat.solvers.lp.safe_bound import Support
 _SPREAD = 50  # stages of one operator to begin with
 _MOST_COLUMNS = 9_000  # of a finer model
 _LEAST_STAGES = 4  # even ones
-_VIOLATION = 1e-3  # of the objective, 1e-6 of the cost of keeping everything, or of a ray's largest coefficient
+# of the objective, 1e-6 of the cost of keeping everything, or of a ray's largest coefficient
+_VIOLATION = 1e-3
 _SLACK = 1e-9  # of a cut's coefficients, which are rounded once when they are scaled
-_ROUNDS, _GAIN = 5, 0.03  # relaxed rounds in a row that together close less than this share of the gap are the last
-_BEHIND_AT_FIRST = 1.0  # of the gap, that the relaxation may be below a known bound without cuts, which raise it
+# relaxed rounds in a row that together close less than this share of the gap are the last
+_ROUNDS, _GAIN = 5, 0.03
+# of the gap, that the relaxation may be below a known bound without cuts, which raise it
+_BEHIND_AT_FIRST = 1.0
 _BEHIND = 0.3  # the same, with cuts; integers raise it by as much
 _ROUNDINGS = 3  # of cuts by rounding, each time a program is solved
-_IDLE = 4  # points at which its cuts had no say, after which a finer model is asked at one in so many
+# points at which its cuts had no say, after which a finer model is asked at one in so many
+_IDLE = 4
 _REST = 5  # rounds that a finer model without a cut is left alone
 _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
@@ -69,12 +82,24 @@ _PAIRED = 5  # of those that cut most, two at once
 
 
 class _Finer:
-    """A window model whose linear relaxation is solved for fixed values of the columns that it shares with the coarse one."""
+    """A window model whose linear relaxation is solved for fixed values of the columns that it
+    shares with the coarse one.
+    """
 
-    def __init__(self, graph: Graph, stages: Sequence[Window], windows: Collection[Window], *, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stages: Sequence[Window],
+        windows: Collection[Window],
+        *,
+        budget_bytes: int,
+    ) -> None:
         first, end = stages[0][0], stages[-1][1]
         model = WindowModel(
-            graph, sorted({(0, first), (first, end), *windows, *stages}), priced=[(0, first), *stages], budget_bytes=budget_bytes
+            graph,
+            sorted({(0, first), (first, end), *windows, *stages}),
+            priced=[(0, first), *stages],
+            budget_bytes=budget_bytes,
         )
         model.program.starts_from_last = True
         self.lazy, self.program = LazyRows(model, most_roundings=_ROUNDINGS), model.program
@@ -91,7 +116,10 @@ class _Finer:
 
 
 def _shared(model: WindowModel, first: int, end: int) -> Ints:
-    """The columns of `model` that all models of the graph have: S at the end of the forward, R of the backward."""
+    """The columns of `model` that all models of the graph have.
+
+    S at the end of the forward, R of the backward.
+    """
     kept, again = model.keep[first], model.again[first, end]
     return np.concatenate([kept[kept >= 0], again[again >= 0]])
 
@@ -106,8 +134,10 @@ class Benders:
     """The coarse model of a graph, and the finer ones that cut it.
 
     Attributes:
-        best_s: a lower bound on the cost of every schedule of the fixed order, the best so far; -inf before the first.
-        is_over: True where there is nothing to bound, no finer model cuts any more, or the bound will not become of use.
+        best_s: a lower bound on the cost of every schedule of the fixed order, the best so far;
+            -inf before the first.
+        is_over: True where there is nothing to bound, no finer model cuts any more, or the bound
+            will not become of use.
     """
 
     def __init__(self, graph: Graph, *, budget_bytes: int, cost_s: float) -> None:
@@ -129,9 +159,11 @@ class Benders:
 
     def _build(self) -> None:
         self._rows: set[tuple[Window, int]] = set()
-        self._cuts: list[tuple[Floats, float]] = []  # coefficients of all columns of the coarse model, upper side
+        # coefficients of all columns of the coarse model, upper side
+        self._cuts: list[tuple[Floats, float]] = []
         self._makers: list[_Finer] = []  # of the cuts
-        self._tight: set[int] = set()  # cuts that the integer model has because its points violated them
+        # cuts that the integer model has because its points violated them
+        self._tight: set[int] = set()
         self._coarse = self._coarse_model()
         self._coarse.model.program.starts_from_last = True
         spacing = max(1, -(-(self.end - self.first) // _SPREAD))
@@ -142,16 +174,25 @@ class Benders:
     def _coarse_model(self) -> LazyRows:
         """The coarse model without cuts; its last column is e."""
         forward, backward = (0, self.first), (self.first, self.end)
-        model = WindowModel(self.graph, [forward, backward], priced=[forward, backward], budget_bytes=self.budget_bytes)
+        model = WindowModel(
+            self.graph,
+            [forward, backward],
+            priced=[forward, backward],
+            budget_bytes=self.budget_bytes,
+        )
         lazy = LazyRows(model, self._rows, most_roundings=_ROUNDINGS)
         self._shared = _shared(model, self.first, self.end)
         most = max(model.objective(self._known_s), _VIOLATION)
-        model.program.add_columns(np.array([most]), is_integer=False)  # e, as a share of the most it can be
+        # e, as a share of the most it can be
+        model.program.add_columns(np.array([most]), is_integer=False)
         self._paid = model.program.costs
         return lazy
 
     def _add_finer(self, operators: tuple[int, ...]) -> _Finer | None:
-        """Adds the model with these operators as stages, with all unions; None where it is there, or too large."""
+        """Adds the model with these operators as stages, with all unions.
+
+        None where it is there, or too large.
+        """
         refinement = Refinement(self.graph, budget_bytes=self.budget_bytes)
         refinement.singles = set(operators)
         boundaries = refinement.boundaries
@@ -172,27 +213,43 @@ class Benders:
         while length * _LEAST_STAGES <= self.end - self.first:
             stages, windows = even_stages(self.first, self.end, length)
             if self._columns_of(windows) <= _MOST_COLUMNS:
-                self._finer[()] = _Finer(self.graph, stages, windows, budget_bytes=self.budget_bytes)
+                self._finer[()] = _Finer(
+                    self.graph, stages, windows, budget_bytes=self.budget_bytes
+                )
                 return
             length *= 2
 
-    def solve(self, *, deadline: float, cutoff_s: float, known_s: float = -math.inf) -> list[int] | None:
-        """Raises `best_s`; returns the schedule of the coarse model's point, within the budget or not, if it has one.
+    def solve(
+        self, *, deadline: float, cutoff_s: float, known_s: float = -math.inf
+    ) -> list[int] | None:
+        """Raises `best_s`.
 
-        The first call solves the relaxation with all its cuts, each one after it the coarse model with integers once.
+        Returns the schedule of the coarse model's point, within the budget or not, if it has one.
+
+        The first call solves the relaxation with all its cuts, each one after it the coarse model
+        with integers once.
 
         Args:
             deadline: of `time.perf_counter`, in seconds.
             cutoff_s: points that are not cheaper are of no interest.
-            known_s: a bound that is known; it is over where the relaxation stays so far below it that integers will not raise it above.
+            known_s: a bound that is known; it is over where the relaxation stays so far below it
+                that integers will not raise it above.
         """
         model, before_s = self._coarse.model, self.best_s
         cutoff = model.objective(cutoff_s)
         known = max(model.objective(known_s), 0.0)
-        point = self._relax(deadline, cutoff, known) if self._is_relaxed else self._branch(deadline, cutoff)
+        point = (
+            self._relax(deadline, cutoff, known)
+            if self._is_relaxed
+            else self._branch(deadline, cutoff)
+        )
         self._is_relaxed = False
         self.is_over |= point is None and self.best_s <= before_s
-        return None if point is None else steps_on_demand(self.graph, model.kept(point)[self.first].tolist())
+        return (
+            None
+            if point is None
+            else steps_on_demand(self.graph, model.kept(point)[self.first].tolist())
+        )
 
     def _relax(self, deadline: float, cutoff: float, known: float) -> Floats | None:
         """Cuts the relaxation until its bound hardly rises; returns its last point."""
@@ -227,7 +284,8 @@ class Benders:
     def _branch(self, deadline: float, cutoff: float) -> Floats | None:
         """Solves the coarse model with integers, and cuts at its point; returns that.
 
-        It has the cuts that are tight in the relaxation, a small part of all, and those that its points violated so far.
+        It has the cuts that are tight in the relaxation, a small part of all, and those that its
+        points violated so far.
         """
         relaxed = self._coarse.solve(deadline=deadline, is_relaxed=True)
         self._raise(relaxed.bound)
@@ -237,7 +295,11 @@ class Benders:
         lazy = self._coarse_model()
         for k in sorted(self._tight | self._cuts_at(relaxed.point, -_TIGHT)):
             _add(lazy.model.program, *self._cuts[k])
-        gap = self._share * max(cutoff - lazy.model.objective(self.best_s), 0.0) / max(cutoff, _VIOLATION)
+        gap = (
+            self._share
+            * max(cutoff - lazy.model.objective(self.best_s), 0.0)
+            / max(cutoff, _VIOLATION)
+        )
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, node_limit=_NODES, cutoff=cutoff)
         self._rows |= lazy.rows
         self._raise(outcome.bound)
@@ -257,10 +319,17 @@ class Benders:
 
     def _cuts_at(self, point: Floats, least: float) -> set[int]:
         """The cuts that `point` violates by more than `least` of their largest coefficient."""
-        return {k for k, (row, upper) in enumerate(self._cuts) if float(np.dot(row, point)) > upper + least}
+        return {
+            k
+            for k, (row, upper) in enumerate(self._cuts)
+            if float(np.dot(row, point)) > upper + least
+        }
 
     def _raise(self, bound: float) -> None:
-        """Takes over a bound on the objective; where there is no point at all, none is below that of the known schedule."""
+        """Takes over a bound on the objective.
+
+        Where there is no point at all, none is below that of the known schedule.
+        """
         model = self._coarse.model
         self.best_s = max(self.best_s, model.bound_s_of(min(bound, model.objective(self._known_s))))
 
@@ -268,7 +337,9 @@ class Benders:
         """The shared columns' values."""
         return np.clip(point[self._shared], 0.0, 1.0)
 
-    def _cut(self, point: Floats, places: Sequence[Floats], deadline: float, cutoff: float = math.inf) -> tuple[bool, bool]:
+    def _cut(
+        self, point: Floats, places: Sequence[Floats], deadline: float, cutoff: float = math.inf
+    ) -> tuple[bool, bool]:
         """Cuts with each finer model at the first of `places` whose cut `point` violates.
 
         Returns:
@@ -286,8 +357,13 @@ class Benders:
             best = value if best is None or (value is not None and value > best) else best
         return best is not None, best is not None and best >= cutoff
 
-    def _cut_with(self, finer: _Finer, point: Floats, places: Sequence[Floats], deadline: float) -> float | None:
-        """Cuts with one finer model; returns what the cut says of `point`, None where none of its cuts is violated."""
+    def _cut_with(
+        self, finer: _Finer, point: Floats, places: Sequence[Floats], deadline: float
+    ) -> float | None:
+        """Cuts with one finer model.
+
+        Returns what the cut says of `point`, None where none of its cuts is violated.
+        """
         own, paid = self._at(point), float(np.dot(self._paid, point))
         for place in places:
             support = finer.cut(place, deadline)
@@ -304,7 +380,9 @@ class Benders:
         return None
 
     def _add_cut(self, support: Support) -> None:
-        """Adds the row slope @ x - (what is paid) <= -constant, or without what is paid for a ray."""
+        """Adds the row slope @ x - (what is paid) <= -constant, or without what is paid for a
+        ray.
+        """
         row = np.zeros(len(self._paid)) if support.is_ray else -self._paid
         row[self._shared] += support.slope
         slack = _SLACK * (abs(support.constant) + float(np.abs(row).sum()))
@@ -313,7 +391,10 @@ class Benders:
         _add(self._coarse.model.program, *self._cuts[-1])
 
     def _extend(self, point: Floats, own: Floats, deadline: float, cutoff: float) -> bool:
-        """Adds finer models at a point that none says is as dear as `cutoff`, until one does; False where none cuts it off."""
+        """Adds finer models at a point that none says is as dear as `cutoff`, until one does.
+
+        False where none cuts it off.
+        """
         is_cut = False
         for operators in self._candidates()[:_NEW]:
             finer = None if is_past(deadline) else self._add_finer(operators)
@@ -324,21 +405,34 @@ class Benders:
         return is_cut
 
     def _candidates(self) -> list[tuple[int, ...]]:
-        """Stages of finer models that are not there yet: two at once of those that cut most, then the neighbours of these."""
-        best = sorted((key for key in self._finer if len(key) == 1), key=lambda key: -self._finer[key].cuts)
+        """Stages of finer models that are not there yet.
+
+        Two at once of those that cut most, then the neighbours of these.
+        """
+        best = sorted(
+            (key for key in self._finer if len(key) == 1), key=lambda key: -self._finer[key].cuts
+        )
         pairs = [tuple(sorted({*a, *b})) for k, b in enumerate(best[:_PAIRED]) for a in best[:k]]
-        beside = [(v + d,) for (v,) in best for d in (1, -1, 2, -2) if self.first <= v + d < self.end]
+        beside = [
+            (v + d,) for (v,) in best for d in (1, -1, 2, -2) if self.first <= v + d < self.end
+        ]
         return [key for key in dict.fromkeys([*pairs, *beside]) if key not in self._finer]
 
 
-def raise_bound(search: Search, cutoff_s: Callable[[Search], float | None], *, deadline: float) -> None:
-    """Raises the bound of a search that has a schedule until it rises no more, and offers the schedules of the points on the way."""
+def raise_bound(
+    search: Search, cutoff_s: Callable[[Search], float | None], *, deadline: float
+) -> None:
+    """Raises the bound of a search that has a schedule until it rises no more, and offers the
+    schedules of the points on the way.
+    """
     known_s = search.cost_s
     if known_s is None:
         return
     benders = Benders(search.graph, budget_bytes=search.budget_bytes, cost_s=known_s)
     while not (search.is_over or benders.is_over or is_past(deadline)):
-        steps = benders.solve(deadline=deadline, cutoff_s=cutoff_s(search) or known_s, known_s=search.bound_s)
+        steps = benders.solve(
+            deadline=deadline, cutoff_s=cutoff_s(search) or known_s, known_s=search.bound_s
+        )
         search.raise_bound(benders.best_s)
         if steps is not None:
             search.offer(steps)

@@ -1,22 +1,28 @@
-"""Prices for memory: the window model's relaxation by minimum cuts, and schedules spliced from them, in near-linear time.
+"""Prices for memory.
 
-With the memory rows (6) of the window model over forward and backward (`window`) moved into the objective at prices u_v,
-what is left is a minimum cut (`min_cut`), whatever the prices. For every u >= 0
+The window model's relaxation by minimum cuts, and schedules spliced from them, in near-linear time.
+
+With the memory rows (6) of the window model over forward and backward (`window`) moved into the
+objective at prices u_v, what is left is a minimum cut (`min_cut`), whatever the prices. For every u
+>= 0
 
     L(u) = sum c_j + min over cuts (R, S) of [ sum c_j R_j + sum_v u_v (row_v(R, S) - B) ]
 
-is a lower bound on every schedule of the fixed order, and the best one is that of the model's linear relaxation. Prices are
-found by Kelley's cutting planes: a small linear program over the cuts so far proposes the next prices, and its duals mix
-the cuts into a point of the relaxation, at which memory rows are violated or not; the worst are added.
+is a lower bound on every schedule of the fixed order, and the best one is that of the model's
+linear relaxation. Prices are found by Kelley's cutting planes: a small linear program over the cuts
+so far proposes the next prices, and its duals mix the cuts into a point of the relaxation, at which
+memory rows are violated or not; the worst are added.
 
-The point mixes a few cuts, some of which need more memory than there is and some less. A schedule takes the first
-operators' values from one and the rest from the other, and holds as many of the heavy one's as fit: where layers repeat,
-the cuts differ from layer to layer not at all, so one solution of a layer serves all of them, and only how many layers
-follow which is searched for. If transients don't let the light one fit either, the same for a smaller budget.
+The point mixes a few cuts, some of which need more memory than there is and some less. A schedule
+takes the first operators' values from one and the rest from the other, and holds as many of the
+heavy one's as fit: where layers repeat, the cuts differ from layer to layer not at all, so one
+solution of a layer serves all of them, and only how many layers follow which is searched for. If
+transients don't let the light one fit either, the same for a smaller budget.
 
-Complexity: some ten cuts of O(V + E) each and as many simulations: seconds for 100,000 operators, where the simplex
-method takes minutes. Sources: Everett (1963) and Geoffrion (1974) for the bound, Kelley (1960) for the prices; the use of
-closures for keeping or recomputing is known, the memory rows and the splicing are this package's own.
+Complexity: some ten cuts of O(V + E) each and as many simulations: seconds for 100,000 operators,
+where the simplex method takes minutes. Sources: Everett (1963) and Geoffrion (1974) for the bound,
+Kelley (1960) for the prices; the use of closures for keeping or recomputing is known, the memory
+rows and the splicing are this package's own.
 """
 
 from __future__ import annotations
@@ -66,7 +72,9 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A memory row: `constant` and what it puts on each R of its window (by operator) and each value held, in budgets."""
+    """A memory row: `constant` and what it puts on each R of its window (by operator) and each
+    value held, in budgets.
+    """
 
     on_again: Floats
     on_held: Floats
@@ -77,7 +85,10 @@ class Lagrangian:
     """Prices, cuts and bounds for one graph and budget."""
 
     def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
-        """Builds rows and network; nothing is solved yet. Graphs without a backward have no prices (`is_empty`)."""
+        """Builds rows and network.
+
+        Nothing is solved yet. Graphs without a backward have no prices (`is_empty`).
+        """
         self.graph, self.budget_bytes = graph, budget_bytes
         self.first = forward_length(graph)
         self.bound_s = graph.cost_s
@@ -98,16 +109,21 @@ class Lagrangian:
         return 0 if self.is_empty else len(self._points)
 
     def raise_bound(self, *, deadline: float) -> float:
-        """Returns the best bound found by `deadline` (`time.perf_counter`), on the cost of every schedule."""
+        """Returns the best bound found by `deadline` (`time.perf_counter`), on the cost of every
+        schedule.
+        """
         if not self.is_empty:
             self._solve(1.0, deadline)
         return self.bound_s
 
     def schedules(self, *, deadline: float) -> Iterator[list[int]]:
-        """Yields schedules until `deadline`, of which some fit and none may; call `raise_bound` first.
+        """Yields schedules until `deadline`, of which some fit and none may.
 
-        Where the lightest cut needs more than the budget when it runs, because of its transients, it is a start for a search,
-        and prices are found for a smaller budget: smaller by as much, then nearer to the whole one.
+        Call `raise_bound` first.
+
+        Where the lightest cut needs more than the budget when it runs, because of its transients,
+        it is a start for a search, and prices are found for a smaller budget: smaller by as much,
+        then nearer to the whole one.
         """
         share, too_much = 1.0, 1.0
         for _ in range(0 if self.is_empty else _MOST_SHARES):
@@ -129,7 +145,10 @@ class Lagrangian:
                 return
 
     def _solve(self, share: float, deadline: float) -> bool:
-        """Finds prices for `share` of the budget, of which only the whole one gives a bound; False where there are none."""
+        """Finds prices for `share` of the budget, of which only the whole one gives a bound.
+
+        False where there are none.
+        """
         if not self._points:
             self._add_row(self.first - 1)
             self._price({})
@@ -156,9 +175,16 @@ class Lagrangian:
         self._rows[v] = _Row(on_again / model.budget, held / model.budget, constant / model.budget)
 
     def _price(self, prices: dict[int, float], share: float = 1.0) -> float:
-        """Adds the cut at `prices` and returns L, less the cost of the step, in costs of the step."""
+        """Adds the cut at `prices` and returns L, less the cost of the step, in costs of the
+        step.
+        """
         cost = self.graph.arrays.cost_s / max(self.graph.cost_s, 1e-300)
-        weight, before, price, at_end = cost.copy(), cost.copy(), np.zeros(len(self.graph.values)), np.zeros(len(self.graph.values))
+        weight, before, price, at_end = (
+            cost.copy(),
+            cost.copy(),
+            np.zeros(len(self.graph.values)),
+            np.zeros(len(self.graph.values)),
+        )
         constant = 0.0
         for v, each in prices.items():
             row, is_forward = self._rows[v], v < self.first
@@ -169,7 +195,12 @@ class Lagrangian:
         cut = self._network.cut(weight, at_end + price * self._share_paid(before, price))
         is_before = (before < 0) | (self._by_producer(np.where(cut.is_kept, price, 0.0)) > before)
         self._points.append(self._point(cut, is_before))
-        value = cut.value + constant + float(np.minimum(before, 0.0).sum()) - _SAFETY * (1 + sum(prices.values()))
+        value = (
+            cut.value
+            + constant
+            + float(np.minimum(before, 0.0).sum())
+            - _SAFETY * (1 + sum(prices.values()))
+        )
         if share == 1.0:
             self.bound_s = max(self.bound_s, (1 + value) * self.graph.cost_s)
         return value
@@ -177,12 +208,16 @@ class Lagrangian:
     def _by_producer(self, price: Floats) -> Floats:
         producer = self.graph.arrays.producer
         is_made = producer >= 0
-        return np.asarray(np.bincount(producer[is_made], price[is_made], self.graph.num_operators), np.float64)
+        return np.asarray(
+            np.bincount(producer[is_made], price[is_made], self.graph.num_operators), np.float64
+        )
 
     def _share_paid(self, before: Floats, price: Floats) -> Floats:
-        """By value, what share of `price` is paid where computing its operator again in the forward, at `before`, may be cheaper.
+        """By value, what share of `price` is paid where computing its operator again in the
+        forward, at `before`, may be cheaper.
 
-        All values of an operator together never pay more than that, so the cut stays below the model.
+        All values of an operator together never pay more than that, so the cut stays below the
+        model.
         """
         total = self._by_producer(price)
         share = np.ones(len(total))
@@ -202,45 +237,71 @@ class Lagrangian:
             (model.through[self._forward], through),
         ):
             point[columns[(columns >= 0) & chosen]] = 1.0
-        usage = np.concatenate([model.usage(point, self._forward), model.usage(point, self._backward)])
-        extra = float(np.dot(self.graph.arrays.cost_s, 1.0 * cut.is_again + is_before)) / max(self.graph.cost_s, 1e-300)
+        usage = np.concatenate(
+            [model.usage(point, self._forward), model.usage(point, self._backward)]
+        )
+        extra = float(np.dot(self.graph.arrays.cost_s, 1.0 * cut.is_again + is_before)) / max(
+            self.graph.cost_s, 1e-300
+        )
         return _Point(cut, extra, usage / model.budget)
 
     def _excess(self, v: int, share: float) -> Floats:
         """By point, what the row of `v` is over, in budgets."""
-        return np.array([point.usage[v] for point in self._points]) - self._model.relative_limit * share
+        return (
+            np.array([point.usage[v] for point in self._points])
+            - self._model.relative_limit * share
+        )
 
     def _master(self, share: float) -> tuple[dict[int, float], float]:
         """Returns the prices that promise most by the cuts so far, and what they promise."""
         rows = sorted(self._rows)
         excess = np.stack([self._excess(v, share) for v in rows], axis=1)
         program = Program()
-        program.add_columns(np.array([-1.0]), lower=np.array([-1.0]), upper=math.inf, is_integer=False)
+        program.add_columns(
+            np.array([-1.0]), lower=np.array([-1.0]), upper=math.inf, is_integer=False
+        )
         program.add_columns(np.zeros(len(rows)), upper=_HIGHEST_PRICE, is_integer=False)
         for point, over in zip(self._points, excess, strict=True):
-            program.add_row(np.arange(len(rows) + 1), np.concatenate([[1.0], -over]), upper=point.extra)
+            program.add_row(
+                np.arange(len(rows) + 1), np.concatenate([[1.0], -over]), upper=point.extra
+            )
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         if outcome.point is None:
             return {}, -math.inf
-        return dict(zip(rows, np.maximum(outcome.point[1:], 0.0).tolist(), strict=True)), float(outcome.point[0])
+        return dict(zip(rows, np.maximum(outcome.point[1:], 0.0).tolist(), strict=True)), float(
+            outcome.point[0]
+        )
 
     def _mixed(self, share: float) -> Floats:
-        """Returns the weights of the cuts in the cheapest mixture that keeps all rows, as well as they can be kept."""
+        """Returns the weights of the cuts in the cheapest mixture that keeps all rows, as well as
+        they can be kept.
+        """
         program, count = Program(), len(self._points)
         program.add_columns(np.array([point.extra for point in self._points]), is_integer=False)
         over = program.add_columns(np.array([_HIGHEST_PRICE]), upper=math.inf, is_integer=False)
         program.add_rows(np.arange(count)[None, :], [1.0] * count, lower=1.0, upper=1.0)
         for v in sorted(self._rows):
-            program.add_row(np.append(np.arange(count), over), np.append(self._excess(v, share), -1.0), upper=0.0)
+            program.add_row(
+                np.append(np.arange(count), over),
+                np.append(self._excess(v, share), -1.0),
+                upper=0.0,
+            )
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         return np.zeros(count) if outcome.point is None else outcome.point[:count]
 
     def _add_violated(self, share: float) -> int:
-        """Adds the rows that the mixture violates most, some operators apart, and returns how many."""
-        usage = np.asarray(sum(weight * point.usage for weight, point in zip(self._mix, self._points, strict=True)))
+        """Adds the rows that the mixture violates most, some operators apart, and returns how
+        many.
+        """
+        usage = np.asarray(
+            sum(weight * point.usage for weight, point in zip(self._mix, self._points, strict=True))
+        )
         chosen: list[int] = []
         for v in np.argsort(-usage, kind="stable").tolist():
-            if usage[v] <= self._model.relative_limit * share + _VIOLATED or len(chosen) == _ROWS_A_ROUND:
+            if (
+                usage[v] <= self._model.relative_limit * share + _VIOLATED
+                or len(chosen) == _ROWS_A_ROUND
+            ):
                 break
             if v not in self._rows and all(abs(v - other) > 2 for other in chosen):
                 chosen.append(v)
@@ -249,19 +310,30 @@ class Lagrangian:
 
     def _used(self) -> list[_Point]:
         """The cuts in the mixture, those that keep more first."""
-        used = [self._points[k] for k in np.argsort(-self._mix, kind="stable")[:_MOST_MIXED].tolist() if self._mix[k] > 0]
+        used = [
+            self._points[k]
+            for k in np.argsort(-self._mix, kind="stable")[:_MOST_MIXED].tolist()
+            if self._mix[k] > 0
+        ]
         return sorted(used, key=lambda point: point.extra)
 
     def _spliced(self, used: list[_Point], deadline: float) -> Iterator[list[int]]:
-        """Yields the best splices of two cuts, in either order: the cheapest that fits, and the next that does not."""
-        light = next(k for k, point in enumerate(used) if self._peak_bytes(point) <= self.budget_bytes)
+        """Yields the best splices of two cuts, in either order.
+
+        The cheapest that fits, and the next that does not.
+        """
+        light = next(
+            k for k, point in enumerate(used) if self._peak_bytes(point) <= self.budget_bytes
+        )
         yield self._keeping(used[light].cut, used[light].cut, 0, True)
         for is_first in (True, False) if light else ():
             if not is_past(deadline):
                 yield from self._splices(used[light - 1].cut, used[light].cut, is_first)
 
     def _splices(self, heavy: Cut, light: Cut, is_first: bool) -> Iterator[list[int]]:
-        """Yields ever better schedules that follow `heavy` for as many operators as fit, from the front or the back."""
+        """Yields ever better schedules that follow `heavy` for as many operators as fit, from the
+        front or the back.
+        """
         low, high = 0, self.first
         while high - low > max(1, self.first // _FINEST_SPLICE):
             middle = (low + high) // 2
@@ -275,10 +347,17 @@ class Lagrangian:
     def _keeping(self, heavy: Cut, light: Cut, count: int, is_first: bool) -> list[int]:
         producer = self.graph.arrays.producer
         is_heavy = producer < count if is_first else producer >= self.first - count
-        return steps_on_demand(self.graph, np.flatnonzero(np.where(is_heavy, heavy.is_kept, light.is_kept)).tolist())
+        return steps_on_demand(
+            self.graph, np.flatnonzero(np.where(is_heavy, heavy.is_kept, light.is_kept)).tolist()
+        )
 
     def _fitting(self, steps: list[int]) -> list[int] | None:
-        return steps if simulate(self.graph, Schedule.from_steps(self.graph, steps)).peak_bytes <= self.budget_bytes else None
+        return (
+            steps
+            if simulate(self.graph, Schedule.from_steps(self.graph, steps)).peak_bytes
+            <= self.budget_bytes
+            else None
+        )
 
     def _peak_bytes(self, point: _Point) -> int:
         steps = self._keeping(point.cut, point.cut, 0, True)

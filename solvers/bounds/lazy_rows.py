@@ -1,8 +1,11 @@
-"""Solving a window model with few of its memory rows: solve, look where memory is over, add rows there, again.
+"""Solving a window model with few of its memory rows.
 
-First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds the full model, as it
-has fewer rows; 20 rows a round, apart from each other, suffice for graphs of 10,000 operators. Where a relaxation violates none,
-it may be cut by what rounding says of the rows it has (`rounding_cuts`), a few rounds as long as these raise it.
+Solve, look where memory is over, add rows there, again.
+
+First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds
+the full model, as it has fewer rows; 20 rows a round, apart from each other, suffice for graphs of
+10,000 operators. Where a relaxation violates none, it may be cut by what rounding says of the rows
+it has (`rounding_cuts`), a few rounds as long as these raise it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class LazyRows:
         *,
         most_roundings: int = 0,
     ) -> None:
-        """Starts with `rows`: windows of the model, each with one of its operators; and `moments`: (v, j) with their sets.
+        """Starts with `rows`: windows of the model, each with one of its operators.
+
+        And `moments`: (v, j) with their sets.
 
         `most_roundings` is how many rounds of cuts by rounding a relaxation gets.
         """
@@ -54,7 +59,11 @@ class LazyRows:
     @property
     def sets(self) -> dict[tuple[int, int], set[int]]:
         """The moments so far: (v, j) with the operators of its set."""
-        return {(moments.v, j): chosen for moments in self.moments for j, (_, chosen) in moments.sets.items()}
+        return {
+            (moments.v, j): chosen
+            for moments in self.moments
+            for j, (_, chosen) in moments.sets.items()
+        }
 
     def solve(
         self,
@@ -66,12 +75,17 @@ class LazyRows:
         cutoff: float | None = None,
         most_rounds: float = math.inf,
     ) -> Outcome:
-        """Returns the last outcome's point with the best bound; `deadline` is in `time.perf_counter` seconds.
+        """Returns the last outcome's point with the best bound.
 
-        The point violates no memory row unless `is_finished` is False, or the relaxation had `most_rounds`. With a `cutoff` (an
-        objective that a schedule is known to reach) the bound is at most that, and there may be no point.
+        `deadline` is in `time.perf_counter` seconds.
+
+        The point violates no memory row unless `is_finished` is False, or the relaxation had
+        `most_rounds`. With a `cutoff` (an objective that a schedule is known to reach) the bound is
+        at most that, and there may be no point.
         """
-        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds)
+        best = self._rounds(
+            True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds
+        )
         if is_relaxed or best.is_infeasible or not best.is_finished:
             return best
         return self._rounds(False, deadline, relative_gap, node_limit, best.bound, cutoff)
@@ -92,7 +106,11 @@ class LazyRows:
             if left_s <= 0:
                 return Outcome(bound, None, False)
             outcome = self.model.program.minimise(
-                is_relaxed=is_relaxed, time_limit_s=left_s, relative_gap=relative_gap, node_limit=node_limit, cutoff=cutoff
+                is_relaxed=is_relaxed,
+                time_limit_s=left_s,
+                relative_gap=relative_gap,
+                node_limit=node_limit,
+                cutoff=cutoff,
             )
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
@@ -100,7 +118,12 @@ class LazyRows:
             if outcome.point is None or is_cut_off or most_rounds <= 0:
                 return Outcome(bound, outcome.point, outcome.is_finished)
             is_more = self._add_violated(outcome.point, deadline) > 0
-            if not is_more and roundings > 0 and outcome.is_finished and outcome.bound - before > _WORTH * abs(outcome.bound):
+            if (
+                not is_more
+                and roundings > 0
+                and outcome.is_finished
+                and outcome.bound - before > _WORTH * abs(outcome.bound)
+            ):
                 roundings, before = roundings - 1, outcome.bound
                 is_more = self._add_rounded(outcome.point)
             if not (is_more and outcome.is_finished):
@@ -112,7 +135,9 @@ class LazyRows:
         found: list[tuple[float, Window, int]] = []
         for window in self.model.windows:
             usage = self.model.usage(point, window)
-            found += [(float(usage[i]), window, window[0] + int(i)) for i in np.flatnonzero(usage > limit)]
+            found += [
+                (float(usage[i]), window, window[0] + int(i)) for i in np.flatnonzero(usage > limit)
+            ]
         found.sort(key=lambda item: -item[0])
         chosen: list[tuple[Window, int]] = []
         for _, window, v in found:
@@ -126,15 +151,24 @@ class LazyRows:
         return len(chosen) + self._add_moments(point, deadline)
 
     def _add_rounded(self, point: Floats) -> bool:
-        """Adds a cut by rounding for each row that has one which the point violates; False where there is none."""
-        knapsacks = [*self.model.knapsacks, *(knapsack for moments in self.moments for knapsack in moments.knapsacks)]
+        """Adds a cut by rounding for each row that has one which the point violates.
+
+        False where there is none.
+        """
+        knapsacks = [
+            *self.model.knapsacks,
+            *(knapsack for moments in self.moments for knapsack in moments.knapsacks),
+        ]
         cuts = [cut for knapsack in knapsacks for cut in rounded(knapsack, point)]
         for cut in cuts:
             self.model.program.add_row(cut.columns, cut.coefficients, upper=cut.upper)
         return bool(cuts)
 
     def _add_moments(self, point: Floats, deadline: float) -> int:
-        """Adds the most violated moment row of each window of one operator, and returns how many; at the deadline one at least."""
+        """Adds the most violated moment row of each window of one operator, and returns how many.
+
+        At the deadline one at least.
+        """
         count = 0
         for moments in self.moments:
             for _, j in moments.violated(point, deadline=deadline)[:1]:

@@ -1,11 +1,14 @@
-"""Schedules from relaxed window models with memory in reserve where the schedules before needed more than the budget.
+"""Schedules from relaxed window models with memory in reserve where the schedules before needed
+more than the budget.
 
-A relaxation of the window model is solved in milliseconds and says what to keep; the schedule built from it needs a little too
-much memory at a few operators, where values are computed again. That much is taken off the budget at these operators alone
-(their *reserve*), and the model is relaxed again, from its last basis. Where a schedule fits, a part of all reserves is given back, so
-that the search moves along the edge of what fits. It proves nothing: with reserves the model bounds no more.
+A relaxation of the window model is solved in milliseconds and says what to keep; the schedule built
+from it needs a little too much memory at a few operators, where values are computed again. That
+much is taken off the budget at these operators alone (their *reserve*), and the model is relaxed
+again, from its last basis. Where a schedule fits, a part of all reserves is given back, so that the
+search moves along the edge of what fits. It proves nothing: with reserves the model bounds no more.
 
-Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's own.
+Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's
+own.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Reserves:
         self._random = np.random.default_rng(seed)
 
     def schedules(self, *, deadline: float) -> Iterator[list[int]]:
-        """Yields schedules, within the budget or near it, until some relaxations in a row bring no cheaper one that fits.
+        """Yields schedules, within the budget or near it, until some relaxations in a row bring no
+        cheaper one that fits.
 
         Args:
             deadline: of `time.perf_counter`, in seconds; most searches end before.
@@ -69,13 +73,20 @@ class Reserves:
             self._adapt(point, failures, has_fit=has_fit)
 
     def _adapt(self, point: Floats, failures: dict[int, float], *, has_fit: bool) -> None:
-        """Sets aside what the cheapest schedule that does not fit lacked; less where another one fits."""
+        """Sets aside what the cheapest schedule that does not fit lacked.
+
+        Less where another one fits.
+        """
         model = self._lazy.model
         free = model.budget + model.reserve - self._usage(point)
         reserve = model.reserve * (1 - _GIVEN_BACK) if has_fit else model.reserve.copy()
         for v, excess in failures.items():
             wanted = free[v] + excess * self._random.uniform(*_STEP)
-            reserve[v] = max(reserve[v], wanted / 2) if has_fit else max(reserve[v] + _CREEP * excess, wanted)
+            reserve[v] = (
+                max(reserve[v], wanted / 2)
+                if has_fit
+                else max(reserve[v] + _CREEP * excess, wanted)
+            )
         model.set_reserve(reserve)
 
     def _usage(self, point: Floats) -> Floats:

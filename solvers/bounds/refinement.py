@@ -1,17 +1,23 @@
-"""Adaptive refinement: window models with ever more stages, each a bound, cut where the schedules built from them fail.
+"""Adaptive refinement.
 
-Start with the backward as one stage (`window`). Build the schedule of the model's point and simulate it. Where it needs too
-much memory right before an original operator, while values are computed again for it, make that a stage of its own; where
-too much at the operators themselves, because values computed once are held from use to use, cut there; where it fits but
-costs more than the model says, make the operator before which it pays most beyond it a stage. The next model has all unions
-of neighbouring stages as windows and, in stages of one operator, moments (`transient_rows`). Where that is too much, a model is relaxed, cut by
-rounding (`rounding_cuts`), and has the stages of earlier ones as windows, or it may bound less than these. Rows found before are kept;
-cuts and stages of one operator without which the linear relaxation is as good are given up once.
+Window models with ever more stages, each a bound, cut where the schedules built from them fail.
 
-Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the search off: where the
-solver proves that no point is cheaper, that schedule is optimal. Ends where the schedule is as cheap as the bound, where
-a model was not solved within its limits, or at `MAX_STAGES`, beyond which HiGHS drowns.
-Complexity: O(stages^2 (V + E)) rows a model. Source: this package's own.
+Start with the backward as one stage (`window`). Build the schedule of the model's point and
+simulate it. Where it needs too much memory right before an original operator, while values are
+computed again for it, make that a stage of its own; where too much at the operators themselves,
+because values computed once are held from use to use, cut there; where it fits but costs more than
+the model says, make the operator before which it pays most beyond it a stage. The next model has
+all unions of neighbouring stages as windows and, in stages of one operator, moments
+(`transient_rows`). Where that is too much, a model is relaxed, cut by rounding (`rounding_cuts`),
+and has the stages of earlier ones as windows, or it may bound less than these. Rows found before
+are kept; cuts and stages of one operator without which the linear relaxation is as good are given
+up once.
+
+Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the
+search off: where the solver proves that no point is cheaper, that schedule is optimal. Ends where
+the schedule is as cheap as the bound, where a model was not solved within its limits, or at
+`MAX_STAGES`, beyond which HiGHS drowns. Complexity: O(stages^2 (V + E)) rows a model. Source: this
+package's own.
 """
 
 from __future__ import annotations
@@ -37,11 +43,15 @@ _MAX_COLUMNS, _MAX_RELAXED_COLUMNS = 60_000, 90_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
-_ROUGH_SHARE = 0.02  # of the way from the best bound to the cutoff; a model that does not lead there only says where to cut
+# of the way from the best bound to the cutoff; a model that does not lead there only says where to
+# cut
+_ROUGH_SHARE = 0.02
 _TOLERANCE = 1e-9
 _FEW_COLUMNS = 1_000  # are solved in no time
-_HALF, _LITTLE = 0.5, 0.05  # a schedule keeps what the point keeps more of; less, where that fits and it is to see what fails
-_HELD_SHARE = 0.5  # of the worst excess before an operator, that one at an operator must have to be mended first
+# a schedule keeps what the point keeps more of; less, where that fits and it is to see what fails
+_HALF, _LITTLE = 0.5, 0.05
+# of the worst excess before an operator, that one at an operator must have to be mended first
+_HELD_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,8 @@ class Step:
     """What one model gave.
 
     Attributes:
-        bound_s: no schedule of the fixed order costs less; `inf` where the model has no point below the cutoff.
+        bound_s: no schedule of the fixed order costs less; `inf` where the model has no point below
+            the cutoff.
         steps: the schedule of its point, within the budget or not; None where it left none.
         is_finished: False where a limit stopped the solver.
         kept: what the point keeps at each boundary of the backward, for other schedules from it.
@@ -71,31 +82,43 @@ class Refinement:
         self.is_split = 0 < self.first < graph.num_operators
         self.singles: set[int] = set()
         self.cuts: set[int] = set()
-        self.wide: set[Window] = set()  # stages of earlier relaxations, without which the next may bound less
+        # stages of earlier relaxations, without which the next may bound less
+        self.wide: set[Window] = set()
         self.rows: set[tuple[Window, int]] = set()
         self.moments: dict[tuple[int, int], set[int]] = {}
         self.dropped: set[int] = set()
         self.decided_s = -math.inf  # no point of the present model is cheaper
         self.best_s = -math.inf  # bound of all models so far
-        self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())  # bound, singles and cuts
+        # bound, singles and cuts
+        self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())
         self._is_cut_short = False  # by a deadline
         self.is_exact = False  # the present model is solved to the end
 
     def start_from(self, other: Refinement) -> None:
-        """Starts with the stages of another refinement of the graph whose linear relaxation bound most, and with its rows.
+        """Starts with the stages of another refinement of the graph whose linear relaxation bound
+        most, and with its rows.
 
         These are of another budget, or not; where it solved no relaxation, nothing is taken over.
         """
         bound_s, singles, cuts = other._best_relaxed
         if bound_s > -math.inf:
-            self.singles, self.cuts, self.rows, self.wide = set(singles), set(cuts), set(other.rows), set(other.wide)
+            self.singles, self.cuts, self.rows, self.wide = (
+                set(singles),
+                set(cuts),
+                set(other.rows),
+                set(other.wide),
+            )
             self.moments = {key: set(times) for key, times in other.moments.items()}
 
     @property
     def boundaries(self) -> list[int]:
         """Where stages begin and end, without the forward."""
         around = {boundary for v in self.singles for boundary in (v, v + 1)}
-        return sorted({self.first, self.graph.num_operators, *self.cuts, *around}) if self.is_split else []
+        return (
+            sorted({self.first, self.graph.num_operators, *self.cuts, *around})
+            if self.is_split
+            else []
+        )
 
     @property
     def num_columns(self) -> int:
@@ -106,20 +129,29 @@ class Refinement:
     def is_over(self) -> bool:
         """True where there is nothing to refine, or not in reasonable time."""
         stages = len(self.boundaries) - 1
-        return not self.is_split or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
+        return (
+            not self.is_split or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
+        )
 
     @property
     def may_relax(self) -> bool:
         """True where the linear relaxation over the present stages is solved in reasonable time."""
         stages = len(self.boundaries) - 1
-        return self.is_split and stages <= MAX_STAGES and (stages == 1 or not self.is_too_large(stages, _MAX_RELAXED_COLUMNS))
+        return (
+            self.is_split
+            and stages <= MAX_STAGES
+            and (stages == 1 or not self.is_too_large(stages, _MAX_RELAXED_COLUMNS))
+        )
 
     def is_too_large(self, num_stages: int, most_columns: int = _MAX_COLUMNS) -> bool:
         """True where a model of so many stages is not solved in reasonable time."""
         return 2 * self.first * (num_stages + 1) > most_columns
 
     def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
-        """All unions of neighbouring stages; if large or relaxed only the stages, where `is_wide` those before, and the whole."""
+        """All unions of neighbouring stages.
+
+        If large or relaxed only the stages, where `is_wide` those before, and the whole.
+        """
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
         if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
@@ -132,42 +164,65 @@ class Refinement:
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
         is_wide = is_relaxed and most_roundings > 0
         windows = [forward, *self._windows(is_relaxed=is_relaxed, is_wide=is_wide)]
-        model = WindowModel(self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes)
+        model = WindowModel(
+            self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes
+        )
         model.program.starts_from_last = is_wide
-        return LazyRows(model, [row for row in self.rows if row[0] in set(windows)], self.moments, most_roundings=most_roundings)
+        return LazyRows(
+            model,
+            [row for row in self.rows if row[0] in set(windows)],
+            self.moments,
+            most_roundings=most_roundings,
+        )
 
     def relaxation(self) -> LazyRows:
         """The model over the present stages whose linear relaxation is solved soon."""
         return self._model(is_relaxed=True)
 
     def steps_of(self, model: WindowModel, point: Floats, least: float) -> list[int]:
-        """The schedule that keeps what `point` of a model over the present stages keeps more than `least` of."""
+        """The schedule that keeps what `point` of a model over the present stages keeps more than
+        `least` of.
+        """
         return self._steps(self._kept(model, point, least))
 
     def excess(self, steps: list[int]) -> tuple[dict[int, float], float]:
-        """Bytes that `steps` need over the budget at, or before, each operator of the backward where they do; and their cost in seconds."""
+        """Bytes that `steps` need over the budget at, or before, each operator of the backward
+        where they do; and their cost in seconds.
+        """
         before, at, _ = self._failures(steps)
         cost_s = float(self.graph.arrays.cost_s[steps].sum())
         return _worst(before, at), cost_s
 
-    def solve(self, *, deadline: float, cutoff_s: float | None = None, is_relaxed: bool = False, is_rounded: bool = True) -> Step:
+    def solve(
+        self,
+        *,
+        deadline: float,
+        cutoff_s: float | None = None,
+        is_relaxed: bool = False,
+        is_rounded: bool = True,
+    ) -> Step:
         """Solves the present model and prepares the next one.
 
         Args:
             deadline: of `time.perf_counter`, in seconds.
-            cutoff_s: points that are not cheaper are of no interest; where there are none that are, the stages stay as they are
-                for a larger cutoff.
-            is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than half of; the stages stay
-                as they are where that schedule fits, and the one that keeps what it keeps a little of, or where a limit
-                stopped the solver.
+            cutoff_s: points that are not cheaper are of no interest; where there are none that are,
+                the stages stay as they are for a larger cutoff.
+            is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than
+                half of; the stages stay as they are where that schedule fits, and the one that
+                keeps what it keeps a little of, or where a limit stopped the solver.
             is_rounded: cuts a relaxation by rounding, which takes several times as long.
         """
         boundaries = self.boundaries
-        stages, lazy = list(pairwise(boundaries)), self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0)
+        stages, lazy = (
+            list(pairwise(boundaries)),
+            self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0),
+        )
         model = lazy.model
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         gap = self._gap(len(stages), cutoff, model.objective(self.best_s))
-        outcome = lazy.solve(deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed)
+        outcome = lazy.solve(
+            deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed
+        )
         self.rows |= lazy.rows
         self.moments |= lazy.sets
         steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
@@ -182,17 +237,33 @@ class Refinement:
         if outcome.point is not None:
             kept = self._kept(model, outcome.point, _HALF)
             steps = self._steps(kept)
-            paid = [float(np.dot(self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point))) for stage in stages]
+            paid = [
+                float(
+                    np.dot(
+                        self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point)
+                    )
+                )
+                for stage in stages
+            ]
             before = self.singles | self.cuts
-            self._cut(steps, boundaries, None if is_relaxed else paid, is_single=is_relaxed and is_rounded)
+            self._cut(
+                steps, boundaries, None if is_relaxed else paid, is_single=is_relaxed and is_rounded
+            )
             if is_relaxed and self.boundaries == boundaries:
-                self._cut(self.steps_of(model, outcome.point, _LITTLE), boundaries, None, is_single=is_rounded)
+                self._cut(
+                    self.steps_of(model, outcome.point, _LITTLE),
+                    boundaries,
+                    None,
+                    is_single=is_rounded,
+                )
             if not is_relaxed:
                 self._drop_useless(before, deadline)
                 # where the schedule is as good as the model says, the model may do better
                 self.is_exact = not self.is_split and gap > _GAP and outcome.is_finished
                 self.is_split |= self.is_exact
-        if not is_relaxed and (outcome.point is None or not (outcome.is_finished or len(stages) == 1)):
+        if not is_relaxed and (
+            outcome.point is None or not (outcome.is_finished or len(stages) == 1)
+        ):
             self.is_split, self._is_cut_short = False, is_past(deadline)
         return Step(bound_s, steps, outcome.is_finished, kept)
 
@@ -203,7 +274,9 @@ class Refinement:
 
     def _steps(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
         """The schedule that keeps so much at the present boundaries, built on demand."""
-        return steps_on_demand(self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]})
+        return steps_on_demand(
+            self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]}
+        )
 
     def resume(self) -> None:
         """Goes on where the last deadline, and nothing else, was the end of it."""
@@ -211,19 +284,32 @@ class Refinement:
         self._is_cut_short = False
 
     def return_to_best_relaxed(self) -> None:
-        """Goes back to the stages whose linear relaxation gave the best bound: relaxed, more stages may bound less."""
+        """Goes back to the stages whose linear relaxation gave the best bound.
+
+        Relaxed, more stages may bound less.
+        """
         if self._best_relaxed[0] > -math.inf:
             _, self.singles, self.cuts = self._best_relaxed
 
     def _gap(self, num_stages: int, cutoff: float | None, best: float) -> float:
-        """Returns the relative gap at which the solver may stop: a model that does not reach the cutoff need not be solved to the end."""
+        """Returns the relative gap at which the solver may stop.
+
+        A model that does not reach the cutoff need not be solved to the end.
+        """
         if self.is_exact:
             return _GAP
-        rough = _ROUGH_SHARE * (cutoff - best) / cutoff if cutoff is not None and cutoff > max(best, 0) else 0.0
+        rough = (
+            _ROUGH_SHARE * (cutoff - best) / cutoff
+            if cutoff is not None and cutoff > max(best, 0)
+            else 0.0
+        )
         return max(_FIRST_GAP if num_stages == 1 else _GAP, min(rough, _ROUGH_SHARE))
 
     def _drop_useless(self, candidates: set[int], deadline: float) -> None:
-        """Drops cuts and singles without which the linear relaxation is as good, once each: fewer stages are solved sooner."""
+        """Drops cuts and singles without which the linear relaxation is as good, once each.
+
+        Fewer stages are solved sooner.
+        """
         if not self.is_split or self.num_columns <= _FEW_COLUMNS:
             return
         needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
@@ -238,23 +324,38 @@ class Refinement:
                     self.dropped.add(item)
 
     def relaxed_bound(self, deadline: float) -> float:
-        """The bound by the linear relaxation over the present stages, whose rows are kept; none where there is no time for it."""
+        """The bound by the linear relaxation over the present stages, whose rows are kept.
+
+        None where there is no time for it.
+        """
         lazy = self._model(is_relaxed=False)
         outcome = lazy.solve(deadline=deadline, is_relaxed=True)
         self.rows |= lazy.rows
         self.moments |= lazy.sets
         return lazy.model.bound_s(outcome) if outcome.is_finished else -math.inf
 
-    def _cut(self, steps: list[int], boundaries: list[int], paid_s: list[float] | None, *, is_single: bool) -> None:
+    def _cut(
+        self,
+        steps: list[int],
+        boundaries: list[int],
+        paid_s: list[float] | None,
+        *,
+        is_single: bool,
+    ) -> None:
         """Cuts where `steps` fail most; ends where they don't, or no cut is left.
 
-        Without `paid_s`, what the model pays in each stage, only where they need too much memory. With `is_single`, the operator where they
-        do is a stage, as cuts by rounding say more on both sides of it.
+        Without `paid_s`, what the model pays in each stage, only where they need too much memory.
+        With `is_single`, the operator where they do is a stage, as cuts by rounding say more on
+        both sides of it.
         """
         before, at, extra_s = self._failures(steps)
         is_known = set(boundaries)
         excess = _worst(before, at)
-        single = max((v for v in sorted(excess) if not {v, v + 1} <= is_known), key=lambda v: excess[v], default=-1)
+        single = max(
+            (v for v in sorted(excess) if not {v, v + 1} <= is_known),
+            key=lambda v: excess[v],
+            default=-1,
+        )
         cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
         if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
             (self.singles if is_single else self.cuts).add(cut)
@@ -270,9 +371,11 @@ class Refinement:
             self.singles.add(single)
 
     def cut_where_repeated(self, steps: list[int], boundaries: Sequence[int]) -> None:
-        """Makes the operator the next stage before which `steps` pay most for what they computed again in the same stage already.
+        """Makes the operator the next stage before which `steps` pay most for what they computed
+        again in the same stage already.
 
-        A window counts each operator once. Where there is no such operator, the next stage is the one chosen by the last model.
+        A window counts each operator once. Where there is no such operator, the next stage is the
+        one chosen by the last model.
 
         Args:
             steps: a schedule within the budget.
@@ -292,17 +395,28 @@ class Refinement:
             self.singles = {v for v in self.singles if {v, v + 1} <= known} | {worst}
             self.cuts = {v for v in self.cuts if v in known}
 
-    def _surplus(self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]) -> dict[int, float]:
-        """Returns, for each stage in which it is more than `paid_s`, the operator before which most is paid, and how much more that is."""
+    def _surplus(
+        self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]
+    ) -> dict[int, float]:
+        """Returns, for each stage in which it is more than `paid_s`, the operator before which most
+        is paid, and how much more that is.
+        """
         surplus = {}
         for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
             inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
-            if inside and b > a + 1 and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s:
+            if (
+                inside
+                and b > a + 1
+                and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s
+            ):
                 surplus[max(inside, key=lambda v: inside[v])] = sum(inside.values()) - paid
         return surplus
 
-    def asked_for(self, steps: list[int], boundaries: Sequence[int], paid_s: Sequence[float]) -> list[tuple[int, ...]]:
-        """Returns the boundaries that further stages would need, those first where `steps` fail most.
+    def asked_for(
+        self, steps: list[int], boundaries: Sequence[int], paid_s: Sequence[float]
+    ) -> list[tuple[int, ...]]:
+        """Returns the boundaries that further stages would need, those first where `steps` fail
+        most.
 
         Args:
             steps: a schedule, within the budget or not.
@@ -310,23 +424,35 @@ class Refinement:
             paid_s: what the model pays in each of these.
 
         Returns:
-            Operators as stages of their own, (v, v + 1), then cuts, (v,), as `solve` would choose one of.
+            Operators as stages of their own, (v, v + 1), then cuts, (v,), as `solve` would choose
+            one of.
         """
         before, at, extra_s = self._failures(steps)
         excess = _worst(before, at) or self._surplus(extra_s, boundaries, paid_s)
-        singles = [(v, v + 1) for v in sorted(excess, key=lambda v: (-excess[v], v)) if not {v, v + 1} <= set(boundaries)]
+        singles = [
+            (v, v + 1)
+            for v in sorted(excess, key=lambda v: (-excess[v], v))
+            if not {v, v + 1} <= set(boundaries)
+        ]
         cuts = [(v,) for v in sorted(at, key=lambda v: (-at[v], v)) if v not in boundaries]
         return [*singles, *cuts]
 
-    def _failures(self, steps: list[int]) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-        """Returns bytes over the budget before, and at, each original operator of the backward, and the cost of what leads to it."""
+    def _failures(
+        self, steps: list[int]
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+        """Returns bytes over the budget before, and at, each original operator of the backward, and
+        the cost of what leads to it.
+        """
         held = simulate(self.graph, Schedule.from_steps(self.graph, steps)).bytes_at
         before, at, extra_s = dict[int, float](), dict[int, float](), dict[int, float]()
         for position, again in _bursts(steps):
             op, excess = steps[position], float(held[position]) - self.budget_bytes
             if op < self.first:
                 continue
-            over = max(held[position - len(again) : position].tolist(), default=self.budget_bytes) - self.budget_bytes
+            over = (
+                max(held[position - len(again) : position].tolist(), default=self.budget_bytes)
+                - self.budget_bytes
+            )
             cost_s = sum(self.graph.operators[j].cost_s for j in again)
             before.update({op: float(over)} if over > max(excess, 0.0) else {})
             at.update({op: excess} if excess > 0 else {})
@@ -335,7 +461,9 @@ class Refinement:
 
 
 def _bursts(steps: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yields, for each operator's first computation, its position and the operators computed again right before it."""
+    """Yields, for each operator's first computation, its position and the operators computed again
+    right before it.
+    """
     seen, begin = set[int](), 0
     for position, op in enumerate(steps):
         if op not in seen:

@@ -1,8 +1,9 @@
 """Moments: what a window of one operator needs while values are computed again for it.
 
-The window model sees memory at the original operators only. In a window w = [v, v + 1) it can see more, as all that runs
-there runs before v: the moment at which operator j is computed again for the last time cuts the window in two. With S, R
-of the window model, S' = S[v + 1], and for each operator q that w may compute again and each value i:
+The window model sees memory at the original operators only. In a window w = [v, v + 1) it can see
+more, as all that runs there runs before v: the moment at which operator j is computed again for the
+last time cuts the window in two. With S, R of the window model, S' = S[v + 1], and for each
+operator q that w may compute again and each value i:
 
     T[q], L[q]   q is computed in w before the moment, after it (later)
     a[i]         value i is in memory at the moment
@@ -11,18 +12,19 @@ of the window model, S' = S[v + 1], and for each operator q that w may compute a
     a[i] <= S[i] + T[p(i)]                 it was there from the start, or computed before
     T[q] <= S[i] + T[p(i)]                 q reads i
     L[q] <= a[i] + L[p(i)]                 q reads i
-    a[i] + L[p(i)] >= S'[i]                held over the window's end (1 in place of S'[i] where v reads i)
-    a[i] >= R[j]                           j reads i
-    T[q] <= R[q],  L[q] <= R[q],  T[q] + L[q] <= 1 + D[q] <= 1 + R[q],  T[j] = R[j],  L[j] = 0
-    (m(reads of j) + m(writes of j) + workspace - reused) R[j] + sum over the others of m_i a_i <= B
+    a[i] + L[p(i)] >= S'[i]                held over the window's end (1 in place of S'[i] where v
+    reads i) a[i] >= R[j]                           j reads i T[q] <= R[q],  L[q] <= R[q],  T[q] +
+    L[q] <= 1 + D[q] <= 1 + R[q],  T[j] = R[j],  L[j] = 0 (m(reads of j) + m(writes of j) +
+    workspace - reused) R[j] + sum over the others of m_i a_i <= B
 
-No order and no number of recomputations is assumed: every schedule of the fixed order has such a moment (where j is not
-computed in w, the window's start, with a = S and L = R), so the model stays a bound. Operators outside a chosen set, those
-that the violating point computes in w, have R in place of T and L, which is weaker and keeps the rows few; j may be added
-again with a larger set. What violates is told by the smallest a that the point allows, a linear program over the set.
+No order and no number of recomputations is assumed: every schedule of the fixed order has such a
+moment (where j is not computed in w, the window's start, with a = S and L = R), so the model stays
+a bound. Operators outside a chosen set, those that the violating point computes in w, have R in
+place of T and L, which is weaker and keeps the rows few; j may be added again with a larger set.
+What violates is told by the smallest a that the point allows, a linear program over the set.
 
-Rows are added for those j whose own bytes are a part of the budget that counts; where values are small next to it, the
-original operator's own row says nearly as much. Source: this package's own.
+Rows are added for those j whose own bytes are a part of the budget that counts; where values are
+small next to it, the original operator's own row says nearly as much. Source: this package's own.
 """
 
 from __future__ import annotations
@@ -67,14 +69,22 @@ class MomentRows:
         self.is_read = np.zeros(len(self.size), np.bool_)
         self.is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
         is_kept = (self.end >= 0) | self.is_read
-        self.held_after = np.flatnonzero((arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept)
+        self.held_after = np.flatnonzero(
+            (arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept
+        )
         self.twice: dict[int, int] = {}
         self.knapsacks: list[Knapsack] = []  # their memory rows
-        self.sets: dict[int, tuple[int, set[int]]] = {}  # operator -> how often it was added, the operators of its set
+        # operator -> how often it was added, the operators of its set
+        self.sets: dict[int, tuple[int, set[int]]] = {}
 
     def violated(self, point: Floats, *, deadline: float = math.inf) -> list[tuple[float, int]]:
-        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst first; of those it has time for."""
-        again, limit = self.model.values_at(self.again, point), self.model.budget * self.model.relative_limit
+        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst
+        first; of those it has time for.
+        """
+        again, limit = (
+            self.model.values_at(self.again, point),
+            self.model.budget * self.model.relative_limit,
+        )
         chosen = set(np.flatnonzero(again > _TOLERANCE).tolist())
         found = []
         for j in np.flatnonzero(self._may_bind & (again > _TOLERANCE)).tolist():
@@ -88,11 +98,17 @@ class MomentRows:
         return sorted(found, reverse=True)
 
     def add_at(self, j: int, point: Floats) -> None:
-        """Adds the moment of operator `j`, with the operators that `point` computes in the window as its set."""
-        self.add(j, set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist()))
+        """Adds the moment of operator `j`, with the operators that `point` computes in the window
+        as its set.
+        """
+        self.add(
+            j, set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist())
+        )
 
     def add(self, j: int, chosen: set[int]) -> None:
-        """Adds the moment of operator `j`, with `chosen` and what it was added with before as its set."""
+        """Adds the moment of operator `j`, with `chosen` and what it was added with before as its
+        set.
+        """
         program = self.model.program
         times, known = self.sets.get(j, (0, set()))
         chosen = known | chosen
@@ -110,18 +126,28 @@ class MomentRows:
             return own[key]
 
         budget = self.model.budget
-        usage = _Row(tuple((key, -size / budget) for key, size in self._usage(j, chosen)), lower=-self.model.relative_limit)
+        usage = _Row(
+            tuple((key, -size / budget) for key, size in self._usage(j, chosen)),
+            lower=-self.model.relative_limit,
+        )
         rows = [*self._rows(j, chosen), usage]
         entries = [self._merged(row.entries, column_of) for row in rows]
         program.add_rows_of(entries, [row.lower for row in rows])
         columns, shares = (np.array(side) for side in zip(*entries[-1], strict=True))
         producer = self.graph.arrays.producer
-        written = {column_of((kind, index)): index if kind == "R" else int(producer[index]) for (kind, index), _ in usage.entries}
+        written = {
+            column_of((kind, index)): index if kind == "R" else int(producer[index])
+            for (kind, index), _ in usage.entries
+        }
         ranks = np.array([written[column] for column in columns.tolist()])
-        self.knapsacks.append(Knapsack(columns, np.rint(shares * -budget).astype(np.int64), int(budget), ranks))
+        self.knapsacks.append(
+            Knapsack(columns, np.rint(shares * -budget).astype(np.int64), int(budget), ranks)
+        )
 
     @staticmethod
-    def _merged(entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]) -> list[tuple[int, float]]:
+    def _merged(
+        entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]
+    ) -> list[tuple[int, float]]:
         """The row by column; what has no column is 0."""
         merged: dict[int, float] = {}
         for key, coefficient in entries:
@@ -131,8 +157,14 @@ class MomentRows:
         return list(merged.items())
 
     def _least_usage(self, j: int, chosen: set[int], point: Floats) -> float:
-        """The least left side of the moment of `j` in bytes that `point` allows; infinite where it allows none."""
-        given = {"S": self.model.values_at(self.start, point), "E": self.model.values_at(self.end, point)}
+        """The least left side of the moment of `j` in bytes that `point` allows.
+
+        Infinite where it allows none.
+        """
+        given = {
+            "S": self.model.values_at(self.start, point),
+            "E": self.model.values_at(self.end, point),
+        }
         given["R"] = self.model.values_at(self.again, point)
         constant, cost = 0.0, dict[Key, float]()
         for key, size in self._usage(j, chosen):
@@ -148,7 +180,9 @@ class MomentRows:
                 if key[0] in given:
                     lower -= coefficient * float(given[key[0]][key[1]])
                 elif key[0] == "D":
-                    lower -= coefficient * (float(point[self.twice[key[1]]]) if key[1] in self.twice else 0.0)
+                    lower -= coefficient * (
+                        float(point[self.twice[key[1]]]) if key[1] in self.twice else 0.0
+                    )
                 else:
                     entries.append((own.setdefault(key, len(own)), coefficient))
             if entries:
@@ -159,7 +193,9 @@ class MomentRows:
         if not own:
             return constant
         program = Program()
-        program.add_columns(np.array([cost.get(key, 0.0) for key in own]) / self.model.budget, is_integer=False)
+        program.add_columns(
+            np.array([cost.get(key, 0.0) for key in own]) / self.model.budget, is_integer=False
+        )
         program.add_rows_of(rows, lowers)
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         return outcome.bound * self.model.budget + constant
@@ -180,13 +216,20 @@ class MomentRows:
         for value in self.held_after.tolist():
             if int(self.graph.arrays.producer[value]) != j:
                 entries = ((("a", value), 1.0), *self._later(value, j, chosen))
-                yield _Row(entries, lower=1.0) if self.is_read[value] else _Row((*entries, (("E", value), -1.0)))
+                yield (
+                    _Row(entries, lower=1.0)
+                    if self.is_read[value]
+                    else _Row((*entries, (("E", value), -1.0)))
+                )
 
     def _usage(self, j: int, chosen: set[int]) -> Iterator[tuple[Key, float]]:
         """The left side of the memory row, in bytes."""
         yield ("R", j), float(self._own_bytes[j])
         arrays = self.graph.arrays
-        own = {*self._reads(j), *arrays.write[arrays.write_start[j] : arrays.write_start[j + 1]].tolist()}
+        own = {
+            *self._reads(j),
+            *arrays.write[arrays.write_start[j] : arrays.write_start[j + 1]].tolist(),
+        }
         for value in self._values(j, chosen):
             if value not in own and self.size[value] > 0:
                 yield ("a", value), float(self.size[value])
@@ -194,16 +237,28 @@ class MomentRows:
     def _before(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
         """T of what writes `value`, R where it has none."""
         producer = int(self.graph.arrays.producer[value])
-        return (((("T", producer) if producer in chosen and producer != j else ("R", producer)), 1.0),)
+        return (
+            ((("T", producer) if producer in chosen and producer != j else ("R", producer)), 1.0),
+        )
 
     def _later(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
         """L of what writes `value`, R where it has none, nothing for j itself."""
         producer = int(self.graph.arrays.producer[value])
-        return () if producer == j else (((("L", producer) if producer in chosen else ("R", producer)), 1.0),)
+        return (
+            ()
+            if producer == j
+            else (((("L", producer) if producer in chosen else ("R", producer)), 1.0),)
+        )
 
     def _values(self, j: int, chosen: set[int]) -> list[int]:
         """The values with an a: what is held afterwards, and what the set reads."""
-        return sorted({*self.held_after.tolist(), *self._reads(j), *(value for q in chosen for value in self._reads(q))})
+        return sorted(
+            {
+                *self.held_after.tolist(),
+                *self._reads(j),
+                *(value for q in chosen for value in self._reads(q)),
+            }
+        )
 
     def _reads(self, j: int) -> list[int]:
         """The values `j` reads that were written before v."""
@@ -217,7 +272,9 @@ class MomentRows:
         arrays = self.graph.arrays
         own = self.model.accounting.own.copy()
         for j in np.flatnonzero((self.again >= 0) & (np.diff(arrays.reuse_start) > 0)).tolist():
-            own[j] -= self.size[arrays.reuse[arrays.reuse_start[j] : arrays.reuse_start[j + 1]]].max(initial=0.0)
+            own[j] -= self.size[
+                arrays.reuse[arrays.reuse_start[j] : arrays.reuse_start[j + 1]]
+            ].max(initial=0.0)
         return own
 
     @cached_property
@@ -229,5 +286,7 @@ class MomentRows:
             program = self.model.program
             cost = np.array([float(self.graph.arrays.cost_s[operator]) * self.model.cost_scale])
             self.twice[operator] = int(program.add_columns(cost)[0])
-            program.add_rows(np.array([[self.twice[operator], self.again[operator]]]), [1.0, -1.0], upper=0.0)
+            program.add_rows(
+                np.array([[self.twice[operator], self.again[operator]]]), [1.0, -1.0], upper=0.0
+            )
         return self.twice[operator]

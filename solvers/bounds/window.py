@@ -1,39 +1,46 @@
 """The window model: a small MILP whose optimum bounds every schedule of the fixed order from below.
 
-Cut the operators' order at *boundaries*; a window `w = [a, b)` runs from right after operator a - 1 to right after
-operator b - 1. Binary variables, of which those that others imply are declared continuous:
+Cut the operators' order at *boundaries*; a window `w = [a, b)` runs from right after operator a - 1
+to right after operator b - 1. Binary variables, of which those that others imply are declared
+continuous:
 
     S[a, i]   value i, written before a, is in memory at boundary a
     R[w, j]   operator j is computed again at least once inside w
-    A[w, i]   value i is in memory during all of w without being computed again (implied, as is R of a window that others tile)
+    A[w, i]   value i is in memory during all of w without being computed again (implied, as is R of
+    a window that others tile)
 
-With m the sizes, c the costs, p(i) the operator that writes i, B the budget less the resident bytes:
+With m the sizes, c the costs, p(i) the operator that writes i, B the budget less the resident
+bytes:
 
     min   sum c_j + sum over disjoint priced windows w, j of c_j R[w, j]
     (1)   S[b, i] <= S[a, i] + R[w, p(i)]                  i written before a
     (2)   R[w, j] <= S[a, i] + R[w, p(i)]                  j < a reads i
-    (3)   S[a, i] + R[w, p(i)] >= 1                        an operator of w reads i, written before a
-    (4)   R[w', j] <= R[w, j] <= sum of R[l, j]            windows w' inside w; priced windows l that tile w
-    (5)   A[w, i] >= S[b, i] - R[w, p(i)]
-    (6)   for each operator v of w, at the moment it is computed first:
+    (3)   S[a, i] + R[w, p(i)] >= 1                        an operator of w reads i, written before
+    a (4)   R[w', j] <= R[w, j] <= sum of R[l, j]            windows w' inside w; priced windows l
+    that tile w (5)   A[w, i] >= S[b, i] - R[w, p(i)] (6)   for each operator v of w, at the moment
+    it is computed first:
           m(writes) + workspace + m(reads) - reused
             + sum of m_i (1 - R[w, p(i)])   i written before v, not read by v, read in w after v
-            + sum of m_i A[w, i]            i written before v, not read in w from v on (S[b, i] where v = b - 1)   <= B
+            + sum of m_i A[w, i]            i written before v, not read in w from v on (S[b, i]
+            where v = b - 1)   <= B
 
-Every schedule of the fixed order maps to a feasible point that costs no more: S and R are read off, each computation
-in a priced window beyond the first is paid at least once, a value that is read again later in w is either in memory at
-v or computed again after v. So the optimum, and every dual bound of it, is a lower bound for all of them. What an
-operator takes over in place (*reused*) is at most its largest candidate that is not read later, and a candidate read
-later only where it is computed again. Values of snapshots are empty until no original operator reads them any more: they are then
-kept for one that is computed again, and count (`schedule.effective_sizes`) where all of them together matter. Outputs are read
-once more at the end.
+Every schedule of the fixed order maps to a feasible point that costs no more: S and R are read off,
+each computation in a priced window beyond the first is paid at least once, a value that is read
+again later in w is either in memory at v or computed again after v. So the optimum, and every dual
+bound of it, is a lower bound for all of them. What an operator takes over in place (*reused*) is at
+most its largest candidate that is not read later, and a candidate read later only where it is
+computed again. Values of snapshots are empty until no original operator reads them any more: they
+are then kept for one that is computed again, and count (`schedule.effective_sizes`) where all of
+them together matter. Outputs are read once more at the end.
 
-Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6) and 1e-6 of the keep-all cost is taken off each
-bound; where all costs are integers the bound is then rounded up. The bound is HiGHS's dual bound, never an objective.
+Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6) and 1e-6 of the keep-all
+cost is taken off each bound; where all costs are integers the bound is then rounded up. The bound
+is HiGHS's dual bound, never an objective.
 
-Limits: transients of recomputing (memory between two original operators) are invisible, so at tight budgets the bound
-is below the optimum. Size: about two columns an operator and window. Source: Checkmate (Jain et al., MLSys 2020) for
-S, R and the memory accounting; the aggregation over windows is this package's own.
+Limits: transients of recomputing (memory between two original operators) are invisible, so at tight
+budgets the bound is below the optimum. Size: about two columns an operator and window. Source:
+Checkmate (Jain et al., MLSys 2020) for S, R and the memory accounting; the aggregation over windows
+is this package's own.
 """
 
 from __future__ import annotations
@@ -58,10 +65,19 @@ _LEAST_SNAPSHOTS = 0.01  # of the least room beside an operator, for snapshots t
 
 
 class WindowModel:
-    """The model over some windows; memory rows are added by `add_rows` where a point violates them."""
+    """The model over some windows.
+
+    Memory rows are added by `add_rows` where a point violates them.
+    """
 
     def __init__(
-        self, graph: Graph, windows: Sequence[Window], *, priced: Sequence[Window], budget_bytes: int, is_peak: bool = False
+        self,
+        graph: Graph,
+        windows: Sequence[Window],
+        *,
+        priced: Sequence[Window],
+        budget_bytes: int,
+        is_peak: bool = False,
     ) -> None:
         """Builds the model without memory rows, in O(windows * (V + E)).
 
@@ -79,13 +95,18 @@ class WindowModel:
         self.budget = float(max(budget_bytes - graph.resident_bytes, 1))
         self.cost_scale = _COST_SCALE / max(graph.cost_s, 1e-300)
         self.program = Program()
-        self.peak_column = int(self.program.add_columns(np.array([_COST_SCALE]), is_integer=False)[0]) if is_peak else -1
+        self.peak_column = (
+            int(self.program.add_columns(np.array([_COST_SCALE]), is_integer=False)[0])
+            if is_peak
+            else -1
+        )
         self.keep: dict[int, Ints] = {}
         self.again: dict[Window, Ints] = {}
         self.through: dict[Window, Ints] = {}
         self.reserve = np.zeros(graph.num_operators)
         self.knapsacks: list[Knapsack] = []  # the memory rows, without reserves
-        self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}  # the row's index, and its upper side without a reserve
+        # the row's index, and its upper side without a reserve
+        self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
         for window in self.windows:
@@ -104,13 +125,21 @@ class WindowModel:
         _, is_again = self.accounting.relevant(start)
         is_again[start:end] = ~arrays.is_pinned[start:end]
         chosen = np.flatnonzero(is_again)
-        cost = arrays.cost_s[chosen] * self.cost_scale if is_priced and self.peak_column < 0 else np.zeros(len(chosen))
-        self.again[window] = self._scatter(count, chosen, self.program.add_columns(cost, is_integer=is_priced))
+        cost = (
+            arrays.cost_s[chosen] * self.cost_scale
+            if is_priced and self.peak_column < 0
+            else np.zeros(len(chosen))
+        )
+        self.again[window] = self._scatter(
+            count, chosen, self.program.add_columns(cost, is_integer=is_priced)
+        )
         for boundary in {start, end} - {0, count} - set(self.keep):
             is_useful, _ = self.accounting.relevant(boundary)
             values = np.flatnonzero(is_useful)
             is_free = self._size_over(boundary)[values] == 0
-            columns = self.program.add_columns(np.zeros(len(values)), lower=is_free.astype(np.float64))
+            columns = self.program.add_columns(
+                np.zeros(len(values)), lower=is_free.astype(np.float64)
+            )
             self.keep[boundary] = self._scatter(len(is_useful), values, columns)
         if 0 < end < count:
             values = np.flatnonzero(self.keep[end] >= 0)
@@ -118,10 +147,15 @@ class WindowModel:
             self.through[window] = self._scatter(len(self.keep[end]), values, columns)
 
     def _size_over(self, boundary: int) -> Floats:
-        """Bytes of each value that is kept over a boundary: of a snapshot only where that is for nothing but recomputations."""
+        """Bytes of each value that is kept over a boundary.
+
+        Of a snapshot only where that is for nothing but recomputations.
+        """
         if not self._do_snapshots_count:
             return self.accounting.size
-        return np.where(self._last_read >= boundary, self.accounting.size, self.accounting.size_if_repeated)
+        return np.where(
+            self._last_read >= boundary, self.accounting.size, self.accounting.size_if_repeated
+        )
 
     @cached_property
     def _last_read(self) -> Ints:
@@ -129,9 +163,14 @@ class WindowModel:
 
     @cached_property
     def _do_snapshots_count(self) -> bool:
-        """False where all of them take next to nothing of the room that any operator leaves: what is kept of them is no decision then."""
+        """False where all of them take next to nothing of the room that any operator leaves.
+
+        What is kept of them is no decision then.
+        """
         snapshots = (self.accounting.size_if_repeated - self.accounting.size).sum()
-        return bool(snapshots > _LEAST_SNAPSHOTS * (self.budget - self.accounting.own.max(initial=0.0)))
+        return bool(
+            snapshots > _LEAST_SNAPSHOTS * (self.budget - self.accounting.own.max(initial=0.0))
+        )
 
     @staticmethod
     def _scatter(length: int, index: Ints, columns: Ints) -> Ints:
@@ -151,8 +190,17 @@ class WindowModel:
     def _add_keep_rows(self, window: Window) -> None:
         """(1) S[b, i] - S[a, i] - R[w, p(i)] <= 0."""
         start, end = window
-        values = np.flatnonzero((self.kept_columns(end) >= 0) & (self.graph.arrays.producer < start))
-        columns = np.stack([self.kept_columns(end)[values], self.kept_columns(start)[values], self._again_of_value(window)[values]], axis=1)
+        values = np.flatnonzero(
+            (self.kept_columns(end) >= 0) & (self.graph.arrays.producer < start)
+        )
+        columns = np.stack(
+            [
+                self.kept_columns(end)[values],
+                self.kept_columns(start)[values],
+                self._again_of_value(window)[values],
+            ],
+            axis=1,
+        )
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_recompute_rows(self, window: Window) -> None:
@@ -161,7 +209,12 @@ class WindowModel:
         chosen = (reader < window[0]) & (self.again[window][reader] >= 0)
         value = read[chosen]
         columns = np.stack(
-            [self.again[window][reader[chosen]], self.kept_columns(window[0])[value], self._again_of_value(window)[value]], axis=1
+            [
+                self.again[window][reader[chosen]],
+                self.kept_columns(window[0])[value],
+                self._again_of_value(window)[value],
+            ],
+            axis=1,
         )
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
@@ -174,13 +227,17 @@ class WindowModel:
         if end == self.graph.num_operators:
             is_read[self.graph.arrays.output] = True
         value = np.flatnonzero(is_read & (self.graph.arrays.producer < start))
-        columns = np.stack([self.kept_columns(start)[value], self._again_of_value(window)[value]], axis=1)
+        columns = np.stack(
+            [self.kept_columns(start)[value], self._again_of_value(window)[value]], axis=1
+        )
         self.program.add_rows(columns, [1.0, 1.0], lower=1.0)
 
     def _add_nesting_rows(self, priced: tuple[Window, ...]) -> None:
         """(4) R[w', j] <= R[w, j] <= sum of R[l, j] over the priced windows that tile w."""
         for outer in self.windows:
-            inside = [w for w in self.windows if w != outer and outer[0] <= w[0] and w[1] <= outer[1]]
+            inside = [
+                w for w in self.windows if w != outer and outer[0] <= w[0] and w[1] <= outer[1]
+            ]
             for inner in inside:
                 if not any(w != inner and w[0] <= inner[0] and inner[1] <= w[1] for w in inside):
                     both = np.flatnonzero((self.again[inner] >= 0) & (self.again[outer] >= 0))
@@ -198,7 +255,12 @@ class WindowModel:
             return
         values = np.flatnonzero(self.through[window] >= 0)
         columns = np.stack(
-            [self.kept_columns(window[1])[values], self._again_of_value(window)[values], self.through[window][values]], axis=1
+            [
+                self.kept_columns(window[1])[values],
+                self._again_of_value(window)[values],
+                self.through[window][values],
+            ],
+            axis=1,
         )
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
@@ -209,7 +271,9 @@ class WindowModel:
 
     def limit(self, point: Floats) -> float:
         """Bytes that `usage` may reach at `point`."""
-        return self.budget * (float(point[self.peak_column]) if self.peak_column >= 0 else self.relative_limit)
+        return self.budget * (
+            float(point[self.peak_column]) if self.peak_column >= 0 else self.relative_limit
+        )
 
     def objective(self, cost_s: float) -> float:
         """The objective of a schedule that costs `cost_s`."""
@@ -231,21 +295,38 @@ class WindowModel:
 
     def peak_bytes(self, outcome: Outcome) -> int:
         """A lower bound on the peak of every schedule, resident bytes included."""
-        share = max(outcome.bound / _COST_SCALE - _BUDGET_SLACK, 0.0) if math.isfinite(outcome.bound) else 0.0
+        share = (
+            max(outcome.bound / _COST_SCALE - _BUDGET_SLACK, 0.0)
+            if math.isfinite(outcome.bound)
+            else 0.0
+        )
         return self.graph.resident_bytes + math.floor(self.budget * share)
 
     def kept(self, point: Floats, least: float = 0.5) -> dict[int, Ints]:
-        """The values that `point` keeps more than `least` of at each boundary, those that no model asks for left out."""
-        return {boundary: np.flatnonzero(self.values_at(columns, point) > least) for boundary, columns in self.keep.items()}
+        """The values that `point` keeps more than `least` of at each boundary, those that no model
+        asks for left out.
+        """
+        return {
+            boundary: np.flatnonzero(self.values_at(columns, point) > least)
+            for boundary, columns in self.keep.items()
+        }
 
     def usage(self, point: Floats, window: Window) -> Floats:
-        """Returns the left sides of (6) for the operators of `window`, in bytes, reserves included, in O(V + E)."""
+        """Returns the left sides of (6) for the operators of `window`, in bytes, reserves included,
+        in O(V + E).
+        """
         start, end = window
         gone = self.values_at(self._again_of_value(window), point)
-        last, producer, size = self._readers[window], self.graph.arrays.producer, self.accounting.size
+        last, producer, size = (
+            self._readers[window],
+            self.graph.arrays.producer,
+            self.accounting.size,
+        )
         count = end - start
         change = np.zeros(count + 1)
-        chosen = np.flatnonzero((producer >= 0) & (last > start) & (size > 0) & (last > producer + 1))
+        chosen = np.flatnonzero(
+            (producer >= 0) & (last > start) & (size > 0) & (last > producer + 1)
+        )
         stay = size * (1 - gone)
         np.add.at(change, np.maximum(producer[chosen] + 1 - start, 0), stay[chosen])
         np.add.at(change, np.minimum(last[chosen], end) - start, -stay[chosen])
@@ -259,8 +340,15 @@ class WindowModel:
 
     def _add_usage_through(self, point: Floats, window: Window, change: Floats) -> None:
         start, end = window
-        last, producer, size = self._readers[window], self.graph.arrays.producer, self._size_over(end)
-        through, kept = self.values_at(self.through[window], point), self.values_at(self.kept_columns(end), point)
+        last, producer, size = (
+            self._readers[window],
+            self.graph.arrays.producer,
+            self._size_over(end),
+        )
+        through, kept = (
+            self.values_at(self.through[window], point),
+            self.values_at(self.kept_columns(end), point),
+        )
         begin = np.maximum(np.maximum(producer, last) + 1, start) - start
         chosen = np.flatnonzero((self.through[window] >= 0) & (begin < end - start))
         np.add.at(change, begin[chosen], size[chosen] * through[chosen])
@@ -273,22 +361,32 @@ class WindowModel:
         taken = np.zeros(end - start)
         if len(excess):
             inside = slice(self.graph.arrays.reuse_start[start], self.graph.arrays.reuse_start[end])
-            taken += np.bincount(self._reuser[inside] - start, (excess * gone[self.graph.arrays.reuse])[inside], end - start)
+            taken += np.bincount(
+                self._reuser[inside] - start,
+                (excess * gone[self.graph.arrays.reuse])[inside],
+                end - start,
+            )
         return np.asarray(self.accounting.own[start:end] - sure - taken)
 
     @cached_property
     def _reuser(self) -> Ints:
         """For each entry of `arrays.reuse`, the operator that may take it over."""
-        return np.repeat(np.arange(self.graph.num_operators), np.diff(self.graph.arrays.reuse_start))
+        return np.repeat(
+            np.arange(self.graph.num_operators), np.diff(self.graph.arrays.reuse_start)
+        )
 
     def _reused(self, window: Window) -> tuple[Floats, Floats]:
-        """What each operator of `window` may take over for sure, and by entry of `arrays.reuse` what more where that is computed again."""
+        """What each operator of `window` may take over for sure, and by entry of `arrays.reuse`
+        what more where that is computed again.
+        """
         if window not in self._taken:
             arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
             is_last = last[arrays.reuse] <= self._reuser
             sure = np.zeros(self.graph.num_operators)
             np.maximum.at(sure, self._reuser[is_last], size[arrays.reuse[is_last]])
-            excess = np.where(is_last, 0.0, np.maximum(size[arrays.reuse] - sure[self._reuser], 0.0))
+            excess = np.where(
+                is_last, 0.0, np.maximum(size[arrays.reuse] - sure[self._reuser], 0.0)
+            )
             self._taken[window] = (sure[window[0] : window[1]], excess)
         return self._taken[window]
 
@@ -305,18 +403,29 @@ class WindowModel:
             coefficient[self.peak_column], limit = -self.budget, 0.0
         columns, upper = np.flatnonzero(coefficient), (limit - constant) / self.budget
         if self.peak_column < 0:
-            bytes_, upper_bytes = coefficient[columns].astype(np.int64), int(self.budget) - int(constant)
-            self.knapsacks.append(Knapsack(columns, bytes_, upper_bytes, self._written(window)[columns]))
-        row = self.program.add_row(columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget)
+            bytes_, upper_bytes = (
+                coefficient[columns].astype(np.int64),
+                int(self.budget) - int(constant),
+            )
+            self.knapsacks.append(
+                Knapsack(columns, bytes_, upper_bytes, self._written(window)[columns])
+            )
+        row = self.program.add_row(
+            columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget
+        )
         self._memory_rows[window, v] = row, upper
 
     def _written(self, window: Window) -> Ints:
-        """By which operator the value is written that a column of a memory row of `window` stands for."""
+        """By which operator the value is written that a column of a memory row of `window` stands
+        for.
+        """
         written = np.full(self.program.num_columns, -1)
         for columns in (self.through.get(window), self.keep.get(window[1])):
             if columns is not None:
                 written[columns[columns >= 0]] = self.graph.arrays.producer[columns >= 0]
-        written[self.again[window][self.again[window] >= 0]] = np.flatnonzero(self.again[window] >= 0)
+        written[self.again[window][self.again[window] >= 0]] = np.flatnonzero(
+            self.again[window] >= 0
+        )
         return written
 
     def set_reserve(self, reserve: Floats) -> None:
@@ -326,7 +435,9 @@ class WindowModel:
             self.program.change_upper(row, upper - reserve[v] / self.budget)
 
     def memory_row(self, window: Window, v: int) -> tuple[Floats, float]:
-        """Returns the coefficients, by column, and the constant of the left side of (6) in bytes."""
+        """Returns the coefficients, by column, and the constant of the left side of (6) in
+        bytes.
+        """
         arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
         is_read = np.zeros(len(size), np.bool_)
         is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
@@ -343,5 +454,9 @@ class WindowModel:
         sure, excess = self._reused(window)
         constant -= float(sure[v - window[0]])
         candidates = slice(arrays.reuse_start[v], arrays.reuse_start[v + 1])
-        np.add.at(coefficient, again[arrays.reuse[candidates]], -np.where(again[arrays.reuse[candidates]] >= 0, excess[candidates], 0.0))
+        np.add.at(
+            coefficient,
+            again[arrays.reuse[candidates]],
+            -np.where(again[arrays.reuse[candidates]] >= 0, excess[candidates], 0.0),
+        )
         return coefficient, constant

@@ -1,7 +1,7 @@
 """The Checkmate MILP as plain arrays: which values to keep, which operators to recompute, by stage.
 
-Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020,
-equations (1)-(9). Legend, with the paper's letters:
+Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys
+2020, equations (1)-(9). Legend, with the paper's letters:
 
     R[t, i]  operator i is computed (again) in stage t; R[t, t] = 1, and i < t elsewhere
     S[t, v]  value v is kept across the start of stage t
@@ -14,7 +14,8 @@ Two accountings of the moments of recomputation share everything else:
 - `add_moment` holds for every schedule in fixed order: no order and no multiplicity inside a stage
   is assumed. The model with any number of these rows is a relaxation: its optimum is a bound.
 - `add_ordered_stage` is the paper's: in a stage each operator is recomputed at most once, in the
-  graph's order. Schedules outside that class can be better (see `stage_order`), so it is a restriction.
+  graph's order. Schedules outside that class can be better (see `stage_order`), so it is a
+  restriction.
 
 Differences to the paper, all towards the simulator of `remat.schedule`: values die at their last
 use, also those without a user in the stage; several outputs an operator; in-place operators;
@@ -34,7 +35,8 @@ from remat.solvers.checkmate.stage_form import StageForm
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 
 MAX_NONZEROS = 2_000_000
-_LARGEST_EXACT_TOTAL = 1e7  # above it costs are scaled to a total of 1e4 rather than to whole numbers
+# above it costs are scaled to a total of 1e4 rather than to whole numbers
+_LARGEST_EXACT_TOTAL = 1e7
 
 Terms = list[tuple[int, float]]
 
@@ -75,7 +77,9 @@ class CheckmateModel:
         for value in np.flatnonzero(self.form.is_snapshot).tolist():
             self.needed[value] = self.add_column()
 
-    def add_column(self, cost_s: float = 0.0, *, is_integer: bool = True, upper: float = 1.0) -> int:
+    def add_column(
+        self, cost_s: float = 0.0, *, is_integer: bool = True, upper: float = 1.0
+    ) -> int:
         """Returns a new column between 0 and `upper`."""
         self.costs.append(cost_s / self.unit_s)
         self.uppers.append(upper)
@@ -97,7 +101,10 @@ class CheckmateModel:
     def add_memory_row(self, terms: Terms, fixed_bytes: int) -> None:
         """Adds `fixed + terms <= capacity`, factors in bytes, divided by the capacity."""
         capacity = max(self.form.capacity_bytes, 1)
-        self.add_row(((c, factor / capacity) for c, factor in terms if factor), (self.form.capacity_bytes - fixed_bytes) / capacity)
+        self.add_row(
+            ((c, factor / capacity) for c, factor in terms if factor),
+            (self.form.capacity_bytes - fixed_bytes) / capacity,
+        )
 
     def arrays(self) -> ModelArrays:
         """Returns the model as it is now."""
@@ -109,17 +116,25 @@ class CheckmateModel:
             is_integer=np.array(self.is_integer, np.bool_),
             row_start=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
             index=np.fromiter((c for row in self.row_terms for c in row), np.int32, sum(lengths)),
-            value=np.fromiter((f for row in self.row_terms for f in row.values()), np.float64, sum(lengths)),
+            value=np.fromiter(
+                (f for row in self.row_terms for f in row.values()), np.float64, sum(lengths)
+            ),
             row_upper=np.array(self.row_upper, np.float64),
         )
 
     def through(self, stage: int, value: int) -> Terms:
-        """Returns a term that is 1 where `value` is held through the stage, from its start to its original.
+        """Returns a term that is 1 where `value` is held through the stage, from its start to its
+        original.
 
-        H >= S[t+1, v] - R[t, p], and 1 - R[t, p] where the original reads v. Zero where v is recomputed.
+        H >= S[t+1, v] - R[t, p], and 1 - R[t, p] where the original reads v. Zero where v is
+        recomputed.
         """
         again = int(self.recompute[stage, self.form.producer[value]])
-        end = self.needed[value] if value in self.form.reads[stage] else int(self.keep[stage + 1, value])
+        end = (
+            self.needed[value]
+            if value in self.form.reads[stage]
+            else int(self.keep[stage + 1, value])
+        )
         if again == ZERO or end in (ZERO, ONE):
             return [(end, 1.0)] + ([(again, -1.0)] if end == ONE else [])
         key = (stage, value)
@@ -129,8 +144,13 @@ class CheckmateModel:
         return [(self.held_through[key], 1.0)]
 
     def taken_over(self, operator: int, now: int, after: Callable[[int], int]) -> Terms:
-        """Returns minus m_v D[v], the memory of one dying input; D[v] <= 1 - held after, D <= computed now, sum D <= 1."""
-        candidates = [v for v in self.form.reuses[operator] if self.form.size_bytes[v] and after(v) != ONE]
+        """Returns minus m_v D[v], the memory of one dying input.
+
+        D[v] <= 1 - held after, D <= computed now, sum D <= 1.
+        """
+        candidates = [
+            v for v in self.form.reuses[operator] if self.form.size_bytes[v] and after(v) != ONE
+        ]
         chosen = [(v, self.add_column(is_integer=False)) for v in candidates]
         for value, column in chosen:
             self.add_row([(column, 1.0), (after(value), 1.0)], 1.0)
@@ -149,7 +169,8 @@ def stage_model(form: StageForm) -> CheckmateModel:
     nonzeros = form.num_nonzeros()
     if nonzeros > MAX_NONZEROS:
         raise SolverError(
-            f"the Checkmate MILP of this graph ({form.num_steps:,} operators) has about {nonzeros:,} nonzeros; "
+            f"the Checkmate MILP of this graph ({form.num_steps:,} operators) has about "
+            f"{nonzeros:,} nonzeros; "
             f"more than {MAX_NONZEROS:,} are hopeless for a MILP solver; use solver='auto'"
         )
     model = CheckmateModel(form)
@@ -167,7 +188,11 @@ def add_dependencies(model: CheckmateModel) -> None:
     for stage in range(form.num_operators):
         for operator in [*np.flatnonzero(form.may_recompute[stage]), stage]:
             for value in form.reads[operator]:
-                now = model.needed[value] if operator == stage else int(model.recompute[stage, operator])
+                now = (
+                    model.needed[value]
+                    if operator == stage
+                    else int(model.recompute[stage, operator])
+                )
                 again = int(model.recompute[stage, form.producer[value]])
                 model.add_row([(now, 1.0), (again, -1.0), (int(model.keep[stage, value]), -1.0)])
 
@@ -180,27 +205,44 @@ def add_retention(model: CheckmateModel) -> None:
             producer = form.producer[value]
             if producer < stage:
                 again = int(model.recompute[stage, producer])
-                model.add_row([(int(model.keep[stage + 1, value]), 1.0), (again, -1.0), (int(model.keep[stage, value]), -1.0)])
+                model.add_row(
+                    [
+                        (int(model.keep[stage + 1, value]), 1.0),
+                        (again, -1.0),
+                        (int(model.keep[stage, value]), -1.0),
+                    ]
+                )
 
 
 def add_snapshot_needs(model: CheckmateModel) -> None:
-    """R[t, j] <= Z[v] for every snapshot v that j reads: a snapshot takes memory where a reader repeats."""
+    """R[t, j] <= Z[v] for every snapshot v that j reads.
+
+    A snapshot takes memory where a reader repeats.
+    """
     form = model.form
     for value in np.flatnonzero(form.is_snapshot):
         for reader in form.users[value]:
             for stage in np.flatnonzero(form.may_recompute[:, reader]):
-                model.add_row([(int(model.recompute[stage, reader]), 1.0), (model.needed[value], -1.0)])
+                model.add_row(
+                    [(int(model.recompute[stage, reader]), 1.0), (model.needed[value], -1.0)]
+                )
 
 
 def add_original_memory(model: CheckmateModel, stage: int) -> None:
-    """m(writes) + m(reads) + workspace + sum of m_v S[t+1, v] over the others <= B (paper: 5-6 at k = t).
+    """m(writes) + m(reads) + workspace + sum of m_v S[t+1, v] over the others <= B (paper: 5-6 at k
+    = t).
 
-    Exact: the original computation ends its stage, so what is kept into the next one is held while it runs.
+    Exact: the original computation ends its stage, so what is kept into the next one is held while
+    it runs.
     """
     form = model.form
     own = {*form.reads[stage], *form.writes[stage]}
     terms: Terms = [(model.needed[v], form.size_bytes[v]) for v in own]
-    terms += [(int(model.keep[stage + 1, v]), form.size_bytes[v]) for v in np.flatnonzero(form.may_keep[stage + 1]) if v not in own]
+    terms += [
+        (int(model.keep[stage + 1, v]), form.size_bytes[v])
+        for v in np.flatnonzero(form.may_keep[stage + 1])
+        if v not in own
+    ]
     terms += model.taken_over(stage, ONE, lambda v: int(model.keep[stage + 1, v]))
     model.add_memory_row(terms, form.workspace_bytes[stage])
 
@@ -214,30 +256,56 @@ def add_moment(model: CheckmateModel, stage: int, operator: int) -> None:
     form = model.form
     own = {*form.reads[operator], *form.writes[operator]}
     terms: Terms = [(int(model.recompute[stage, operator]), moment_bytes(form, operator))]
-    for value in {*np.flatnonzero(form.may_keep[stage] & form.may_keep[stage + 1]), *form.reads[stage]} - own:
+    for value in {
+        *np.flatnonzero(form.may_keep[stage] & form.may_keep[stage + 1]),
+        *form.reads[stage],
+    } - own:
         if form.size_bytes[value] and form.producer[value] < stage:
-            terms += [(column, factor * form.size_bytes[value]) for column, factor in model.through(stage, int(value))]
+            terms += [
+                (column, factor * form.size_bytes[value])
+                for column, factor in model.through(stage, int(value))
+            ]
     model.add_memory_row(terms, 0)
 
 
 def moment_bytes(form: StageForm, operator: int) -> int:
-    """Returns the least memory in which the operator can run again; the snapshots it reads take theirs then."""
-    return form.working_bytes(operator) + sum(form.size_bytes[v] for v in form.reads[operator] if form.is_snapshot[v])
+    """Returns the least memory in which the operator can run again.
+
+    The snapshots it reads take theirs then.
+    """
+    return form.working_bytes(operator) + sum(
+        form.size_bytes[v] for v in form.reads[operator] if form.is_snapshot[v]
+    )
 
 
-def add_stage_cut(model: CheckmateModel, stage: int, kept: Set[int], wanted: Set[int], snapshots: Set[int], cost_s: float) -> None:
+def add_stage_cut(
+    model: CheckmateModel,
+    stage: int,
+    kept: Set[int],
+    wanted: Set[int],
+    snapshots: Set[int],
+    cost_s: float,
+) -> None:
     """Sum of c_i R[t, i] + E[t] >= f (1 - values kept beyond A - values of B not wanted after all).
 
     Where recomputing in stage t costs at least f for everyone who starts it with no more than A
-    (`kept`), ends it with no less than B (`wanted`) and needs exactly `snapshots`; infinite f forbids
-    it. Logic-based Benders (Hooker and Ottosson 2003); E[t] is what a stage costs beyond one
-    computation of each R.
+    (`kept`), ends it with no less than B (`wanted`) and needs exactly `snapshots`; infinite f
+    forbids it. Logic-based Benders (Hooker and Ottosson 2003); E[t] is what a stage costs beyond
+    one computation of each R.
     """
     form = model.form
-    away: Terms = [(int(model.keep[stage, v]), 1.0) for v in np.flatnonzero(form.may_keep[stage]) if v not in kept]
+    away: Terms = [
+        (int(model.keep[stage, v]), 1.0)
+        for v in np.flatnonzero(form.may_keep[stage])
+        if v not in kept
+    ]
     away += [term for v in wanted for term in ((ONE, 1.0), (int(model.keep[stage + 1, v]), -1.0))]
-    away += [(ONE, 1.0) if v in snapshots else (ZERO, 0.0) for v in np.flatnonzero(form.is_snapshot)]
-    away += [(model.needed[v], -1.0 if v in snapshots else 1.0) for v in np.flatnonzero(form.is_snapshot)]
+    away += [
+        (ONE, 1.0) if v in snapshots else (ZERO, 0.0) for v in np.flatnonzero(form.is_snapshot)
+    ]
+    away += [
+        (model.needed[v], -1.0 if v in snapshots else 1.0) for v in np.flatnonzero(form.is_snapshot)
+    ]
     if math.isinf(cost_s):
         model.add_row([(column, -factor) for column, factor in away], -1.0)
         return

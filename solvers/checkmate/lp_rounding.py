@@ -2,13 +2,14 @@
 
 Also called: Checkmate approximation. Paper: Jain et al., "Checkmate", MLSys 2020, section 5 and
 algorithm 2. Phase 1 rounds the relaxed S to what is kept across each stage, at 1/2 or by a coin as
-biased as S; phase 2 sets R to the least that this needs. The memory is not rounded: the relaxation is
-solved within (1 - allowance) of the budget, and what still does not fit is thrown away.
-Optimal: never by construction; `OPTIMAL` where the schedule meets the relaxation's bound.
-Complexity: one LP of O(n (n + E)) nonzeros an allowance, O(n (n + E)) a rounding.
+biased as S; phase 2 sets R to the least that this needs. The memory is not rounded: the relaxation
+is solved within (1 - allowance) of the budget, and what still does not fit is thrown away. Optimal:
+never by construction; `OPTIMAL` where the schedule meets the relaxation's bound. Complexity: one LP
+of O(n (n + E)) nonzeros an allowance, O(n (n + E)) a rounding.
 
-Known imperfections: at tight budgets every rounding may exceed the budget (`NO_SOLUTION`); the bound
-does not see the memory while recomputing. The paper has one allowance (0.1); several are tried here.
+Known imperfections: at tight budgets every rounding may exceed the budget (`NO_SOLUTION`); the
+bound does not see the memory while recomputing. The paper has one allowance (0.1); several are
+tried here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from remat.solvers.core.base import Solver
 from remat.solvers.lp.highs import Highs
 
 ALLOWANCES = (0.0, 0.05, 0.1, 0.2, 0.3)
-_ROUNDOFF = 1e-9  # relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` sees to the tolerances)
+# relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` sees to the
+# tolerances)
+_ROUNDOFF = 1e-9
 
 
 @final
@@ -67,14 +70,23 @@ class LPRounding(Solver):
                     cost_s, steps = found_s, rounded
         wall_s = time.monotonic() - began
         if cost_s is not None:
-            return Solution.of_steps(graph, budget_bytes, steps, lower_bound_s=bound_s, solver=repr(self), wall_s=wall_s)
+            return Solution.of_steps(
+                graph, budget_bytes, steps, lower_bound_s=bound_s, solver=repr(self), wall_s=wall_s
+            )
         if math.isinf(bound_s):
-            return Solution.without_schedule(graph, budget_bytes, Status.INFEASIBLE, solver=repr(self), wall_s=wall_s)
+            return Solution.without_schedule(
+                graph, budget_bytes, Status.INFEASIBLE, solver=repr(self), wall_s=wall_s
+            )
         status = Status.NO_SOLUTION
-        return Solution.without_schedule(graph, budget_bytes, status, solver=repr(self), wall_s=wall_s, lower_bound_s=bound_s)
+        return Solution.without_schedule(
+            graph, budget_bytes, status, solver=repr(self), wall_s=wall_s, lower_bound_s=bound_s
+        )
 
     def _roundings(self, form: StageForm, began: float) -> Iterator[tuple[Relaxation, list[int]]]:
-        """Yields each relaxation with each of its roundings; no steps where the relaxation has no point."""
+        """Yields each relaxation with each of its roundings.
+
+        No steps where the relaxation has no point.
+        """
         random = None if self.seed is None else np.random.default_rng(self.seed)
         for allowance in ALLOWANCES:
             left_s = self.time_limit_s - (time.monotonic() - began)
@@ -91,7 +103,10 @@ class LPRounding(Solver):
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The optimum of the LP relaxation: a lower bound (infinite where it has no point) and S, [t, v]."""
+    """The optimum of the LP relaxation.
+
+    A lower bound (infinite where it has no point) and S, [t, v].
+    """
 
     allowance: float
     bound_s: float
@@ -110,7 +125,9 @@ def lp_bound(graph: Graph, budget_bytes: int, *, time_limit_s: float = 60.0) -> 
     return graph.cost_s if relaxed is None else max(relaxed.bound_s, graph.cost_s)
 
 
-def relax(form: StageForm, *, allowance: float = 0.0, time_limit_s: float = 60.0) -> Relaxation | None:
+def relax(
+    form: StageForm, *, allowance: float = 0.0, time_limit_s: float = 60.0
+) -> Relaxation | None:
     """Returns the LP relaxation within (1 - allowance) of the capacity; None where time ran out."""
     form = replace(form, capacity_bytes=int(form.capacity_bytes * (1 - allowance)))
     if not form.fits_every_operator:
@@ -123,12 +140,14 @@ def relax(form: StageForm, *, allowance: float = 0.0, time_limit_s: float = 60.0
         return Relaxation(allowance, math.inf, np.zeros(model.keep.shape))
     bound = answer.bound - _ROUNDOFF * abs(answer.bound)
     bound_s = (math.ceil(bound - 1e-4) if model.is_integral else bound) * model.unit_s
-    values = np.append(np.clip(answer.points[0], 0.0, 1.0), [1.0, 0.0])  # ONE and ZERO, by index from the end
+    # ONE and ZERO, by index from the end
+    values = np.append(np.clip(answer.points[0], 0.0, 1.0), [1.0, 0.0])
     return Relaxation(allowance, bound_s, values[model.keep])
 
 
 def round_to_steps(form: StageForm, keep: NDArray[np.bool_]) -> list[int]:
-    """Returns the steps that keep what `keep` says and recompute the least that this needs (phase 2).
+    """Returns the steps that keep what `keep` says and recompute the least that this needs (phase
+    2).
 
     Values that could not be recomputed where they are needed are kept, whatever `keep` says.
     """
@@ -143,14 +162,18 @@ def round_to_steps(form: StageForm, keep: NDArray[np.bool_]) -> list[int]:
 
 
 def _run(form: StageForm, keep: NDArray[np.bool_], steps: list[int]) -> tuple[int, int] | None:
-    """Appends the steps of all stages; stops at the first value that cannot be had, and returns where."""
+    """Appends the steps of all stages.
+
+    Stops at the first value that cannot be had, and returns where.
+    """
     held: set[int] = set()
     for stage in range(form.num_operators):
         held &= set(np.flatnonzero(keep[stage]).tolist())
         kept_on = {v for v in np.flatnonzero(keep[stage + 1]).tolist() if form.producer[v] < stage}
         wanted = (kept_on | set(form.reads[stage])) - held
         again: list[int] = []
-        for operator in range(stage - 1, -1, -1):  # the graph's order, backwards: parents come later
+        # the graph's order, backwards: parents come later
+        for operator in range(stage - 1, -1, -1):
             if wanted.isdisjoint(form.writes[operator]):
                 continue
             if not form.may_recompute[stage, operator]:

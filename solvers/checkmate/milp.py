@@ -1,12 +1,12 @@
 """The Checkmate MILP, exact over all schedules in fixed order, solved by HiGHS.
 
 Also called: optimal tensor rematerialization, Checkmate ILP. Papers: Jain et al., "Checkmate",
-MLSys 2020; Hooker and Ottosson, "Logic-based Benders decomposition", 2003 (for the inside of stages).
-Optimal: for every graph and budget, where it ends before its limits; the class is all schedules whose
-first computations come in the graph's order, with any order and repetition of recomputations. The
-paper's own model allows each operator once a stage, in the graph's order; see `stage_search` for how
-the two meet. The bound is valid whenever it stops.
-Complexity: NP-hard; O(n (n + E)) nonzeros.
+MLSys 2020; Hooker and Ottosson, "Logic-based Benders decomposition", 2003 (for the inside of
+stages). Optimal: for every graph and budget, where it ends before its limits; the class is all
+schedules whose first computations come in the graph's order, with any order and repetition of
+recomputations. The paper's own model allows each operator once a stage, in the graph's order; see
+`stage_search` for how the two meet. The bound is valid whenever it stops. Complexity: NP-hard; O(n
+(n + E)) nonzeros.
 
 Known imperfections: above about 150 operators HiGHS rarely closes the gap in minutes (use `auto`).
 A stage that recomputes many operators beside many live values may exceed the exact search of its
@@ -70,7 +70,15 @@ class MILP(Solver):
         limits = Limits(self.gap, self.time_limit_s)
         rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / 10)
         starts = chain([self.incumbent], quick_schedules(graph, budget_bytes), rounded)
-        return solve_exactly(graph, budget_bytes, Highs(self.threads), limits, starts, solver=repr(self), progress=self.progress)
+        return solve_exactly(
+            graph,
+            budget_bytes,
+            Highs(self.threads),
+            limits,
+            starts,
+            solver=repr(self),
+            progress=self.progress,
+        )
 
 
 def solve_exactly(
@@ -83,16 +91,28 @@ def solve_exactly(
     solver: str,
     progress: ProgressCallback | None = None,
 ) -> Solution:
-    """Returns the answer of the stage model with any backend; `starts` are schedules to begin with, asked for while needed."""
+    """Returns the answer of the stage model with any backend.
+
+    `starts` are schedules to begin with, asked for while needed.
+    """
     began = time.monotonic()
     keep_all = Schedule.keep_all(graph)
     if not validate(graph, keep_all, budget_bytes=budget_bytes):
         wall_s = time.monotonic() - began
-        return Solution.of_steps(graph, budget_bytes, keep_all.steps, lower_bound_s=graph.cost_s, solver=solver, wall_s=wall_s)
+        return Solution.of_steps(
+            graph,
+            budget_bytes,
+            keep_all.steps,
+            lower_bound_s=graph.cost_s,
+            solver=solver,
+            wall_s=wall_s,
+        )
     form = stage_form(graph, budget_bytes)
     if not form.fits_every_operator:
         wall_s = time.monotonic() - began
-        return Solution.without_schedule(graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s)
+        return Solution.without_schedule(
+            graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s
+        )
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
     iterator = iter(starts)
     with heeding_interrupts():
@@ -102,7 +122,9 @@ def solve_exactly(
     wall_s = time.monotonic() - began
     if search.steps is None:
         status = Status.INFEASIBLE if search.is_infeasible else Status.NO_SOLUTION
-        return Solution.without_schedule(graph, budget_bytes, status, solver=solver, wall_s=wall_s, lower_bound_s=search.bound_s)
+        return Solution.without_schedule(
+            graph, budget_bytes, status, solver=solver, wall_s=wall_s, lower_bound_s=search.bound_s
+        )
     return Solution.of_steps(
         graph,
         budget_bytes,
@@ -115,7 +137,10 @@ def solve_exactly(
 
 
 def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
-    """Yields schedules to start from: greedy eviction, then forgetting the largest values of the forward, ever more of them."""
+    """Yields schedules to start from.
+
+    Greedy eviction, then forgetting the largest values of the forward, ever more of them.
+    """
     for rule in Rule:
         steps = steps_with_eviction(graph, budget_bytes, rule)
         if steps is not None:

@@ -5,7 +5,8 @@ PuLP knows no dual bound, so a bound exists only where the solver ended by itsel
 objective less the gap that was asked for. Models are handed over as expressions: seconds where
 `milp` needs milliseconds.
 
-Known imperfections: no warm start, no progress during a solve. The tolerances are the backend's own.
+Known imperfections: no warm start, no progress during a solve. The tolerances are the backend's
+own.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class PuLPMILP(Solver):
         backend.check()
         limits = Limits(self.gap, self.time_limit_s)
         starts = chain([self.incumbent], quick_schedules(graph, budget_bytes))
-        return solve_exactly(graph, budget_bytes, backend, limits, starts, solver=repr(self), progress=self.progress)
+        return solve_exactly(
+            graph, budget_bytes, backend, limits, starts, solver=repr(self), progress=self.progress
+        )
 
 
 @dataclass(frozen=True)
@@ -77,28 +80,48 @@ class PuLP:
         """Raises `SolverError` where the backend is unknown to PuLP or not installed."""
         pulp = _import_pulp()
         if self.name not in pulp.listSolvers():
-            raise SolverError(f"PuLP knows no solver called {self.name!r}; it knows {', '.join(pulp.listSolvers())}")
+            raise SolverError(
+                f"PuLP knows no solver called {self.name!r}; it knows "
+                f"{', '.join(pulp.listSolvers())}"
+            )
         if self.name not in pulp.listSolvers(onlyAvailable=True):
             available = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
             raise SolverError(
                 f"PuLP's solver {self.name!r} is not installed: install its package or program "
-                f"(`pip install highspy` for HiGHS, `pip install gurobipy` for GUROBI, `pip install pulp[cbc]` for CBC), "
+                "(`pip install highspy` for HiGHS, `pip install gurobipy` for GUROBI, `pip "
+                "install pulp[cbc]` for CBC), "
                 f"or name one that is there ({available})"
             )
 
     def minimise(
-        self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
+        self,
+        model: ModelArrays,
+        *,
+        gap: float,
+        time_limit_s: float,
+        start: NDArray[np.float64] | None = None,
+        report: Report | None = None,
     ) -> Answer:
-        """Returns the point the solver ended with; the bound is infinite below unless it ended by itself."""
+        """Returns the point the solver ended with.
+
+        The bound is infinite below unless it ended by itself.
+        """
         del start, report
         pulp = _import_pulp()
         gap = max(gap, _SMALLEST_GAP)
         problem, columns = _problem(pulp, model)
         options = {"threads": self.threads} if self.threads else {}
-        problem.solve(pulp.getSolver(self.name, msg=False, gapRel=gap, timeLimit=max(time_limit_s, 1.0), **options))
+        problem.solve(
+            pulp.getSolver(
+                self.name, msg=False, gapRel=gap, timeLimit=max(time_limit_s, 1.0), **options
+            )
+        )
         if problem.status == pulp.LpStatusInfeasible:
             return Answer(math.inf, (), True)
-        if all(column.varValue is None for column in columns) or problem.status != pulp.LpStatusOptimal:
+        if (
+            all(column.varValue is None for column in columns)
+            or problem.status != pulp.LpStatusOptimal
+        ):
             return Answer(-math.inf, (), False)
         point = np.array([column.varValue or 0.0 for column in columns])  # None: a column in no row
         is_finished = problem.sol_status == pulp.LpSolutionOptimal
@@ -108,31 +131,48 @@ class PuLP:
 
 
 def is_feasible(model: ModelArrays, point: NDArray[np.float64], *, tolerance: float = 1e-5) -> bool:
-    """Returns whether a point keeps to rows, bounds and integrality: some interfaces pass on leftovers after a time limit."""
+    """Returns whether a point keeps to rows, bounds and integrality.
+
+    Some interfaces pass on leftovers after a time limit.
+    """
     rows = np.repeat(np.arange(len(model.row_upper)), np.diff(model.row_start))
     activity = np.bincount(rows, model.value * point[model.index], len(model.row_upper))
     is_integral = np.abs(point - np.round(point))[model.is_integer] <= tolerance
     is_inside = (point >= -tolerance) & (point <= model.column_upper + tolerance)
-    return bool(is_integral.all() and is_inside.all() and (activity <= model.row_upper + tolerance).all())
+    return bool(
+        is_integral.all() and is_inside.all() and (activity <= model.row_upper + tolerance).all()
+    )
 
 
 def _import_pulp() -> Any:
     try:
         import pulp
     except ImportError as error:
-        raise SolverError("PuLP is not installed; run `pip install pulp`, or use solver='milp'") from error
+        raise SolverError(
+            "PuLP is not installed; run `pip install pulp`, or use solver='milp'"
+        ) from error
     return pulp
 
 
 def _problem(pulp: Any, model: ModelArrays) -> tuple[Any, list[Any]]:
     problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
-    make = getattr(problem, "add_variable", pulp.LpVariable)  # before PuLP 3.3 variables are made outside of the problem
+    # before PuLP 3.3 variables are made outside of the problem
+    make = getattr(problem, "add_variable", pulp.LpVariable)
     columns = [
-        make(f"x{i}", 0, None if math.isinf(upper) else float(upper), pulp.LpInteger if is_integer else pulp.LpContinuous)
-        for i, (upper, is_integer) in enumerate(zip(model.column_upper, model.is_integer, strict=True))
+        make(
+            f"x{i}",
+            0,
+            None if math.isinf(upper) else float(upper),
+            pulp.LpInteger if is_integer else pulp.LpContinuous,
+        )
+        for i, (upper, is_integer) in enumerate(
+            zip(model.column_upper, model.is_integer, strict=True)
+        )
     ]
     problem += pulp.lpSum(float(cost) * columns[i] for i, cost in enumerate(model.cost) if cost)
     for row in range(len(model.row_upper)):
         entries = range(model.row_start[row], model.row_start[row + 1])
-        problem += pulp.lpSum(float(model.value[k]) * columns[model.index[k]] for k in entries) <= float(model.row_upper[row])
+        problem += pulp.lpSum(
+            float(model.value[k]) * columns[model.index[k]] for k in entries
+        ) <= float(model.row_upper[row])
     return problem, columns

@@ -28,7 +28,8 @@ class _Holds:
     stage: int
     readers: dict[int, list[int]]
     before: dict[tuple[int, int], int]
-    tail: dict[int, int]  # after the last reader: needed by the original, or kept into the next stage
+    # after the last reader: needed by the original, or kept into the next stage
+    tail: dict[int, int]
 
     def at(self, model: CheckmateModel, value: int, moment: int) -> int:
         """Returns the column that covers `value` while `moment` may run."""
@@ -46,7 +47,9 @@ class _Holds:
 
 
 def add_ordered_stage(model: CheckmateModel, stage: int) -> None:
-    """Restricts stage t to recomputing each operator at most once, in order, within the capacity."""
+    """Restricts stage t to recomputing each operator at most once, in order, within the
+    capacity.
+    """
     slots = np.flatnonzero(model.form.may_recompute[stage]).tolist()
     holds = _make_holds(model, stage, slots)
     _add_hold_rows(model, holds)
@@ -61,13 +64,22 @@ def _make_holds(model: CheckmateModel, stage: int, slots: list[int]) -> _Holds:
         for value in form.reads[slot]:
             readers.setdefault(value, []).append(slot)
     before = {(v, k): model.add_column(is_integer=False) for v, ks in readers.items() for k in ks}
-    values = {*readers, *(v for k in slots for v in form.writes[k]), *np.flatnonzero(form.may_keep[stage]).tolist()}
-    tail = {v: model.needed[v] if v in form.reads[stage] else int(model.keep[stage + 1, v]) for v in values}
+    values = {
+        *readers,
+        *(v for k in slots for v in form.writes[k]),
+        *np.flatnonzero(form.may_keep[stage]).tolist(),
+    }
+    tail = {
+        v: model.needed[v] if v in form.reads[stage] else int(model.keep[stage + 1, v])
+        for v in values
+    }
     return _Holds(stage, readers, before, tail)
 
 
 def _add_hold_rows(model: CheckmateModel, holds: _Holds) -> None:
-    """R[t, k] <= H[v, k], H[v, next k] <= H[v, k], H[v, first k] <= S[t, v] + R[t, p] (1b, 1c and FREE >= 0, 7-8)."""
+    """R[t, k] <= H[v, k], H[v, next k] <= H[v, k], H[v, first k] <= S[t, v] + R[t, p] (1b, 1c and
+    FREE >= 0, 7-8).
+    """
     for value, readers in holds.readers.items():
         again = int(model.recompute[holds.stage, model.form.producer[value]])
         first = holds.before[value, readers[0]]
@@ -79,18 +91,25 @@ def _add_hold_rows(model: CheckmateModel, holds: _Holds) -> None:
 
 
 def _add_slot_memory(model: CheckmateModel, holds: _Holds, slot: int) -> None:
-    """The sum of the holds that cover the moment, the writes and the workspace <= B (5, 6, U <= budget)."""
+    """The sum of the holds that cover the moment, the writes and the workspace <= B (5, 6, U <=
+    budget).
+    """
     form = model.form
     now = int(model.recompute[holds.stage, slot])
     terms: Terms = [(now, form.workspace_bytes[slot])]
     for value in form.writes[slot]:
         column = holds.after(value, slot)
-        if len(form.writes[slot]) > 1:  # an output may die at once: at the moment, the larger of R and H counts
+        # an output may die at once: at the moment, the larger of R and H counts
+        if len(form.writes[slot]) > 1:
             column = model.add_column(is_integer=False)
             model.add_row([(holds.after(value, slot), 1.0), (column, -1.0)])
         model.add_row([(now, 1.0), (column, -1.0)])
         terms.append((column, form.size_bytes[value]))
     covered = set(holds.tail).difference(form.writes[slot])
-    terms += [(holds.at(model, v, slot), form.size_bytes[v]) for v in covered if form.producer[v] < holds.stage]
+    terms += [
+        (holds.at(model, v, slot), form.size_bytes[v])
+        for v in covered
+        if form.producer[v] < holds.stage
+    ]
     terms += model.taken_over(slot, now, lambda v: holds.after(v, slot))
     model.add_memory_row(terms, 0)

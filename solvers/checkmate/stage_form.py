@@ -64,21 +64,37 @@ class StageForm:
         return len(self.size_bytes)
 
     def working_bytes(self, operator: int) -> int:
-        """Returns the least memory in which the operator can run: what it reads and writes, and its workspace.
+        """Returns the least memory in which the operator can run.
+
+        What it reads and writes, and its workspace.
 
         Snapshots count nothing, and the largest value it may take over is taken over.
         """
-        held = sum(self.size_bytes[v] for v in (*self.reads[operator], *self.writes[operator]) if not self.is_snapshot[v])
+        held = sum(
+            self.size_bytes[v]
+            for v in (*self.reads[operator], *self.writes[operator])
+            if not self.is_snapshot[v]
+        )
         return held + self.workspace_bytes[operator] - self.reusable_bytes(operator)
 
     @property
     def fits_every_operator(self) -> bool:
         """False proves that no schedule fits: an operator's own working memory does not."""
-        return self.capacity_bytes >= max((self.working_bytes(i) for i in range(self.num_operators)), default=0)
+        return self.capacity_bytes >= max(
+            (self.working_bytes(i) for i in range(self.num_operators)), default=0
+        )
 
     def reusable_bytes(self, operator: int, candidates: Sequence[int] | None = None) -> int:
-        """Returns the size of the largest value among `candidates` (all of its reuses) that the operator can take over."""
-        return max((self.size_bytes[v] for v in (self.reuses[operator] if candidates is None else candidates)), default=0)
+        """Returns the size of the largest value among `candidates` (all of its reuses) that the
+        operator can take over.
+        """
+        return max(
+            (
+                self.size_bytes[v]
+                for v in (self.reuses[operator] if candidates is None else candidates)
+            ),
+            default=0,
+        )
 
     def num_nonzeros(self) -> int:
         """Returns about how many nonzeros the stage model has."""
@@ -94,14 +110,18 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
     """
     if graph.num_operators > MAX_OPERATORS:
         raise SolverError(
-            f"a stage model of {graph.num_operators:,} operators has some {graph.num_operators**2:,} columns; "
-            f"more than {MAX_OPERATORS:,} operators are hopeless for a MILP solver; use solver='auto'"
+            f"a stage model of {graph.num_operators:,} operators has some "
+            f"{graph.num_operators**2:,} columns; "
+            f"more than {MAX_OPERATORS:,} operators are hopeless for a MILP solver; use "
+            "solver='auto'"
         )
     arrays = graph.arrays
     outputs = tuple(map(int, arrays.output))
     sink = [()] if outputs else []
     resident = {i for i, value in enumerate(graph.values) if value.is_resident}
-    reads = [tuple(v for v in op.reads if v not in resident) for op in graph.operators] + [outputs for _ in sink]
+    reads = [tuple(v for v in op.reads if v not in resident) for op in graph.operators] + [
+        outputs for _ in sink
+    ]
     writes = [op.writes for op in graph.operators] + sink
     users: list[list[int]] = [[] for _ in graph.values]
     for index, values in enumerate(reads):
@@ -109,18 +129,30 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
             users[value].append(index)
     may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, len(graph.values))
     can_repeat = [bool(column.any()) for column in may_recompute.T]
-    is_snapshot = [graph.producer[v] >= 0 and graph.operators[graph.producer[v]].is_snapshot for v in range(len(graph.values))]
-    is_void = [is_snapshot[v] and not any(can_repeat[u] for u in users[v]) for v in range(len(graph.values))]
+    is_snapshot = [
+        graph.producer[v] >= 0 and graph.operators[graph.producer[v]].is_snapshot
+        for v in range(len(graph.values))
+    ]
+    is_void = [
+        is_snapshot[v] and not any(can_repeat[u] for u in users[v])
+        for v in range(len(graph.values))
+    ]
     return StageForm(
         num_steps=graph.num_operators,
         cost_s=(*(op.cost_s for op in graph.operators), *(0.0 for _ in sink)),
         workspace_bytes=(*(op.workspace_bytes for op in graph.operators), *(0 for _ in sink)),
         reads=tuple(reads),
         writes=tuple(writes),
-        reuses=(*(tuple(v for v in op.reuses if v not in resident) for op in graph.operators), *sink),
+        reuses=(
+            *(tuple(v for v in op.reuses if v not in resident) for op in graph.operators),
+            *sink,
+        ),
         users=tuple(map(tuple, users)),
         producer=graph.producer,
-        size_bytes=tuple(0 if v in resident or is_void[v] else value.size_bytes for v, value in enumerate(graph.values)),
+        size_bytes=tuple(
+            0 if v in resident or is_void[v] else value.size_bytes
+            for v, value in enumerate(graph.values)
+        ),
         is_snapshot=tuple(s and not void for s, void in zip(is_snapshot, is_void, strict=True)),
         may_recompute=may_recompute,
         may_keep=may_keep,
@@ -150,7 +182,10 @@ def _useful(
     writes: Sequence[tuple[int, ...]],
     num_values: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns where recomputing and keeping can be of use: something later reads what it gives. Sets of values are bit masks."""
+    """Returns where recomputing and keeping can be of use: something later reads what it gives.
+
+    Sets of values are bit masks.
+    """
     count = len(reads)
     read, written = ([sum(1 << v for v in values) for values in lists] for lists in (reads, writes))
     may_recompute = np.zeros((count, count), np.bool_)

@@ -42,7 +42,10 @@ class StageTask:
 
 
 class StageResult(NamedTuple):
-    """The recomputations of a stage in order and their cost: infinite where proved impossible, NaN where unknown."""
+    """The recomputations of a stage in order and their cost.
+
+    Infinite where proved impossible, NaN where unknown.
+    """
 
     cost_s: float
     steps: tuple[int, ...]
@@ -71,7 +74,11 @@ def original_bytes(form: StageForm, task: StageTask) -> int:
     """Returns the memory while the original operator of the stage runs."""
     written = {v for v in form.writes[task.stage] if not form.is_snapshot[v] or v in task.snapshots}
     held = sum(form.size_bytes[v] for v in goal_of(form, task) | written)
-    dying = [v for v in form.reuses[task.stage] if v not in task.wanted and (not form.is_snapshot[v] or v in task.snapshots)]
+    dying = [
+        v
+        for v in form.reuses[task.stage]
+        if v not in task.wanted and (not form.is_snapshot[v] or v in task.snapshots)
+    ]
     return held + form.workspace_bytes[task.stage] - form.reusable_bytes(task.stage, dying)
 
 
@@ -121,7 +128,10 @@ class _Search:
         self.maker = {bit: move for move in self.moves for bit in _bits(move.writes)}
         self.useful = self.goal | self._mask(v for j in operators for v in form.reads[j])
         self.start = self._mask(task.kept & values) & self.useful
-        self.fixed = self.goal & self.start & ~self._mask(v for j in operators for v in form.writes[j])  # gone, it would not come back
+        # gone, it would not come back
+        self.fixed = (
+            self.goal & self.start & ~self._mask(v for j in operators for v in form.writes[j])
+        )
 
     def _mask(self, values: Iterable[int]) -> int:
         return sum(self.bit[value] for value in set(values))
@@ -156,14 +166,20 @@ class _Search:
                 if num_seen > max_states:
                     return UNKNOWN
                 reached_s = best[held] + move.cost_s
-                if reached_s < best.get(state, math.inf) and (rest_s := self._least_rest(state)) < math.inf:
+                if (
+                    reached_s < best.get(state, math.inf)
+                    and (rest_s := self._least_rest(state)) < math.inf
+                ):
                     best[state] = reached_s
                     came[state] = (held, move.operator)
                     heapq.heappush(queue, (reached_s + rest_s, -reached_s, state))
         return IMPOSSIBLE
 
     def _least_rest(self, held: int) -> float:
-        """Returns a bound on what is still to pay: whatever is missing for the goal is computed at least once."""
+        """Returns a bound on what is still to pay.
+
+        Whatever is missing for the goal is computed at least once.
+        """
         missing, operators, rest_s = self.goal & ~held, 0, 0.0
         while missing:
             move = self.maker.get(missing & -missing)
@@ -192,7 +208,11 @@ class _Search:
         if excess <= 0:
             yield 0
             return
-        bits = sorted((bit for bit in _bits(droppable) if self.size[bit]), key=self.size.__getitem__, reverse=True)
+        bits = sorted(
+            (bit for bit in _bits(droppable) if self.size[bit]),
+            key=self.size.__getitem__,
+            reverse=True,
+        )
         left = [0] * (len(bits) + 1)
         for i in range(len(bits) - 1, -1, -1):
             left[i] = left[i + 1] + self.size[bits[i]]
@@ -230,7 +250,9 @@ def _reachable(form: StageForm, task: StageTask) -> set[int]:
     wanted = set(goal_of(form, task))
     found: set[int] = set()
     for operator in sorted(task.candidates, reverse=True):
-        is_readable = all(not form.is_snapshot[v] or v in task.snapshots for v in form.reads[operator])
+        is_readable = all(
+            not form.is_snapshot[v] or v in task.snapshots for v in form.reads[operator]
+        )
         if is_readable and not wanted.isdisjoint(form.writes[operator]):
             found.add(operator)
             wanted.update(form.reads[operator])

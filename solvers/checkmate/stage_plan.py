@@ -1,4 +1,7 @@
-"""Between points of the stage models and schedules: what is kept, wanted and recomputed in each stage."""
+"""Between points of the stage models and schedules.
+
+What is kept, wanted and recomputed in each stage.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from numpy.typing import NDArray
 
 from remat.solvers.checkmate.checkmate_model import CheckmateModel
 from remat.solvers.checkmate.stage_form import StageForm
-from remat.solvers.checkmate.stage_order import UNKNOWN, StageResult, StageTask, goal_of, is_sequence_fit
+from remat.solvers.checkmate.stage_order import (
+    UNKNOWN,
+    StageResult,
+    StageTask,
+    goal_of,
+    is_sequence_fit,
+)
 
 
 class StagePlan(NamedTuple):
@@ -31,21 +40,29 @@ def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[St
     form = model.form
     chosen = np.append(point > 0.5, [True, False])  # ONE and ZERO, by index from the end
     recompute, keep = chosen[model.recompute], chosen[model.keep]
-    snapshots = frozenset(v for v in np.flatnonzero(form.is_snapshot).tolist() if chosen[model.needed[v]])
+    snapshots = frozenset(
+        v for v in np.flatnonzero(form.is_snapshot).tolist() if chosen[model.needed[v]]
+    )
     plans: list[StagePlan] = []
     wanted: frozenset[int] = frozenset()
     for stage in range(form.num_operators - 1, -1, -1):
         old = frozenset(v for v in wanted if form.producer[v] < stage)
         kept = frozenset(np.flatnonzero(keep[stage]).tolist())
-        task = StageTask(stage, kept, old, frozenset(np.flatnonzero(recompute[stage]).tolist()), snapshots)
+        task = StageTask(
+            stage, kept, old, frozenset(np.flatnonzero(recompute[stage]).tolist()), snapshots
+        )
         extra = point[model.extra_cost[stage]] * model.unit_s if stage in model.extra_cost else 0.0
-        plans.append(StagePlan(task, math.fsum([*(form.cost_s[i] for i in task.candidates), extra])))
+        plans.append(
+            StagePlan(task, math.fsum([*(form.cost_s[i] for i in task.candidates), extra]))
+        )
         wanted = kept & useful_in(form, task)[1]
     return plans[::-1]
 
 
 def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
-    """Returns the recomputations that the stage has use for, in the graph's order, and all values read or wanted."""
+    """Returns the recomputations that the stage has use for, in the graph's order, and all values
+    read or wanted.
+    """
     needed = set(goal_of(form, task))
     useful: list[int] = []
     for operator in sorted(task.candidates, reverse=True):
@@ -56,7 +73,9 @@ def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
 
 
 def order_stage(form: StageForm, plan: StagePlan) -> StageResult:
-    """Returns the stage's recomputations, each once, in the graph's order or depth first where one of these fits."""
+    """Returns the stage's recomputations, each once, in the graph's order or depth first where one
+    of these fits.
+    """
     useful, _ = useful_in(form, plan.task)
     for steps in (useful, _depth_first(form, plan.task, useful)):
         if is_sequence_fit(form, plan.task, steps):
@@ -65,7 +84,9 @@ def order_stage(form: StageForm, plan: StagePlan) -> StageResult:
 
 
 def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> list[int]:
-    """Returns `useful` with the inputs of each operator right before it, largest working memory first."""
+    """Returns `useful` with the inputs of each operator right before it, largest working memory
+    first.
+    """
     pending, steps = set(useful), []
     for root in sorted(useful, key=lambda i: -form.working_bytes(i)):
         stack = [root]
@@ -82,7 +103,10 @@ def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> lis
 
 
 def point_of_steps(model: CheckmateModel, steps: Sequence[int]) -> NDArray[np.float64]:
-    """Returns the integral part of the point of a schedule; other columns are NaN, to be completed."""
+    """Returns the integral part of the point of a schedule.
+
+    Other columns are NaN, to be completed.
+    """
     form = model.form
     point = np.full(len(model.costs), math.nan)
     point[[*model.recompute[model.recompute >= 0], *model.keep[model.keep >= 0]]] = 0.0
@@ -91,7 +115,9 @@ def point_of_steps(model: CheckmateModel, steps: Sequence[int]) -> NDArray[np.fl
     for value in np.flatnonzero(form.is_snapshot):
         point[model.needed[value]] = float(not repeated.isdisjoint(form.users[value]))
     latest: dict[int, int] = {}
-    for operator, stage in zip([*steps, *range(form.num_steps, form.num_operators)], stage_of_step, strict=False):
+    for operator, stage in zip(
+        [*steps, *range(form.num_steps, form.num_operators)], stage_of_step, strict=False
+    ):
         for value in form.reads[operator]:
             columns = model.keep[latest[value] + 1 : stage + 1, value]
             if not form.is_snapshot[value] or point[model.needed[value]]:

@@ -2,8 +2,8 @@
 
 1. Solve the relaxation (`checkmate_model` without the moments of recomputation). Its optimum bounds
    every schedule in fixed order.
-2. Bring each stage's recomputations into an order that fits. Where all stages have one, the schedule
-   costs what the model says, and is optimal.
+2. Bring each stage's recomputations into an order that fits. Where all stages have one, the
+   schedule costs what the model says, and is optimal.
 3. Where a stage has none, add the moment rows that the point violates; where it violates none, the
    least cost of that stage (`stage_order`) as a Benders cut. Both hold for every schedule. Repeat.
 4. Where a stage is too large for the exact search, the bound stays, and the model is solved once
@@ -27,17 +27,37 @@ from numpy.typing import NDArray
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
-from remat.solvers.checkmate.checkmate_model import CheckmateModel, add_moment, add_stage_cut, moment_bytes, stage_model
+from remat.solvers.checkmate.checkmate_model import (
+    CheckmateModel,
+    add_moment,
+    add_stage_cut,
+    moment_bytes,
+    stage_model,
+)
 from remat.solvers.checkmate.ordered_stage import add_ordered_stage
 from remat.solvers.checkmate.stage_form import StageForm
-from remat.solvers.checkmate.stage_order import UNKNOWN, StageResult, StageTask, cheapest_stage, goal_of
-from remat.solvers.checkmate.stage_plan import StagePlan, order_stage, plans_of_point, point_of_steps, useful_in
+from remat.solvers.checkmate.stage_order import (
+    UNKNOWN,
+    StageResult,
+    StageTask,
+    cheapest_stage,
+    goal_of,
+)
+from remat.solvers.checkmate.stage_plan import (
+    StagePlan,
+    order_stage,
+    plans_of_point,
+    point_of_steps,
+    useful_in,
+)
 from remat.solvers.core.interrupt import is_interrupted
 from remat.solvers.core.progress import Progress, ProgressCallback
 from remat.solvers.lp.highs import Answer, Backend
 
-TOLERANCE = 1e-7  # relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
-_FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75  # of the time left, for a solve that may teach cuts; for one more without
+# relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
+TOLERANCE = 1e-7
+# of the time left, for a solve that may teach cuts; for one more without
+_FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75
 _RESERVE = 0.3  # of the time left, for schedules in the paper's class
 _MAX_STATES = 20_000
 _STATES_TO_WIDEN = 3_000
@@ -64,7 +84,13 @@ class StageSearch:
         limits: Limits,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self.form, self.graph, self.budget_bytes, self.backend, self.limits = form, graph, budget_bytes, backend, limits
+        self.form, self.graph, self.budget_bytes, self.backend, self.limits = (
+            form,
+            graph,
+            budget_bytes,
+            backend,
+            limits,
+        )
         self.bound_s = graph.cost_s
         self.is_infeasible = False
         self.steps: tuple[int, ...] | None = None
@@ -80,17 +106,26 @@ class StageSearch:
     @property
     def remaining_s(self) -> float:
         """Time left; none after Ctrl-C."""
-        return 0.0 if is_interrupted() else self.limits.time_limit_s - (time.monotonic() - self.began)
+        return (
+            0.0 if is_interrupted() else self.limits.time_limit_s - (time.monotonic() - self.began)
+        )
 
     @property
     def is_closed(self) -> bool:
         """True where the best schedule is proved within the gap, or that there is none."""
-        return self.is_infeasible or self.cost_s - self.bound_s <= max(self.limits.gap, TOLERANCE) * self.cost_s < math.inf
+        return (
+            self.is_infeasible
+            or self.cost_s - self.bound_s
+            <= max(self.limits.gap, TOLERANCE) * self.cost_s
+            < math.inf
+        )
 
     def offer(self, steps: Sequence[int]) -> None:
         """Takes `steps` as the best schedule where they are valid, fit and cost less."""
         schedule = Schedule.from_steps(self.graph, list(steps))
-        if len(set(schedule.steps)) < self.form.num_steps or validate(self.graph, schedule, budget_bytes=self.budget_bytes):
+        if len(set(schedule.steps)) < self.form.num_steps or validate(
+            self.graph, schedule, budget_bytes=self.budget_bytes
+        ):
             return
         cost_s = simulate(self.graph, schedule).cost_s
         if cost_s < self.cost_s:
@@ -98,7 +133,9 @@ class StageSearch:
             self._tell()
 
     def run(self) -> None:
-        """Runs until closed, out of time, or out of cuts, the exact search of stages reaching farther every time."""
+        """Runs until closed, out of time, or out of cuts, the exact search of stages reaching
+        farther every time.
+        """
         while not self.is_closed and self.remaining_s > 0:
             self.unordered.clear()
             has_more = self._run_relaxation(reserve_s=_RESERVE * self.remaining_s)
@@ -137,12 +174,24 @@ class StageSearch:
             if self.progress is not None and model is self.model:
                 self._tell(bound * model.unit_s)
 
-        return self.backend.minimise(model.arrays(), gap=self.limits.gap, time_limit_s=time_limit_s, start=start, report=report)
+        return self.backend.minimise(
+            model.arrays(),
+            gap=self.limits.gap,
+            time_limit_s=time_limit_s,
+            start=start,
+            report=report,
+        )
 
     def _tell(self, bound_s: float = -math.inf) -> None:
         if self.progress is not None:
             cost_s = self.cost_s if self.steps is not None else None
-            self.progress(Progress(time.monotonic() - self.began, cost_s, max(self.bound_s, min(bound_s, self.cost_s))))
+            self.progress(
+                Progress(
+                    time.monotonic() - self.began,
+                    cost_s,
+                    max(self.bound_s, min(bound_s, self.cost_s)),
+                )
+            )
 
     def _raise_bound(self, bound: float) -> None:
         if bound == math.inf:
@@ -155,7 +204,9 @@ class StageSearch:
             self._tell()
 
     def _learn(self, answer: Answer) -> bool:
-        """Orders the stages of each point, keeps the best schedule, and returns whether a cut was added."""
+        """Orders the stages of each point, keeps the best schedule, and returns whether a cut was
+        added.
+        """
         is_cut = False
         plans = [plans_of_point(self.model, point) for point in answer.points]
         for rank in reversed(range(len(plans))):  # the best one last
@@ -179,7 +230,10 @@ class StageSearch:
         return is_cut
 
     def _cut(self, plan: StagePlan) -> tuple[bool, StageResult]:
-        """Cuts off a stage that has no order at the model's cost; returns whether, and its true cost."""
+        """Cuts off a stage that has no order at the model's cost.
+
+        Returns whether, and its true cost.
+        """
         violated = [(plan.task.stage, j) for j in violated_moments(self.form, plan.task)]
         if fresh := [moment for moment in violated if moment not in self.moments]:
             for moment in fresh:
@@ -206,12 +260,18 @@ class StageSearch:
         return replace(task, candidates=candidates)
 
     def _widened(self, task: StageTask, cost_s: float) -> StageTask:
-        """Returns a task that asks less, starts from more, and still costs as much: a stronger cut."""
+        """Returns a task that asks less, starts from more, and still costs as much.
+
+        A stronger cut.
+        """
         more = sorted(set(np.flatnonzero(self.form.may_keep[task.stage]).tolist()) - task.kept)
         easier = [("wanted", v) for v in sorted(task.wanted)] + [("kept", v) for v in more]
         for side, value in easier:
             other = replace(task, **{side: getattr(task, side) ^ {value}})
-            if self.remaining_s > 0 and cheapest_stage(self.form, other, max_states=_STATES_TO_WIDEN).cost_s >= cost_s:
+            if (
+                self.remaining_s > 0
+                and cheapest_stage(self.form, other, max_states=_STATES_TO_WIDEN).cost_s >= cost_s
+            ):
                 task = other
         return task
 
@@ -241,12 +301,17 @@ def _slightly_above(cost_s: float) -> float:
 
 
 def violated_moments(form: StageForm, task: StageTask) -> list[int]:
-    """Returns the recomputations of a task that cannot run beside what it holds through the stage."""
+    """Returns the recomputations of a task that cannot run beside what it holds through the
+    stage.
+    """
     again = {v for j in task.candidates for v in form.writes[j]}
     through = goal_of(form, task) - again
     found = []
     for operator in useful_in(form, task)[0]:
         others = through.difference(form.reads[operator], form.writes[operator])
-        if moment_bytes(form, operator) + sum(form.size_bytes[v] for v in others) > form.capacity_bytes:
+        if (
+            moment_bytes(form, operator) + sum(form.size_bytes[v] for v in others)
+            > form.capacity_bytes
+        ):
             found.append(operator)
     return found

@@ -1,4 +1,7 @@
-"""What bounds need to know of a graph: the sizes that count, and where values are read in the plain order."""
+"""What bounds need to know of a graph.
+
+The sizes that count, and where values are read in the plain order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Accounting:
-    """What a model needs to know of a graph: sizes that count, and where values are read in the plain order."""
+    """What a model needs to know of a graph.
+
+    Sizes that count, and where values are read in the plain order.
+    """
 
     graph: Graph
 
@@ -30,8 +36,12 @@ class Accounting:
 
     @cached_property
     def size_if_repeated(self) -> Floats:
-        """The same, with the bytes that snapshots take where an operator that reads them is computed again."""
-        return np.where(self.graph.arrays.producer >= 0, self.graph.arrays.size_bytes, 0).astype(np.float64)
+        """The same, with the bytes that snapshots take where an operator that reads them is
+        computed again.
+        """
+        return np.where(self.graph.arrays.producer >= 0, self.graph.arrays.size_bytes, 0).astype(
+            np.float64
+        )
 
     @cached_property
     def reader(self) -> Ints:
@@ -47,7 +57,10 @@ class Accounting:
         return np.asarray(reads + writes + arrays.workspace_bytes, np.float64)
 
     def last_read(self, end: int) -> Ints:
-        """For each value, its last reader before operator `end`, -1 if none; outputs are read at the graph's end."""
+        """For each value, its last reader before operator `end`, -1 if none.
+
+        Outputs are read at the graph's end.
+        """
         arrays, count = self.graph.arrays, self.graph.num_operators
         last = np.full(len(arrays.size_bytes), -1)
         inside = self.reader < end
@@ -57,23 +70,39 @@ class Accounting:
         return last
 
     def relevant(self, boundary: int) -> tuple[Bools, Bools]:
-        """Which values may be of use at `boundary`, and which operators before it may be computed again after it."""
+        """Which values may be of use at `boundary`, and which operators before it may be computed
+        again after it.
+        """
         arrays = self.graph.arrays
-        is_useful = (self.last_read(self.graph.num_operators) >= boundary) & (arrays.producer >= 0) & (arrays.producer < boundary)
+        is_useful = (
+            (self.last_read(self.graph.num_operators) >= boundary)
+            & (arrays.producer >= 0)
+            & (arrays.producer < boundary)
+        )
         is_again = np.zeros(self.graph.num_operators, np.bool_)
         write_start, read_start = arrays.write_start, arrays.read_start
         for j in range(boundary - 1, -1, -1):
-            if not arrays.is_pinned[j] and is_useful[arrays.write[write_start[j] : write_start[j + 1]]].any():
+            if (
+                not arrays.is_pinned[j]
+                and is_useful[arrays.write[write_start[j] : write_start[j + 1]]].any()
+            ):
                 is_again[j] = True
                 is_useful[arrays.read[read_start[j] : read_start[j + 1]]] = True
         return is_useful, is_again
 
 
 def working_set_bytes(graph: Graph) -> int:
-    """The largest working set: what one operator reads, writes and works with, or all results, and what is resident; O(E)."""
+    """The largest working set.
+
+    What one operator reads, writes and works with, or all results, and what is resident; O(E).
+    """
     accounting, arrays = Accounting(graph), graph.arrays
     taken = np.zeros(graph.num_operators)
-    np.maximum.at(taken, np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)), accounting.size[arrays.reuse])
+    np.maximum.at(
+        taken,
+        np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)),
+        accounting.size[arrays.reuse],
+    )
     own = accounting.own - taken
     results = accounting.size[np.unique(arrays.output)].sum()
     return graph.resident_bytes + int(max(own.max(initial=0.0), results))

@@ -11,7 +11,10 @@ from remat.core.solution import Solution
 
 @dataclass(frozen=True)
 class Solver(ABC):
-    """A method for solving rematerialization under a memory budget; its `repr` is its configuration."""
+    """A method for solving rematerialization under a memory budget.
+
+    Its `repr` is its configuration.
+    """
 
     @abstractmethod
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:

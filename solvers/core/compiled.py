@@ -1,8 +1,11 @@
-"""Compiles hot loops with numba where it is installed; the same code runs in plain Python where not.
+"""Compiles hot loops with numba where it is installed.
 
-numba is an optional extra (`pip install remat[fast]`). Compiled code is cached on disk beside the module, or where
-`NUMBA_CACHE_DIR` says, so only the first call on a machine waits for the compiler; where no such folder can be written to, the
-first of each process does. `NUMBA_DISABLE_JIT=1` is as if numba were not there.
+The same code runs in plain Python where not.
+
+numba is an optional extra (`pip install remat[fast]`). Compiled code is cached on disk beside the
+module, or where `NUMBA_CACHE_DIR` says, so only the first call on a machine waits for the compiler;
+where no such folder can be written to, the first of each process does. `NUMBA_DISABLE_JIT=1` is as
+if numba were not there.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-COMPILER_S = 30.0  # with less time left, what was never compiled on this machine runs in plain Python, or not at all
-IS_COMPILED = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+# with less time left, what was never compiled on this machine runs in plain Python, or not at all
+COMPILER_S = 30.0
+IS_COMPILED = importlib.util.find_spec("numba") is not None and os.environ.get(
+    "NUMBA_DISABLE_JIT", "0"
+) in ("", "0")
 _LOGGER = logging.getLogger(__name__)
 
 _is_plain = False  # while a second copy of a module is loaded
-_sources: set[Path] = set()  # files with compiled functions, and those they import from: callees come before callers
+# files with compiled functions, and those they import from: callees come before callers
+_sources: set[Path] = set()
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -38,9 +45,11 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns `function`, compiled to be called by compiled functions only, which saves half of the compiler's time.
+    """Returns `function`, compiled to be called by compiled functions only, which saves half of the
+    compiler's time.
 
-    It may not make arrays (slices are none), so references to them are not counted, which took two thirds of the annealing's time.
+    It may not make arrays (slices are none), so references to them are not counted, which took two
+    thirds of the annealing's time.
     """
     if not IS_COMPILED or _is_plain:
         return function
@@ -48,7 +57,9 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
-    """Returns what numba makes of `function`, cached on disk where numba finds a folder that can be written to."""
+    """Returns what numba makes of `function`, cached on disk where numba finds a folder that can be
+    written to.
+    """
     njit = importlib.import_module("numba").njit
     try:
         result: Callable[P, T] = njit(cache=True, **options)(function)
@@ -63,19 +74,25 @@ def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
 @cache
 def _warn_of_no_cache() -> None:
     _LOGGER.warning(
-        "no folder to keep compiled code in can be written to: each process compiles for up to %.0f s; set NUMBA_CACHE_DIR", COMPILER_S
+        "no folder to keep compiled code in can be written to: each process compiles for up "
+        "to %.0f s; set NUMBA_CACHE_DIR",
+        COMPILER_S,
     )
 
 
 def is_ready(function: Callable[P, T]) -> bool:
-    """True where calling `function` does not wait for the compiler: plain, compiled before, or cached on disk."""
+    """True where calling `function` does not wait for the compiler.
+
+    Plain, compiled before, or cached on disk.
+    """
     if not IS_COMPILED or getattr(function, "nopython_signatures", None):
         return True
     return any(path.suffix == ".nbc" for path in _cached(function))
 
 
 def in_time(function: Callable[P, T], left_s: float) -> Callable[P, T]:
-    """Returns `function`, or where `left_s` seconds are too few for the compiler, the same in plain Python: slow, but at once.
+    """Returns `function`, or where `left_s` seconds are too few for the compiler, the same in plain
+    Python: slow, but at once.
 
     All it calls that is compiled must be in its own module, which is loaded a second time.
     """
@@ -101,21 +118,42 @@ def _plain_copy(name: str) -> ModuleType:
 
 
 def _cached(function: Callable[P, T]) -> list[Path]:
-    """The files in which numba keeps what it compiled of `function`; none where it has no folder for them."""
+    """The files in which numba keeps what it compiled of `function`.
+
+    None where it has no folder for them.
+    """
     folder: str | None = function.stats.cache_path  # type: ignore[attr-defined]
-    return [] if folder is None else list(Path(folder).glob(f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"))
+    return (
+        []
+        if folder is None
+        else list(
+            Path(folder).glob(
+                f"{Path(function.__code__.co_filename).stem}.{function.__name__}-*.nb*"
+            )
+        )
+    )
 
 
 @cache
 def _files_of(path: Path) -> frozenset[Path]:
-    """A file, and those beside it that it imports from: functions, and constants, which compiled code holds."""
+    """A file, and those beside it that it imports from.
+
+    Functions, and constants, which compiled code holds.
+    """
     nodes = ast.walk(ast.parse(path.read_text()))
-    beside = (path.with_name(f"{node.module}.py") for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1)
+    beside = (
+        path.with_name(f"{node.module}.py")
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+    )
     return frozenset({path, *filter(Path.is_file, beside)})
 
 
 def _drop_stale(function: Callable[P, T]) -> None:
-    """Deletes what was compiled before a source changed: numba 0.68 looks at a function's own file alone."""
+    """Deletes what was compiled before a source changed.
+
+    Numba 0.68 looks at a function's own file alone.
+    """
     newest = max(path.stat().st_mtime for path in _sources)
     for path in _cached(function):
         if path.stat().st_mtime < newest:

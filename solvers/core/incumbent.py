@@ -1,4 +1,7 @@
-"""The state of a search for one graph and budget: best schedule, best bound, and the time that is left."""
+"""The state of a search for one graph and budget.
+
+Best schedule, best bound, and the time that is left.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,22 @@ _MOST_STARTS = 8
 
 
 class Search:
-    """The best schedule and the best bound so far; steps are offered, and kept where they are better and valid.
+    """The best schedule and the best bound so far.
 
-    Steps that don't fit are starts for a search by moves: the best of them cost little and are little above the budget.
+    Steps are offered, and kept where they are better and valid.
+
+    Steps that don't fit are starts for a search by moves: the best of them cost little and are
+    little above the budget.
     """
 
     def __init__(
-        self, graph: Graph, *, budget_bytes: int, gap: float, time_limit_s: float, progress: ProgressCallback | None = None
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        gap: float,
+        time_limit_s: float,
+        progress: ProgressCallback | None = None,
     ) -> None:
         """Starts the clock."""
         self.graph = graph
@@ -64,7 +76,9 @@ class Search:
         return self.is_proved or self.left_s <= 0
 
     def starts(self, count: int) -> list[list[int]]:
-        """Returns the best steps that were offered and did not fit, each of another cost and peak."""
+        """Returns the best steps that were offered and did not fit, each of another cost and
+        peak.
+        """
         return [steps for _, steps in self._starts[:count]]
 
     def _add_start(self, steps: Sequence[int], cost_s: float, peak_bytes: int) -> None:
@@ -75,7 +89,10 @@ class Search:
                 self._starts = sorted([*self._starts, (distance, list(steps))])[:_MOST_STARTS]
 
     def offer(self, steps: Sequence[int]) -> bool:
-        """Takes `steps` over where they fit the budget and cost less than the best; returns whether they fit."""
+        """Takes `steps` over where they fit the budget and cost less than the best.
+
+        Returns whether they fit.
+        """
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         simulation = simulate(self.graph, schedule)
         if not keeps_regions(self.graph, schedule.steps):
@@ -102,6 +119,9 @@ class Search:
 
 
 def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:
-    """True where no step leaves its region; a graph of one region, as most are, costs O(V) to tell."""
+    """True where no step leaves its region.
+
+    A graph of one region, as most are, costs O(V) to tell.
+    """
     is_one = len({op.region for op in graph.operators}) <= 1
     return is_one or not validate(graph, Schedule.from_steps(graph, list(steps)))

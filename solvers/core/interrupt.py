@@ -1,8 +1,11 @@
-"""Ctrl-C during a solve: the solve ends soon and returns the best it has; a second Ctrl-C is what it always is.
+"""Ctrl-C during a solve: the solve ends soon and returns the best it has.
 
-Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its callbacks, which are
-such instructions; compiled loops return several times a second. So the handler only takes a note, no exception comes
-from the middle of anything, and whoever searches asks for the note where he asks for the time.
+A second Ctrl-C is what it always is.
+
+Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its
+callbacks, which are such instructions; compiled loops return several times a second. So the handler
+only takes a note, no exception comes from the middle of anything, and whoever searches asks for the
+note where he asks for the time.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ _NOTE = threading.Event()  # signals belong to the process, and so does this
 def heeding_interrupts() -> Iterator[None]:
     """Turns the first Ctrl-C inside into a note, where it would have been a `KeyboardInterrupt`.
 
-    Does nothing outside of the main thread, inside another `heeding_interrupts`, and where the program has a handler of its own.
+    Does nothing outside of the main thread, inside another `heeding_interrupts`, and where the
+    program has a handler of its own.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -55,7 +59,10 @@ def is_past(deadline: float) -> bool:
 
 
 def stop_when_interrupted(solver: Any) -> None:
-    """Makes a `highspy.Highs` end at its next callback after Ctrl-C; costs nothing that can be measured."""
+    """Makes a `highspy.Highs` end at its next callback after Ctrl-C.
+
+    Costs nothing that can be measured.
+    """
 
     def stop(event: Any) -> None:
         if is_interrupted():

@@ -28,11 +28,13 @@ def forward_length(graph: Graph) -> int:
 
 
 def values_always_kept(graph: Graph) -> set[int]:
-    """Returns the values that no schedule built here drops: resident ones, and those it could not have back.
+    """Returns the values that no schedule built here drops.
 
-    The latter are all that is written by a pinned operator, by a snapshot, by an operator that writes
-    a result of the graph (a caller holds it) or a value that another region reads (a region is
-    computed again only in its own backward, so that reader would wait in vain).
+    Resident ones, and those it could not have back.
+
+    The latter are all that is written by a pinned operator, by a snapshot, by an operator that
+    writes a result of the graph (a caller holds it) or a value that another region reads (a region
+    is computed again only in its own backward, so that reader would wait in vain).
     """
     arrays, count = graph.arrays, graph.num_operators
     region = np.array([op.region for op in graph.operators], np.int64)
@@ -40,18 +42,22 @@ def values_always_kept(graph: Graph) -> set[int]:
     is_held[arrays.output] = True
     reader = np.repeat(np.arange(count), np.diff(arrays.read_start))
     is_held[arrays.read[region[reader] != region[arrays.producer[arrays.read]]]] = True
-    is_once = np.append(arrays.is_pinned | arrays.is_snapshot, True)  # the last is for what no operator writes
+    # the last is for what no operator writes
+    is_once = np.append(arrays.is_pinned | arrays.is_snapshot, True)
     is_once[arrays.producer[is_held]] = True
     return set(np.flatnonzero(is_once[arrays.producer]).tolist())
 
 
-def steps_on_demand(graph: Graph, kept: Collection[int], *, later: Mapping[int, Collection[int]] | None = None) -> list[int]:
+def steps_on_demand(
+    graph: Graph, kept: Collection[int], *, later: Mapping[int, Collection[int]] | None = None
+) -> list[int]:
     """Returns the steps that keep only `kept` over the forward's end and recompute the rest.
 
     Args:
         graph: any graph; without phases the forward's end is inferred (`forward_length`).
         kept: values to keep, besides those of `values_always_kept`.
-        later: by operator of the backward, what of the values written before it to keep when it is reached.
+        later: by operator of the backward, what of the values written before it to keep when it is
+            reached.
 
     Each backward operator first has what it reads computed again, depth first; a recomputed value
     is held to its last use, so it is computed at most twice in all. Complexity: O(E).
@@ -65,7 +71,9 @@ def steps_on_demand(graph: Graph, kept: Collection[int], *, later: Mapping[int, 
     for index in range(boundary, graph.num_operators):
         if later is not None and index in later and index > boundary:
             stays = always.union(later[index])
-            is_available = [is_there and value in stays for value, is_there in enumerate(is_available)]
+            is_available = [
+                is_there and value in stays for value, is_there in enumerate(is_available)
+            ]
         operator = graph.operators[index]
         for value in operator.reads:
             if not is_available[value]:

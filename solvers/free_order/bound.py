@@ -1,19 +1,21 @@
 """Lower bounds that hold in every order: what the dependencies alone force to be in memory at once.
 
-Let v be an operator, t the step of its first computation, and i a value whose producer comes before v and which an
-operator after v reads, whatever the order (both through the dependencies, and with the forward before the backward).
-The reader's first computation is after t, so i is held across t, or computed again after t. With h = 1 where a value is
-held across t, r = 1 where an operator before v is computed after t, x = 1 where an operator is computed twice or more:
+Let v be an operator, t the step of its first computation, and i a value whose producer comes before
+v and which an operator after v reads, whatever the order (both through the dependencies, and with
+the forward before the backward). The reader's first computation is after t, so i is held across t,
+or computed again after t. With h = 1 where a value is held across t, r = 1 where an operator before
+v is computed after t, x = 1 where an operator is computed twice or more:
 
     min  sum_j c_j (1 + x_j)
          h[v, i] + r[v, producer of i] >= 1                       i forced: a reader comes after v
-         r[v, j] <= h[v, p] + r[v, producer of p]                 each value p that j reads: it is held, or computed again
-         own(v) + sum_{i not read by v} m_i h[v, i] <= B          v runs, with its reads, writes and workspace
-         r[v, j] <= x_j
+         r[v, j] <= h[v, p] + r[v, producer of p]                 each value p that j reads: it is
+         held, or computed again own(v) + sum_{i not read by v} m_i h[v, i] <= B          v runs,
+         with its reads, writes and workspace r[v, j] <= x_j
 
-Every schedule within B gives a point that costs no more, whatever its order: the optimum, and any dual bound, bounds
-them all, and a program without a point proves that nothing fits. It is stated for a few operators v at once, those that
-force the most. Weak where a graph is wide: what may be computed late is not forced to lie anywhere.
+Every schedule within B gives a point that costs no more, whatever its order: the optimum, and any
+dual bound, bounds them all, and a program without a point proves that nothing fits. It is stated
+for a few operators v at once, those that force the most. Weak where a graph is wide: what may be
+computed late is not forced to lie anywhere.
 
 B is enlarged by 1e-6 and the bound lowered by as much against the tolerances of the LP solver.
 """
@@ -50,7 +52,9 @@ class ForcedMemory:
 
     @cached_property
     def own(self) -> Floats:
-        """Bytes of each operator's reads, writes and workspace, less what it may save by working in place."""
+        """Bytes of each operator's reads, writes and workspace, less what it may save by working in
+        place.
+        """
         arrays, own = self.graph.arrays, self.accounting.own.copy()
         for v in range(self.graph.num_operators):
             candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
@@ -92,7 +96,9 @@ class ForcedMemory:
         return self._mask(self._ancestors[v])
 
     def forced(self, v: int) -> Bools:
-        """The values that are held across the first computation of `v`, or computed again after it."""
+        """The values that are held across the first computation of `v`, or computed again after
+        it.
+        """
         arrays, before, after = self.graph.arrays, self.before(v), self._mask(self._descendants[v])
         is_read_after = np.zeros(len(arrays.size_bytes), np.bool_)
         is_read_after[arrays.read[after[self.accounting.reader]]] = True
@@ -106,22 +112,31 @@ class ForcedMemory:
         return size
 
     def moments(self, room: int) -> list[int]:
-        """A few operators that force more than `room`, the most forcing one first, the others spread over the graph."""
+        """A few operators that force more than `room`, the most forcing one first, the others
+        spread over the graph.
+        """
         count = self.graph.num_operators
-        candidates = np.unique(np.linspace(0, count - 1, min(count, _MOST_CANDIDATES)).astype(np.int64))
+        candidates = np.unique(
+            np.linspace(0, count - 1, min(count, _MOST_CANDIDATES)).astype(np.int64)
+        )
         if 0 < self.graph.num_forward < count:
             candidates = np.union1d(candidates, [self.graph.num_forward])
         needed = np.array([self.own[v] + self.beside(v)[self.forced(v)].sum() for v in candidates])
         over = candidates[needed > room]
         if len(over) == 0:
             return []
-        spread = over[np.linspace(0, len(over) - 1, min(len(over), _NUM_MOMENTS - 1)).astype(np.int64)]
+        spread = over[
+            np.linspace(0, len(over) - 1, min(len(over), _NUM_MOMENTS - 1)).astype(np.int64)
+        ]
         most = int(candidates[int(np.argmax(needed))])
         return [most, *(int(v) for v in np.unique(spread) if v != most)]
 
 
 def order_bound_s(graph: Graph, budget_bytes: int, *, time_limit_s: float) -> float:
-    """A lower bound on the cost of every schedule in any order within the budget; `inf` where it proves that none fits."""
+    """A lower bound on the cost of every schedule in any order within the budget.
+
+    `inf` where it proves that none fits.
+    """
     if graph.num_operators == 0:
         return graph.cost_s if graph.resident_bytes <= budget_bytes else math.inf
     forced, room = ForcedMemory(graph), budget_bytes - graph.resident_bytes
@@ -129,7 +144,9 @@ def order_bound_s(graph: Graph, budget_bytes: int, *, time_limit_s: float) -> fl
         return math.inf
     bound_s, moments = graph.cost_s, forced.moments(room)
     for chosen in (moments[:1], moments) if moments else ():
-        outcome = _program(forced, chosen, room).minimise(is_relaxed=False, time_limit_s=time_limit_s / 2, relative_gap=1e-4)
+        outcome = _program(forced, chosen, room).minimise(
+            is_relaxed=False, time_limit_s=time_limit_s / 2, relative_gap=1e-4
+        )
         bound_s = max(bound_s, _in_seconds(graph, outcome))
     return bound_s
 
@@ -152,10 +169,16 @@ def _add_moment(forced: ForcedMemory, program: Program, v: int, twice: Ints, roo
     held[values] = program.add_columns(np.zeros(len(values)))
     again[operators] = program.add_columns(np.zeros(len(operators)))
     needed = np.flatnonzero(forced.forced(v))
-    program.add_rows(np.stack([held[needed], again[arrays.producer[needed]]], axis=1), (1.0, 1.0), lower=1.0)
+    program.add_rows(
+        np.stack([held[needed], again[arrays.producer[needed]]], axis=1), (1.0, 1.0), lower=1.0
+    )
     is_again = again[forced.accounting.reader] >= 0
     read, reader = arrays.read[is_again], forced.accounting.reader[is_again]
-    program.add_rows(np.stack([again[reader], held[read], again[arrays.producer[read]]], axis=1), (1.0, -1.0, -1.0), upper=0.0)
+    program.add_rows(
+        np.stack([again[reader], held[read], again[arrays.producer[read]]], axis=1),
+        (1.0, -1.0, -1.0),
+        upper=0.0,
+    )
     program.add_rows(np.stack([again[operators], twice[operators]], axis=1), (1.0, -1.0), upper=0.0)
     weighty = values[forced.beside(v)[values] > 0]
     left = (1 + _SLACK) - forced.own[v] / room

@@ -1,14 +1,19 @@
 """Annealing on the sequence where first computations may move too.
 
-The moves of `annealing` add, remove and move recomputations. Here first computations move, and what has to move with
-them; `lower` and `upper` of an operator are the slots between which its first computation may be:
+The moves of `annealing` add, remove and move recomputations. Here first computations move, and what
+has to move with them; `lower` and `upper` of an operator are the slots between which its first
+computation may be:
 
-- advance: an operator to an earlier slot, and before it those of its ancestors that are behind that slot
-- defer: an operator to a later slot, and behind it those of its descendants that are before that slot
-- follow: after either, operators that waited for the moved one, or that only it waits for, come along with some chance
+- advance: an operator to an earlier slot, and before it those of its ancestors that are behind that
+  slot
+- defer: an operator to a later slot, and behind it those of its descendants that are before that
+  slot
+- follow: after either, operators that waited for the moved one, or that only it waits for, come
+  along with some chance
 
-A move of a first computation is an insertion and a removal (`timeline`), so it works for operators that are computed
-again, and may make a recomputation the first. Complexity: O(degree * times + changed slots) an operator moved.
+A move of a first computation is an insertion and a removal (`timeline`), so it works for operators
+that are computed again, and may make a recomputation the first. Complexity: O(degree * times +
+changed slots) an operator moved.
 """
 
 from __future__ import annotations
@@ -18,11 +23,23 @@ import numpy as np
 from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.compiled import compiled, inner
 from remat.solvers.search.annealing import change, do_insert, do_remove, draw, pick
-from remat.solvers.search.sequence import MAX_TIMES, OVER, PRODUCER, READ_FROM, READ_TO, ROOM, SLOT, SPACING, TIMES, WHERE
+from remat.solvers.search.sequence import (
+    MAX_TIMES,
+    OVER,
+    PRODUCER,
+    READ_FROM,
+    READ_TO,
+    ROOM,
+    SLOT,
+    SPACING,
+    TIMES,
+    WHERE,
+)
 from remat.solvers.search.timeline import computed_before, held, insert, remove
 
 MAX_CHANGES = 256
-# columns of `rules`: the operators computed before, those after (places in `relations`), and whether it stays
+# columns of `rules`: the operators computed before, those after (places in `relations`), and
+# whether it stays
 EARLIER_FROM, EARLIER_TO, LATER_FROM, LATER_TO, FIXED = range(5)
 _MOST = 40  # operators that a move takes along
 _SEARCHED = 400  # slots looked through for empty ones
@@ -48,14 +65,25 @@ def upper(operators: Ints, rules: Ints, relations: Ints, op: int) -> int:
 
 @inner
 def may_move(operators: Ints, rules: Ints, op: int) -> bool:
-    """True where the first computation of `op` may change its slot; `insert` needs slots not below the number of times."""
+    """True where the first computation of `op` may change its slot.
+
+    `insert` needs slots not below the number of times.
+    """
     times = operators[op, TIMES]
     return bool(rules[op, FIXED] == 0 and times < MAX_TIMES and times <= operators[op, WHERE])
 
 
 @inner
 def relocate(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, place: int, journal: Ints
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    op: int,
+    place: int,
+    journal: Ints,
 ) -> None:
     """Moves the first computation of `op` to the empty slot `place`."""
     q = operators[op, WHERE]
@@ -64,10 +92,15 @@ def relocate(
 
 
 @inner
-def collect(operators: Ints, rules: Ints, relations: Ints, op: int, q: int, sign: int, group: Ints) -> int:
-    """Fills `group` with `op` and what is on the wrong side of `q`, in order; returns how many, 0 where it can't be.
+def collect(
+    operators: Ints, rules: Ints, relations: Ints, op: int, q: int, sign: int, group: Ints
+) -> int:
+    """Fills `group` with `op` and what is on the wrong side of `q`, in order.
 
-    With `sign` -1 these are ancestors first computed behind `q`, with +1 descendants first computed before it.
+    Returns how many, 0 where it can't be.
+
+    With `sign` -1 these are ancestors first computed behind `q`, with +1 descendants first computed
+    before it.
     """
     count, done = 1, 0
     group[0] = op
@@ -121,7 +154,11 @@ def transfer(
         return False
     # empty slots from `q` on outwards; those of an ancestor lie before its descendant's
     found, place = 0, q
-    while found < count and 0 < place < operators[len(operators) - 1, WHERE] and abs(place - q) < _SEARCHED:
+    while (
+        found < count
+        and 0 < place < operators[len(operators) - 1, WHERE]
+        and abs(place - q) < _SEARCHED
+    ):
         if slots[SLOT, place] < 0:
             group[_MOST + found] = place
             found += 1
@@ -133,7 +170,11 @@ def transfer(
         member = group[i] if sign < 0 else group[count - 1 - i]
         place = group[_MOST + count - 1 - i]
         first = operators[member, WHERE]
-        is_inside = lower(operators, rules, relations, member) < place < upper(operators, rules, relations, member)
+        is_inside = (
+            lower(operators, rules, relations, member)
+            < place
+            < upper(operators, rules, relations, member)
+        )
         if sign * (place - first) <= 0 or not is_inside or place < operators[member, TIMES]:
             take_back(values, operators, links, slots, sums, costs, journal, before)
             return False
@@ -142,7 +183,16 @@ def transfer(
 
 
 @inner
-def take_back(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, journal: Ints, count: int) -> None:
+def take_back(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    journal: Ints,
+    count: int,
+) -> None:
     """Undoes all but the first `count` changes of the journal."""
     while journal[0, 0] > count:
         op, q = journal[journal[0, 0], 0], journal[journal[0, 0], 1]
@@ -168,7 +218,9 @@ def follow(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Moves next to each moved operator those that waited for it (-1: it came earlier) or were there for it alone (+1)."""
+    """Moves next to each moved operator those that waited for it (-1: it came earlier) or were
+    there for it alone (+1).
+    """
     done = 0
     column = LATER_FROM if sign < 0 else EARLIER_FROM
     while done < journal[0, 0] < MAX_CHANGES - 8:
@@ -180,19 +232,36 @@ def follow(
             other = relations[k]
             if journal[0, 0] >= MAX_CHANGES - 8 or not may_move(operators, rules, other):
                 continue
-            low, high = lower(operators, rules, relations, other), upper(operators, rules, relations, other)
+            low, high = (
+                lower(operators, rules, relations, other),
+                upper(operators, rules, relations, other),
+            )
             if (low if sign < 0 else high) != q or draw(draws, journal) >= chance:
                 continue
             place = q - sign
             while low < place < high and slots[SLOT, place] >= 0:
                 place -= sign
-            if low < place < high and sign * (place - operators[other, WHERE]) > 0 and place >= operators[other, TIMES]:
+            if (
+                low < place < high
+                and sign * (place - operators[other, WHERE]) > 0
+                and place >= operators[other, TIMES]
+            ):
                 relocate(values, operators, links, slots, sums, costs, other, place, journal)
 
 
 @inner
-def aimed_slot(operators: Ints, links: Ints, values: Ints, slots: Ints, sums: Ints, draws: Floats, journal: Ints) -> tuple[int, int]:
-    """An operator, and a slot over the budget that it can make lighter by being on its other side; (-1, -1) if none is met."""
+def aimed_slot(
+    operators: Ints,
+    links: Ints,
+    values: Ints,
+    slots: Ints,
+    sums: Ints,
+    draws: Floats,
+    journal: Ints,
+) -> tuple[int, int]:
+    """An operator, and a slot over the budget that it can make lighter by being on its other side;
+    (-1, -1) if none is met.
+    """
     capacity, over = slots.shape[1], -1
     for _ in range(40):
         q = pick(draws, journal, capacity)
@@ -204,13 +273,23 @@ def aimed_slot(operators: Ints, links: Ints, values: Ints, slots: Ints, sums: In
     for _ in range(40):
         q = over + 1 + pick(draws, journal, capacity - over - 1) if over < capacity - 1 else over
         op = slots[SLOT, q]
-        if op < 0 or operators[op, READ_FROM] == operators[op, READ_TO] or operators[op, WHERE] != q:
+        if (
+            op < 0
+            or operators[op, READ_FROM] == operators[op, READ_TO]
+            or operators[op, WHERE] != q
+        ):
             continue
-        value = links[operators[op, READ_FROM] + pick(draws, journal, operators[op, READ_TO] - operators[op, READ_FROM])]
+        value = links[
+            operators[op, READ_FROM]
+            + pick(draws, journal, operators[op, READ_TO] - operators[op, READ_FROM])
+        ]
         p = values[value, PRODUCER]
         begin = computed_before(operators, p, q)
-        if begin < over:  # the value lies across the slot: its reader comes earlier, or it comes later
-            is_reader = op < len(operators) - 1 and (begin != operators[p, WHERE] or draw(draws, journal) < 0.5)
+        # the value lies across the slot: its reader comes earlier, or it comes later
+        if begin < over:
+            is_reader = op < len(operators) - 1 and (
+                begin != operators[p, WHERE] or draw(draws, journal) < 0.5
+            )
             return (op, over) if is_reader else (p, over)
     return -1, -1
 
@@ -237,7 +316,11 @@ def reorder(
         op = pick(draws, journal, len(operators) - 1)
         first = operators[op, WHERE]
         if r < 0.5:
-            target = lower(operators, rules, relations, op) + 1 if r < 0.4 else upper(operators, rules, relations, op) - 1
+            target = (
+                lower(operators, rules, relations, op) + 1
+                if r < 0.4
+                else upper(operators, rules, relations, op) - 1
+            )
         else:
             reach = 2.0 ** (1.0 + np.log2(slots.shape[1]) * draw(draws, journal))
             target = first + int(reach * (1.0 if draw(draws, journal) < 0.5 else -1.0))
@@ -246,8 +329,37 @@ def reorder(
         return
     sign = -1 if target < operators[op, WHERE] else 1
     chance = min(max(1.5 * draw(draws, journal) - 0.4, 0.0), 1.0)
-    if transfer(values, operators, links, slots, sums, costs, rules, relations, op, target, group, journal) and chance > 0:
-        follow(values, operators, links, slots, sums, costs, rules, relations, sign, chance, draws, journal)
+    if (
+        transfer(
+            values,
+            operators,
+            links,
+            slots,
+            sums,
+            costs,
+            rules,
+            relations,
+            op,
+            target,
+            group,
+            journal,
+        )
+        and chance > 0
+    ):
+        follow(
+            values,
+            operators,
+            links,
+            slots,
+            sums,
+            costs,
+            rules,
+            relations,
+            sign,
+            chance,
+            draws,
+            journal,
+        )
 
 
 @compiled
@@ -270,7 +382,10 @@ def anneal_free(
     best_slot: Ints,
     best: Floats,
 ) -> None:
-    """Runs `iterations` moves, each with `order_chance` one of first computations; see `local_search.anneal` for the rest."""
+    """Runs `iterations` moves, each with `order_chance` one of first computations.
+
+    See `local_search.anneal` for the rest.
+    """
     journal = np.zeros((MAX_CHANGES, 2), np.int64)
     group = np.zeros(2 * _MOST, np.int64)
     per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))
@@ -280,7 +395,19 @@ def anneal_free(
         temperature = hot * (cold / hot) ** (step / iterations)
         journal[0, 0] = 0
         if draw(draws, journal) < order_chance:
-            reorder(values, operators, links, slots, sums, costs, rules, relations, group, draws, journal)
+            reorder(
+                values,
+                operators,
+                links,
+                slots,
+                sums,
+                costs,
+                rules,
+                relations,
+                group,
+                draws,
+                journal,
+            )
         else:
             change(values, operators, links, slots, sums, costs, draws, journal)
         if journal[0, 0] > 0:

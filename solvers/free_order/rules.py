@@ -3,15 +3,16 @@
 First computations of a free-order schedule may come in any order in which
 
 - an operator follows those whose values it reads;
-- the forward comes before the backward, and a compiled piece (a run of operators of one region and phase) before the
-  next; with several pieces the first and the last operator of each stay its first and last, so that the places in
-  which a region may be computed again stay where they are;
-- operators with effects keep their order among one another: those that are pinned, and those that read a snapshot (they
-  draw random numbers, or read a buffer that is changed);
-- the readers of a resident value, and of copies of it, stay on their side of a pinned operator that reads it too: it may
-  change the value.
+- the forward comes before the backward, and a compiled piece (a run of operators of one region and
+  phase) before the next; with several pieces the first and the last operator of each stay its first
+  and last, so that the places in which a region may be computed again stay where they are;
+- operators with effects keep their order among one another: those that are pinned, and those that
+  read a snapshot (they draw random numbers, or read a buffer that is changed);
+- the readers of a resident value, and of copies of it, stay on their side of a pinned operator that
+  reads it too: it may change the value.
 
-The graph names no effects, only pinned operators, so these rules are stricter than what a step needs.
+The graph names no effects, only pinned operators, so these rules are stricter than what a step
+needs.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from remat.solvers.core.accounting import Bools, Ints
 class OrderRules:
     """The rules as lists in CSR form, one row an operator, without repetition.
 
-    Where a graph has a forward and a backward in one region there is one more row, the mark between them.
+    Where a graph has a forward and a backward in one region there is one more row, the mark between
+    them.
 
     Attributes:
         earlier_start, earlier: the operators first computed before each.
         later_start, later: the operators first computed after each.
-        is_fixed: the mark, and the operators that the pieces of several regions begin and end with, which keep their places.
+        is_fixed: the mark, and the operators that the pieces of several regions begin and end with,
+            which keep their places.
     """
 
     earlier_start: Ints
@@ -89,7 +92,11 @@ def _keep_pieces(pieces: list[range], before: list[set[int]]) -> None:
 
 def _keep_effects(graph: Graph, before: list[set[int]]) -> None:
     of_snapshot = {value for op in graph.operators if op.is_snapshot for value in op.writes}
-    effects = [i for i, op in enumerate(graph.operators) if op.pinned or not of_snapshot.isdisjoint(op.reads)]
+    effects = [
+        i
+        for i, op in enumerate(graph.operators)
+        if op.pinned or not of_snapshot.isdisjoint(op.reads)
+    ]
     for one, following in pairwise(effects):
         before[following].add(one)
     users = graph.users_of
@@ -98,7 +105,12 @@ def _keep_effects(graph: Graph, before: list[set[int]]) -> None:
         for value in op.reads if op.pinned and not op.is_snapshot else ():
             if not graph.values[value].is_resident:
                 continue
-            copies = [w for user in users[value] if graph.operators[user].pinned for w in graph.operators[user].writes]
+            copies = [
+                w
+                for user in users[value]
+                if graph.operators[user].pinned
+                for w in graph.operators[user].writes
+            ]
             for reader in {*users[value], *(u for w in copies for u in users[w])}:
                 if reader < index:
                     before[index].add(reader)

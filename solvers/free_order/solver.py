@@ -1,17 +1,23 @@
-"""Free order: first computations may be reordered too, which often saves the memory that recomputing would have to.
+"""Free order: first computations may be reordered too, which often saves the memory that
+recomputing would have to.
 
-Other names: joint operator ordering and rematerialization; without recomputation, the register-allocation or minimum
-peak memory ordering problem, NP-hard already (Sethi, 1975). Annealing on sequences with free order: FastSA (2023).
+Other names: joint operator ordering and rematerialization; without recomputation, the
+register-allocation or minimum peak memory ordering problem, NP-hard already (Sethi, 1975).
+Annealing on sequences with free order: FastSA (2023).
 
-1. Keeping everything in the graph's order, where it fits: optimal. A budget below a working set, or below what the
-   dependencies force (`bound`): proved infeasible. The same gives a lower bound that holds in every order.
-2. Annealing of the order alone (`moves`). Where it fits the budget, nothing is computed twice: optimal.
-3. Annealing of order and recomputations together, in rounds; the second starts from the schedule that `Auto` finds in the
-   graph's order in a third of the time that is left. A few rounds without progress are the last.
+1. Keeping everything in the graph's order, where it fits: optimal. A budget below a working set, or
+   below what the dependencies force (`bound`): proved infeasible. The same gives a lower bound that
+   holds in every order.
+2. Annealing of the order alone (`moves`). Where it fits the budget, nothing is computed twice:
+   optimal.
+3. Annealing of order and recomputations together, in rounds; the second starts from the schedule
+   that `Auto` finds in the graph's order in a third of the time that is left. A few rounds without
+   progress are the last.
 
-What may be reordered is in `rules`; the bound asks for less (dependencies, forward before backward), so it holds for
-the rules too. Imperfections: the bound is the keep-all cost where graphs are wide. Rewriting a traced step (`remat.wrap`)
-refuses schedules that leave the graph's order; this is for plain graphs, and for seeing what another order would save.
+What may be reordered is in `rules`; the bound asks for less (dependencies, forward before
+backward), so it holds for the rules too. Imperfections: the bound is the keep-all cost where graphs
+are wide. Rewriting a traced step (`remat.wrap`) refuses schedules that leave the graph's order;
+this is for plain graphs, and for seeing what another order would save.
 """
 
 from __future__ import annotations
@@ -36,7 +42,14 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.progress import Progress
 from remat.solvers.free_order.bound import order_bound_s
-from remat.solvers.free_order.moves import EARLIER_FROM, EARLIER_TO, FIXED, LATER_FROM, LATER_TO, anneal_free
+from remat.solvers.free_order.moves import (
+    EARLIER_FROM,
+    EARLIER_TO,
+    FIXED,
+    LATER_FROM,
+    LATER_TO,
+    anneal_free,
+)
 from remat.solvers.free_order.rules import OrderRules, order_rules
 from remat.solvers.search.sequence import SLOT, SPAN, pack, steps_of
 from remat.solvers.search.timeline import lay_out
@@ -77,11 +90,20 @@ class FreeOrder(Solver):
 
     def __post_init__(self) -> None:
         if not (self.gap >= 0 and self.time_limit_s > 0):
-            raise ValueError(f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap >= 0 and a time limit > 0")
+            raise ValueError(
+                f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
+                ">= 0 and a time limit > 0"
+            )
 
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the best schedule found in any order, with a bound for every order."""
-        search = FreeSearch(graph, budget_bytes=budget_bytes, gap=self.gap, time_limit_s=self.time_limit_s, progress=self.progress)
+        search = FreeSearch(
+            graph,
+            budget_bytes=budget_bytes,
+            gap=self.gap,
+            time_limit_s=self.time_limit_s,
+            progress=self.progress,
+        )
         search.offer(range(graph.num_operators))
         with heeding_interrupts():
             if not search.is_over:
@@ -107,17 +129,29 @@ class FreeOrder(Solver):
     def _without_schedule(self, search: Search, status: Status) -> Solution:
         bound_s = search.bound_s
         return Solution.without_schedule(
-            search.graph, search.budget_bytes, status, solver=repr(self), wall_s=search.elapsed_s, lower_bound_s=bound_s
+            search.graph,
+            search.budget_bytes,
+            status,
+            solver=repr(self),
+            wall_s=search.elapsed_s,
+            lower_bound_s=bound_s,
         )
 
     def _anneal(self, search: FreeSearch) -> None:
         local = OrderSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
         if not local.is_ready and search.left_s < COMPILER_S:
-            _LOGGER.warning("no annealing: compiling it takes up to %.0f s once, and %.1f s are left", COMPILER_S, search.left_s)
+            _LOGGER.warning(
+                "no annealing: compiling it takes up to %.0f s once, and %.1f s are left",
+                COMPILER_S,
+                search.left_s,
+            )
             self._offer_fixed_order(search, search.left_s)
             return
         count = search.graph.num_operators
-        order_moves, mixed_moves = (min(max(each * count, _LEAST_MOVES), _MOST_MOVES) for each in (_ORDER_MOVES, _MIXED_MOVES))
+        order_moves, mixed_moves = (
+            min(max(each * count, _LEAST_MOVES), _MOST_MOVES)
+            for each in (_ORDER_MOVES, _MIXED_MOVES)
+        )
         start = np.arange(count)
         reordered = local.run(start, OrderRound(order_moves, 1.0, _ORDER_HOT, _ORDER_COLD), search)
         stagnant = 0
@@ -126,12 +160,19 @@ class FreeOrder(Solver):
                 return
             before_s = math.inf if search.cost_s is None else search.cost_s
             start = self._start(search, index, reordered)
-            local.run(start, OrderRound(mixed_moves, _ORDER_CHANCE, _HOT[index % len(_HOT)], _COLD), search)
+            local.run(
+                start,
+                OrderRound(mixed_moves, _ORDER_CHANCE, _HOT[index % len(_HOT)], _COLD),
+                search,
+            )
             has_progress = search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS)
             stagnant = 0 if has_progress else stagnant + 1
 
     def _start(self, search: FreeSearch, index: int, reordered: Ints) -> Ints:
-        """What a mixed round starts from: the order found alone and the fixed-order schedule, then the best."""
+        """What a mixed round starts from.
+
+        The order found alone and the fixed-order schedule, then the best.
+        """
         fixed = self._offer_fixed_order(search, _AUTO_SHARE * search.left_s) if index == 1 else None
         if fixed is not None:
             return fixed
@@ -151,7 +192,10 @@ class FreeSearch(Search):
     """A search whose schedules may leave the graph's order."""
 
     def offer(self, steps: Sequence[int]) -> bool:
-        """Takes `steps` over where they are valid in free order, fit and cost less; returns whether they fit."""
+        """Takes `steps` over where they are valid in free order, fit and cost less.
+
+        Returns whether they fit.
+        """
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         if validate(self.graph, schedule, budget_bytes=self.budget_bytes, is_free_order=True):
             return False
@@ -164,7 +208,10 @@ class FreeSearch(Search):
 
 @dataclass(frozen=True)
 class OrderRound:
-    """How one run of the annealing goes: moves tried, the share that reorder, first and last temperature (of the keep-all cost)."""
+    """How one run of the annealing goes.
+
+    Moves tried, the share that reorder, first and last temperature (of the keep-all cost).
+    """
 
     iterations: int
     order_chance: float
@@ -183,29 +230,46 @@ class OrderSearch:
         rules = order_rules(graph)
         self.has_mark = len(rules.is_fixed) > graph.num_operators
         self.rules, self.relations = _pack_rules(rules)
-        self.state = pack(_with_mark(graph) if self.has_mark else graph, room=budget_bytes - graph.resident_bytes)
-        if len({op.region for op in graph.operators}) <= 1:  # no operator begins the region: each only follows itself
+        self.state = pack(
+            _with_mark(graph) if self.has_mark else graph, room=budget_bytes - graph.resident_bytes
+        )
+        # no operator begins the region: each only follows itself
+        if len({op.region for op in graph.operators}) <= 1:
             operators = self.state.operators[:-1]
             operators[:, SPAN] = operators[:, SPAN + 2] = np.arange(len(operators))
 
     @property
     def is_ready(self) -> bool:
-        """True where a round does not wait for the compiler first, some 20 seconds, once a machine."""
+        """True where a round does not wait for the compiler first, some 20 seconds, once a
+        machine.
+        """
         return is_ready(anneal_free)
 
     def run(self, steps: Ints, round_: OrderRound, search: FreeSearch) -> Ints:
-        """Anneals from `steps` until the round or the search is over, offers what is better, and returns the last state."""
-        chunk = max(_CHUNK * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100)
+        """Anneals from `steps` until the round or the search is over, offers what is better, and
+        returns the last state.
+        """
+        chunk = max(
+            _CHUNK * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100
+        )
         num_chunks = max(1, -(-round_.iterations // chunk))
-        current, count, end = self._marked(np.asarray(steps, np.int64)), self.graph.num_operators, len(self.state.operators) - 1
+        current, count, end = (
+            self._marked(np.asarray(steps, np.int64)),
+            self.graph.num_operators,
+            len(self.state.operators) - 1,
+        )
         for index in range(num_chunks):
             state = lay_out(self.state, current)
             best_slot = state.slots[SLOT].copy()
             best = np.array([math.inf if search.cost_s is None else search.cost_s, math.inf])
-            hot, cold = (round_.hot * (round_.cold / round_.hot) ** (i / num_chunks) for i in (index, index + 1))
+            hot, cold = (
+                round_.hot * (round_.cold / round_.hot) ** (i / num_chunks)
+                for i in (index, index + 1)
+            )
             moves = min(chunk, round_.iterations - index * chunk)
             anneal_free(
-                *state, self.rules, self.relations, self.random.random(_NUM_DRAWS), moves, round_.order_chance, hot, cold,
+                *state, self.rules, self.relations, self.random.random(_NUM_DRAWS), moves,
+                round_.order_chance, hot, cold,
                 self.graph.cost_s or 1.0, self.weight, best_slot, best,
             )  # fmt: skip
             if search.cost_s is None or best[0] < search.cost_s:
@@ -220,12 +284,26 @@ class OrderSearch:
         """The steps with the mark before the backward, where there is one."""
         if not self.has_mark:
             return steps
-        return np.asarray(np.insert(steps, int(np.argmax(self.graph.arrays.is_backward[steps])), self.graph.num_operators), np.int64)
+        return np.asarray(
+            np.insert(
+                steps,
+                int(np.argmax(self.graph.arrays.is_backward[steps])),
+                self.graph.num_operators,
+            ),
+            np.int64,
+        )
 
 
 def _with_mark(graph: Graph) -> Graph:
     """The graph with one more operator, which computes nothing: the end of the forward."""
-    mark = Operator(" end of the forward", 0.0, (), (), region=graph.operators[0].region, pinned="it is no computation")
+    mark = Operator(
+        " end of the forward",
+        0.0,
+        (),
+        (),
+        region=graph.operators[0].region,
+        pinned="it is no computation",
+    )
     return replace(graph, operators=(*graph.operators, mark))
 
 
@@ -233,7 +311,10 @@ def _pack_rules(rules: OrderRules) -> tuple[Ints, Ints]:
     """The order rules as two arrays: where each operator's lists are, and the lists."""
     count = len(rules.is_fixed)
     packed = np.zeros((count + 1, 5), np.int64)
-    packed[:count, EARLIER_FROM], packed[:count, EARLIER_TO] = rules.earlier_start[:-1], rules.earlier_start[1:]
+    packed[:count, EARLIER_FROM], packed[:count, EARLIER_TO] = (
+        rules.earlier_start[:-1],
+        rules.earlier_start[1:],
+    )
     packed[:count, LATER_FROM] = rules.later_start[:-1] + len(rules.earlier)
     packed[:count, LATER_TO] = rules.later_start[1:] + len(rules.earlier)
     packed[:count, FIXED] = rules.is_fixed

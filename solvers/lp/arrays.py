@@ -1,4 +1,6 @@
-"""A mixed-integer program as plain arrays, and the constants that stand in the place of a column."""
+"""A mixed-integer program as plain arrays, and the constants that stand in the place of a
+column.
+"""
 
 from __future__ import annotations
 

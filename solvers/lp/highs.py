@@ -1,4 +1,7 @@
-"""HiGHS behind the stage models: arrays in, points and a dual bound out, safe against its tolerances (`safe_bound`)."""
+"""HiGHS behind the stage models.
+
+Arrays in, points and a dual bound out, safe against its tolerances (`safe_bound`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from numpy.typing import NDArray
 from remat.core.errors import SolverError
 from remat.solvers.core.interrupt import stop_when_interrupted
 from remat.solvers.lp.arrays import ModelArrays
-from remat.solvers.lp.safe_bound import LinearProgram, branching_margin, proves_infeasible, safe_bound
+from remat.solvers.lp.safe_bound import (
+    LinearProgram,
+    branching_margin,
+    proves_infeasible,
+    safe_bound,
+)
 
 Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
 _MAX_POINTS = 20
@@ -38,9 +46,18 @@ class Backend(Protocol):
     """A MILP solver."""
 
     def minimise(
-        self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
+        self,
+        model: ModelArrays,
+        *,
+        gap: float,
+        time_limit_s: float,
+        start: NDArray[np.float64] | None = None,
+        report: Report | None = None,
     ) -> Answer:
-        """Returns an answer within `gap` (a fraction) or `time_limit_s`; `start` may have NaN where it says nothing."""
+        """Returns an answer within `gap` (a fraction) or `time_limit_s`.
+
+        `start` may have NaN where it says nothing.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,13 @@ class Highs:
     tolerance: float = 1e-6
 
     def minimise(
-        self, model: ModelArrays, *, gap: float, time_limit_s: float, start: NDArray[np.float64] | None = None, report: Report | None = None
+        self,
+        model: ModelArrays,
+        *,
+        gap: float,
+        time_limit_s: float,
+        start: NDArray[np.float64] | None = None,
+        report: Report | None = None,
     ) -> Answer:
         """Returns HiGHS's best points and its dual bound, never its objective, as the bound."""
         if len(model.cost) == 0:
@@ -74,7 +97,10 @@ class Highs:
             solver.setSolution(len(known), known.astype(np.int32), start[known])
         _run(highspy, solver)
         status, info = solver.getModelStatus(), solver.getInfo()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        if status in (
+            highspy.HighsModelStatus.kInfeasible,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        ):
             return Answer(math.inf, (), True)
         is_finished = status == highspy.HighsModelStatus.kOptimal
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
@@ -84,7 +110,10 @@ class Highs:
         return Answer(bound, tuple(point for _, point in ranked), is_finished)
 
     def _bound(self, solver: Any, model: ModelArrays, best: float) -> float:
-        """Returns the dual bound; columns without an upper bound are costs, and stay below the best point's."""
+        """Returns the dual bound.
+
+        Columns without an upper bound are costs, and stay below the best point's.
+        """
         if not model.is_integer.any():
             return _dual_bound(solver, model)
         largest = max(best - model.offset, 1.0)
@@ -100,7 +129,10 @@ class Highs:
         _pass(highspy, solver, model, is_relaxed=True)
         _run(highspy, solver)
         status = solver.getModelStatus()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        if status in (
+            highspy.HighsModelStatus.kInfeasible,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        ):
             is_proved = proves_infeasible(solver, _program(model))
             return Answer(math.inf if is_proved else -math.inf, (), is_proved)
         if status != highspy.HighsModelStatus.kOptimal:
@@ -111,7 +143,9 @@ class Highs:
         try:
             import highspy
         except ImportError as error:
-            raise SolverError("HiGHS is not installed; run `pip install highspy`, or use solver='milp-pulp'") from error
+            raise SolverError(
+                "HiGHS is not installed; run `pip install highspy`, or use solver='milp-pulp'"
+            ) from error
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", self.threads)
@@ -140,7 +174,11 @@ def _program(model: ModelArrays) -> LinearProgram:
 
 def _dual_bound(solver: Any, model: ModelArrays) -> float:
     solution = solver.getSolution()
-    return model.offset + safe_bound(_program(model), np.array(solution.row_dual)) if solution.dual_valid else -math.inf
+    return (
+        model.offset + safe_bound(_program(model), np.array(solution.row_dual))
+        if solution.dual_valid
+        else -math.inf
+    )
 
 
 def _without_columns(model: ModelArrays) -> Answer:
@@ -172,15 +210,22 @@ def _pass(highspy: Any, solver: Any, model: ModelArrays, *, is_relaxed: bool) ->
 
 
 def _run(highspy: Any, solver: Any) -> None:
-    """Runs HiGHS; its threads are started once a process, and another number of them is an error until they are reset."""
+    """Runs HiGHS; its threads are started once a process, and another number of them is an error
+    until they are reset.
+    """
     if solver.run() != highspy.HighsStatus.kError:
         return
     highspy.Highs.resetGlobalScheduler(True)
     if solver.run() == highspy.HighsStatus.kError:
-        raise SolverError(f"HiGHS {solver.version()} fails on this model ({solver.getModelStatus()}); use solver='auto' or 'milp-pulp'")
+        raise SolverError(
+            f"HiGHS {solver.version()} fails on this model ({solver.getModelStatus()}); use "
+            "solver='auto' or 'milp-pulp'"
+        )
 
 
-def _listen(solver: Any, points: list[tuple[float, NDArray[np.float64]]], report: Report | None) -> None:
+def _listen(
+    solver: Any, points: list[tuple[float, NDArray[np.float64]]], report: Report | None
+) -> None:
     """Collects every improving point and reports progress."""
 
     def improved(event: Any) -> None:

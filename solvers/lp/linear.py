@@ -1,8 +1,9 @@
 """Mixed-integer programs from arrays, solved by HiGHS on one thread.
 
-Building through arrays instead of expressions is what makes models of 20,000 rows take milliseconds. Only dual bounds
-leave this module as bounds, made safe against HiGHS's tolerances (`safe_bound`): an LP's is derived again from its duals, with
-rounding downwards, also where a limit stopped it; a MIP's is HiGHS's own less what the tolerances can have added.
+Building through arrays instead of expressions is what makes models of 20,000 rows take
+milliseconds. Only dual bounds leave this module as bounds, made safe against HiGHS's tolerances
+(`safe_bound`): an LP's is derived again from its duals, with rounding downwards, also where a limit
+stopped it; a MIP's is HiGHS's own less what the tolerances can have added.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from numpy.typing import NDArray
 
 from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.interrupt import stop_when_interrupted
-from remat.solvers.lp.safe_bound import LinearProgram, Support, branching_margin, dual_rays, proves_infeasible, safe_bound, safe_support
+from remat.solvers.lp.safe_bound import (
+    LinearProgram,
+    Support,
+    branching_margin,
+    dual_rays,
+    proves_infeasible,
+    safe_bound,
+    safe_support,
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,14 @@ class Program:
     """Columns in [lower, 1], rows with few entries, minimised.
 
     Attributes:
-        starts_from_last: relaxations go on from the last one's basis, which dual simplex mends where rows were added, without
-            presolve; of use below some 10,000 columns.
+        starts_from_last: relaxations go on from the last one's basis, which dual simplex mends
+            where rows were added, without presolve; of use below some 10,000 columns.
     """
 
     def __init__(self) -> None:
         self.starts_from_last = False
-        self._last: tuple[highspy.Highs, int, int] | None = None  # with the columns and rows that it has
+        # with the columns and rows that it has
+        self._last: tuple[highspy.Highs, int, int] | None = None
         self._cost: list[Floats] = []
         self._lower: list[Floats] = []
         self._upper: list[Floats] = []
@@ -70,7 +80,14 @@ class Program:
         """The objective's coefficients, by column."""
         return np.concatenate([*self._cost, np.zeros(0)])
 
-    def add_columns(self, cost: Floats, *, lower: Floats | None = None, upper: float = 1.0, is_integer: bool = True) -> Ints:
+    def add_columns(
+        self,
+        cost: Floats,
+        *,
+        lower: Floats | None = None,
+        upper: float = 1.0,
+        is_integer: bool = True,
+    ) -> Ints:
         """Adds one column a cost and returns their indices."""
         count = len(cost)
         self._cost.append(cost)
@@ -80,8 +97,18 @@ class Program:
         self.num_columns += count
         return np.arange(self.num_columns - count, self.num_columns)
 
-    def add_rows(self, columns: Ints, coefficients: Sequence[float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Adds rows of one shape: `columns` is (rows, entries), -1 for an entry that is not there."""
+    def add_rows(
+        self,
+        columns: Ints,
+        coefficients: Sequence[float],
+        *,
+        lower: float = -math.inf,
+        upper: float = math.inf,
+    ) -> None:
+        """Adds rows of one shape.
+
+        `columns` is (rows, entries), -1 for an entry that is not there.
+        """
         is_there = columns >= 0
         self._index.append(columns[is_there])
         self._value.append(np.broadcast_to(np.array(coefficients), columns.shape)[is_there])
@@ -90,10 +117,16 @@ class Program:
         self._row_upper.append(np.full(len(columns), upper))
         self.num_rows += len(columns)
 
-    def add_rows_of(self, entries: Sequence[Sequence[tuple[int, float]]], lower: Sequence[float]) -> None:
-        """Adds a row `lower <= sum of coefficient * x[column]` for each sequence of pairs (column, coefficient), of different columns."""
+    def add_rows_of(
+        self, entries: Sequence[Sequence[tuple[int, float]]], lower: Sequence[float]
+    ) -> None:
+        """Adds a row `lower <= sum of coefficient * x[column]` for each sequence of pairs (column,
+        coefficient), of different columns.
+        """
         self._index.append(np.array([column for row in entries for column, _ in row], np.int64))
-        self._value.append(np.array([coefficient for row in entries for _, coefficient in row], np.float64))
+        self._value.append(
+            np.array([coefficient for row in entries for _, coefficient in row], np.float64)
+        )
         self._length.append(np.array([len(row) for row in entries], np.int64))
         self._row_lower.append(np.array(lower, np.float64))
         self._row_upper.append(np.full(len(entries), math.inf))
@@ -120,49 +153,81 @@ class Program:
         """Fixes these columns at `values`, and those fixed before no longer."""
         if self._last is not None:
             free = self._fixed[0]
-            bounds = [(free, np.concatenate(self._lower)[free], np.concatenate(self._upper)[free]), (columns, values, values)]
+            bounds = [
+                (free, np.concatenate(self._lower)[free], np.concatenate(self._upper)[free]),
+                (columns, values, values),
+            ]
             for changed, lower, upper in bounds:
                 self._last[0].changeColsBounds(len(changed), changed.astype(np.int32), lower, upper)
         self._fixed = columns, values
 
     def support(self, columns: Ints) -> Support | None:
-        """Returns what the last relaxation (of one that `starts_from_last`) says of all values of fixed columns; None without duals."""
+        """Returns what the last relaxation (of one that `starts_from_last`) says of all values of
+        fixed columns; None without duals.
+        """
         if self._last is None:
             return None
         solver, program = self._last[0], self._arrays()
         if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             cost = np.zeros(self.num_columns)
             found = [safe_support(program, cost, ray, columns) for ray in dual_rays(solver)]
-            return max((replace(ray, is_ray=True) for ray in found), key=lambda ray: ray.at(program.lower[columns]), default=None)
+            return max(
+                (replace(ray, is_ray=True) for ray in found),
+                key=lambda ray: ray.at(program.lower[columns]),
+                default=None,
+            )
         solution = solver.getSolution()
-        return safe_support(program, program.cost, np.array(solution.row_dual), columns) if solution.dual_valid else None
+        return (
+            safe_support(program, program.cost, np.array(solution.row_dual), columns)
+            if solution.dual_valid
+            else None
+        )
 
     def minimise(
-        self, *, is_relaxed: bool, time_limit_s: float, relative_gap: float = 1e-6, node_limit: int = 10_000, cutoff: float | None = None
+        self,
+        *,
+        is_relaxed: bool,
+        time_limit_s: float,
+        relative_gap: float = 1e-6,
+        node_limit: int = 10_000,
+        cutoff: float | None = None,
     ) -> Outcome:
         """Returns the outcome of minimising the costs, columns continuous where `is_relaxed`.
 
-        With a `cutoff`, points with a larger objective may be ignored, and the bound is never above it.
+        With a `cutoff`, points with a larger objective may be ignored, and the bound is never above
+        it.
         """
         program = self._arrays()
         solver = self._loaded(program, is_relaxed=is_relaxed)
-        solver.setOptionValue("time_limit", solver.getRunTime() + max(time_limit_s, 0.01))  # HiGHS counts all runs of a solver
+        # HiGHS counts all runs of a solver
+        solver.setOptionValue("time_limit", solver.getRunTime() + max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", relative_gap)
         solver.setOptionValue("mip_max_nodes", node_limit)
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
         solver.run()
-        if is_relaxed and solver.getModelStatus() == highspy.HighsModelStatus.kSolveError and self._last is not None:
+        if (
+            is_relaxed
+            and solver.getModelStatus() == highspy.HighsModelStatus.kSolveError
+            and self._last is not None
+        ):
             self._last = None  # the basis it went on from was of no use
             solver = self._loaded(program, is_relaxed=True)
             solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
             solver.run()
         is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
         outcome = _read_relaxed(solver, program) if is_continuous else _read(solver, program)
-        return outcome if cutoff is None else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)
+        return (
+            outcome
+            if cutoff is None
+            else Outcome(min(outcome.bound, cutoff), outcome.point, outcome.is_finished)
+        )
 
     def _loaded(self, program: LinearProgram, *, is_relaxed: bool) -> highspy.Highs:
-        """Returns a solver that has the program: a fresh one, or the last relaxation's with what was added since."""
+        """Returns a solver that has the program.
+
+        A fresh one, or the last relaxation's with what was added since.
+        """
         if is_relaxed and self._last is not None:
             solver, columns, rows = self._last
             self._add_to(solver, program, columns, rows)
@@ -176,10 +241,14 @@ class Program:
             self._last = solver, self.num_columns, self.num_rows
         return solver
 
-    def _add_to(self, solver: highspy.Highs, program: LinearProgram, columns: int, rows: int) -> None:
+    def _add_to(
+        self, solver: highspy.Highs, program: LinearProgram, columns: int, rows: int
+    ) -> None:
         """Adds what comes after the first `columns` and `rows`."""
         if self.num_columns > columns:
-            solver.addVars(self.num_columns - columns, program.lower[columns:], program.upper[columns:])
+            solver.addVars(
+                self.num_columns - columns, program.lower[columns:], program.upper[columns:]
+            )
             added = np.arange(columns, self.num_columns, dtype=np.int32)
             solver.changeColsCost(len(added), added, program.cost[columns:])
         if self.num_rows > rows:
@@ -196,7 +265,9 @@ class Program:
 
     def _arrays(self) -> LinearProgram:
         length = np.concatenate([*self._length, np.zeros(0, np.int64)])
-        lower, upper = (np.concatenate([*parts, np.zeros(0)]) for parts in (self._lower, self._upper))
+        lower, upper = (
+            np.concatenate([*parts, np.zeros(0)]) for parts in (self._lower, self._upper)
+        )
         columns, values = self._fixed
         lower[columns] = upper[columns] = values
         return LinearProgram(
@@ -211,7 +282,9 @@ class Program:
         )
 
     def _pass_to(self, solver: highspy.Highs, program: LinearProgram, *, is_relaxed: bool) -> None:
-        integer = np.zeros(self.num_columns, np.int64) if is_relaxed else np.concatenate(self._is_integer)
+        integer = (
+            np.zeros(self.num_columns, np.int64) if is_relaxed else np.concatenate(self._is_integer)
+        )
         solver.passModel(
             self.num_columns,
             self.num_rows,
@@ -238,11 +311,18 @@ def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
         return Outcome(math.inf, None, True)
     tolerance = float(solver.getOptionValue("mip_feasibility_tolerance")[1])
     margin = branching_margin(program.lower, program.upper, tolerance, 1.0)
-    return Outcome(float(info.mip_dual_bound) - margin, _point(solver), status == highspy.HighsModelStatus.kOptimal)
+    return Outcome(
+        float(info.mip_dual_bound) - margin,
+        _point(solver),
+        status == highspy.HighsModelStatus.kOptimal,
+    )
 
 
 def _read_relaxed(solver: highspy.Highs, program: LinearProgram) -> Outcome:
-    """What the simplex method left; the bound is derived from its duals, whatever it says of them."""
+    """What the simplex method left.
+
+    The bound is derived from its duals, whatever it says of them.
+    """
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Outcome(math.inf if proves_infeasible(solver, program) else -math.inf, None, True)
@@ -252,5 +332,7 @@ def _read_relaxed(solver: highspy.Highs, program: LinearProgram) -> Outcome:
 
 
 def _point(solver: highspy.Highs) -> Floats | None:
-    is_feasible = solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    is_feasible = (
+        solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    )
     return np.array(solver.getSolution().col_value) if is_feasible else None

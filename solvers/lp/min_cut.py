@@ -1,15 +1,17 @@
 """The least of recomputing and holding at given prices: a minimum cut.
 
-Each operator of the forward may be computed again in the backward (R), each value may be kept over the forward's end
-(S), and what the backward or a recomputed operator reads must be one or the other. With a weight w for each R and a
-price s for each S,
+Each operator of the forward may be computed again in the backward (R), each value may be kept over
+the forward's end (S), and what the backward or a recomputed operator reads must be one or the
+other. With a weight w for each R and a price s for each S,
 
-    min  sum_j w_j R_j + sum_i s_i S_i      S_i >= R_j - R_p(i)  where j reads i,   S_i >= 1 - R_p(i)  where the backward reads i
+    min  sum_j w_j R_j + sum_i s_i S_i      S_i >= R_j - R_p(i)  where j reads i,   S_i >= 1 -
+    R_p(i)  where the backward reads i
 
-is a closure problem: one node an operator, one a value ("it is needed"), and a cut. Binary, its relaxation is as good.
-Other names: project selection, minimum closure. Source: Picard, Maximal closure of a graph (1976). The flow is scipy's
-(Dinic); capacities are rounded down to integers, so the value is never above the true one. Complexity: near O(V + E) on
-training graphs, where flows are short (0.1 s for 70,000 operators).
+is a closure problem: one node an operator, one a value ("it is needed"), and a cut. Binary, its
+relaxation is as good. Other names: project selection, minimum closure. Source: Picard, Maximal
+closure of a graph (1976). The flow is scipy's (Dinic); capacities are rounded down to integers, so
+the value is never above the true one. Complexity: near O(V + E) on training graphs, where flows are
+short (0.1 s for 70,000 operators).
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class MinCut:
         return 2 + self._first + values
 
     def _lay_out(self, tail: Ints, head: Ints) -> None:
-        """Orders the edges by rows once, parallel ones merged, so that a cut only fills in capacities."""
+        """Orders the edges by rows once, parallel ones merged, so that a cut only fills in
+        capacities.
+        """
         num_nodes = 2 + self._first + self._num_values
         keys, self._place = np.unique(tail * num_nodes + head, return_inverse=True)
         tails = keys // num_nodes
@@ -95,15 +99,20 @@ class MinCut:
             price: by value, of keeping it; at least 0.
         """
         weight = np.where(self._is_pinned, 0.0, weight)
-        free = float(np.minimum(weight[self._first :], 0.0).sum())  # the backward's own need nothing here
+        # the backward's own need nothing here
+        free = float(np.minimum(weight[self._first :], 0.0).sum())
         inner, held = weight[: self._first], price[self._values]
         capacity = np.concatenate([np.maximum(-inner, 0.0), np.maximum(inner, 0.0), held])
         total = float(capacity.sum())
         scale = _LARGE / total if total > 0 else 1.0
         integers = np.full(len(self._place), _LARGE + 1, np.int64)
         integers[: self._priced] = np.floor(capacity * scale * (1 - _ROUNDING))
-        merged = np.minimum(np.bincount(self._place, integers, len(self._indices)), _LARGE + 1).astype(np.int32)
-        network = csr_matrix((merged, self._indices, self._indptr), shape=(self._num_nodes, self._num_nodes))
+        merged = np.minimum(
+            np.bincount(self._place, integers, len(self._indices)), _LARGE + 1
+        ).astype(np.int32)
+        network = csr_matrix(
+            (merged, self._indices, self._indptr), shape=(self._num_nodes, self._num_nodes)
+        )
         flow = maximum_flow(network, _SOURCE, _SINK, method="dinic")
         negative = float(np.minimum(inner, 0.0).sum())
         value = flow.flow_value / scale + (negative + free) * (1 + _ROUNDING)

@@ -1,21 +1,26 @@
-"""Mixed-integer rounding: memory is held by whole values, so a row of bytes says more than its linear relaxation.
+"""Mixed-integer rounding.
 
-A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`, `transient_rows`). Values of a network come
-in few sizes, and the budget is no multiple of the large ones: a point of the linear relaxation fills the rest with a part of one
-more. With some columns replaced by their complements, any unit d > 0 and f the rest of b divided by d, every 0/1 point has
+Memory is held by whole values, so a row of bytes says more than its linear relaxation.
+
+A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`,
+`transient_rows`). Values of a network come in few sizes, and the budget is no multiple of the large
+ones: a point of the linear relaxation fills the rest with a part of one more. With some columns
+replaced by their complements, any unit d > 0 and f the rest of b divided by d, every 0/1 point has
 
     sum_i ( floor(a_i / d) + max(0, a_i mod d - f) / (d - f) ) x_i  <=  floor(b / d)
 
-(Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and Wolsey, 1990). As there, columns above
-a half are complemented, then one fractional one less or more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
+(Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and
+Wolsey, 1990). As there, columns above a half are complemented, then one fractional one less or
+more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
 
-A point escapes such a cut by dropping a little of what is complemented, and there is much that is cheap to drop. So the same cut is given
-with few complements too: columns that are there in full are left as they are, those written first before the others, as long as the
-rest stays on its side of a multiple of the unit. Of these it then says nothing, and what remains is dear, such as gradients.
+A point escapes such a cut by dropping a little of what is complemented, and there is much that is
+cheap to drop. So the same cut is given with few complements too: columns that are there in full are
+left as they are, those written first before the others, as long as the rest stays on its side of a
+multiple of the unit. Of these it then says nothing, and what remains is dear, such as gradients.
 
-Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same. Everything is computed in integers
-but the last quotient.
-Complexity: of one row, O(units * (fractional columns)^2), and O(columns) for the cut itself.
+Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same.
+Everything is computed in integers but the last quotient. Complexity: of one row, O(units *
+(fractional columns)^2), and O(columns) for the cut itself.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ class Knapsack:
         columns: no column twice.
         bytes: exact, of any sign.
         upper: exact.
-        written: by which operator each column's bytes are written; where bytes must be missing, those written early are cheap to miss.
+        written: by which operator each column's bytes are written; where bytes must be missing,
+            those written early are cheap to miss.
     """
 
     columns: Ints
@@ -63,7 +69,8 @@ class Cut:
 
 
 def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
-    """Returns the cut that `point` violates most, of those tried, and the same one with few complements; none where it violates none.
+    """Returns the cut that `point` violates most, of those tried, and the same one with few
+    complements; none where it violates none.
 
     Args:
         knapsack: holds for every schedule.
@@ -84,7 +91,11 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
     signed = np.where(complement, -knapsack.bytes[fractional], knapsack.bytes[fractional])
     others = is_complement.copy()
     others[fractional] = False
-    upper = knapsack.upper - int(knapsack.bytes[others].sum()) + np.where(complement, signed, 0).sum(axis=1)
+    upper = (
+        knapsack.upper
+        - int(knapsack.bytes[others].sum())
+        + np.where(complement, signed, 0).sum(axis=1)
+    )
     weight = _weights(signed[:, None, :], upper[:, None, None], units[:, None])
     inside = np.where(complement, 1 - value[fractional], value[fractional])
     excess = np.einsum("fuc,fc->fu", weight, inside) - upper[:, None] // units
@@ -94,14 +105,27 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
         return []
     is_complement[fractional] = complement[flip]
     spare = _spare(knapsack, int(units[unit]), is_complement, value)
-    cuts = [_cut(knapsack, int(units[unit]), chosen) for chosen in (is_complement, is_complement ^ spare)[: 1 + int(spare.any())]]
-    return [cut for cut in cuts if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS]
+    cuts = [
+        _cut(knapsack, int(units[unit]), chosen)
+        for chosen in (is_complement, is_complement ^ spare)[: 1 + int(spare.any())]
+    ]
+    return [
+        cut
+        for cut in cuts
+        if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS
+    ]
 
 
 def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -> Bools:
-    """Returns columns whose bytes are there in full and which the cut needn't name, those written first."""
+    """Returns columns whose bytes are there in full and which the cut needn't name, those written
+    first.
+    """
     missing = unit - (knapsack.upper - int(knapsack.bytes[is_complement].sum())) % unit
-    is_full = np.where(knapsack.bytes > 0, is_complement & (value >= 1 - _FRACTIONAL), ~is_complement & (value <= _FRACTIONAL))
+    is_full = np.where(
+        knapsack.bytes > 0,
+        is_complement & (value >= 1 - _FRACTIONAL),
+        ~is_complement & (value <= _FRACTIONAL),
+    )
     size = np.abs(knapsack.bytes)
     chosen = np.flatnonzero(is_full & (size < missing))
     chosen = chosen[np.argsort(knapsack.written[chosen], kind="stable")]
@@ -119,7 +143,9 @@ def _weights(bytes_: Ints, upper: Ints, unit: Ints) -> Floats:
 
 def _cut(knapsack: Knapsack, unit: int, complement: Bools) -> Cut:
     upper = knapsack.upper - int(knapsack.bytes[complement].sum())
-    weight = _weights(np.where(complement, -knapsack.bytes, knapsack.bytes), np.array(upper), np.array(unit))
+    weight = _weights(
+        np.where(complement, -knapsack.bytes, knapsack.bytes), np.array(upper), np.array(unit)
+    )
     coefficient = np.where(complement, -weight, weight)
     limit = float(upper // unit) - float(weight[complement].sum())
     scale = float(np.abs(weight).max()) or 1.0

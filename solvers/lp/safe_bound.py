@@ -2,26 +2,31 @@
 
 Linear programs. For `min c'x, L <= Ax <= U, l <= x <= u` and *any* row multipliers y,
 
-    c'x = y'Ax + (c - A'y)'x >= sum_i min(y_i L_i, y_i U_i) + sum_j min(d_j l_j, d_j u_j),   d = c - A'y
+    c'x = y'Ax + (c - A'y)'x >= sum_i min(y_i L_i, y_i U_i) + sum_j min(d_j l_j, d_j u_j),   d = c -
+    A'y
 
-for every feasible x (Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear programming", 2004). The
-solver's duals are only a good choice of y: where they are slightly infeasible, the second sum pays for it. A multiplier
-towards an infinite side is set to zero. With c = 0 a positive right side proves that there is no feasible x (Farkas), which is how
-a solver's claim that there is none is checked, with its dual ray as y.
+for every feasible x (Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear
+programming", 2004). The solver's duals are only a good choice of y: where they are slightly
+infeasible, the second sum pays for it. A multiplier towards an infinite side is set to zero. With c
+= 0 a positive right side proves that there is no feasible x (Farkas), which is how a solver's claim
+that there is none is checked, with its dual ray as y.
 
-Rounding. With u = 2^-53, a sum of k products computed in any order is off by at most (k + 1) u sum |products| (1 + O(k u))
-(Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 3). d is lowered by twice that before it meets
-l >= 0, and the total by the same, so that what is returned is below the exact right side. The model's own coefficients
-are rounded once, when sizes are divided by the budget and costs scaled: relative errors of u, for which the window model's
-slack of 1e-6 of the budget and of the keep-all cost is ten orders of magnitude.
+Rounding. With u = 2^-53, a sum of k products computed in any order is off by at most (k + 1) u sum
+|products| (1 + O(k u)) (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 3).
+d is lowered by twice that before it meets l >= 0, and the total by the same, so that what is
+returned is below the exact right side. The model's own coefficients are rounded once, when sizes
+are divided by the budget and costs scaled: relative errors of u, for which the window model's slack
+of 1e-6 of the budget and of the keep-all cost is ten orders of magnitude.
 
-Integer programs. HiGHS's dual bound is the least over open nodes of the objective of an LP, each optimal up to its dual tolerance
-t = 0.1 * `mip_feasibility_tolerance` (`HighsLpRelaxation`, HiGHS 1.5 to 1.15). By the formula above, an LP's objective
-exceeds its safe bound by at most t sum_j (u_j - l_j), as each d_j is at most t on the wrong side, and rounding. Nodes
-dropped as infeasible or too dear were so by more than the tolerances: rows hold up to 1e-6, rows of 0/1 columns with
-integer coefficients are violated by 1 or not at all, memory rows are solved with 1e-6 of the budget to spare, and cuts (`benders`, `rounding_cuts`)
-hold for every schedule with slack for their own rounding. So the bound less `branching_margin` holds for every schedule.
-It is an argument about HiGHS's algorithm, not a certificate of its tree.
+Integer programs. HiGHS's dual bound is the least over open nodes of the objective of an LP, each
+optimal up to its dual tolerance t = 0.1 * `mip_feasibility_tolerance` (`HighsLpRelaxation`, HiGHS
+1.5 to 1.15). By the formula above, an LP's objective exceeds its safe bound by at most t sum_j (u_j
+- l_j), as each d_j is at most t on the wrong side, and rounding. Nodes dropped as infeasible or too
+dear were so by more than the tolerances: rows hold up to 1e-6, rows of 0/1 columns with integer
+coefficients are violated by 1 or not at all, memory rows are solved with 1e-6 of the budget to
+spare, and cuts (`benders`, `rounding_cuts`) hold for every schedule with slack for their own
+rounding. So the bound less `branching_margin` holds for every schedule. It is an argument about
+HiGHS's algorithm, not a certificate of its tree.
 """
 
 from __future__ import annotations
@@ -41,7 +46,10 @@ _ABSOLUTE_GAP = 1e-6  # HiGHS's `mip_abs_gap`: nodes so near the best point are 
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """min cost'x over row_lower <= Ax <= row_upper, 0 <= lower <= x <= upper; A in CSR form, shape (rows, columns)."""
+    """min cost'x over row_lower <= Ax <= row_upper, 0 <= lower <= x <= upper.
+
+    A in CSR form, shape (rows, columns).
+    """
 
     cost: Floats
     lower: Floats
@@ -55,12 +63,15 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class Support:
-    """An affine function of some columns: no feasible point's objective is below `constant + slope @ x`, whatever their bounds are.
+    """An affine function of some columns.
+
+    No feasible point's objective is below `constant + slope @ x`, whatever their bounds are.
 
     Attributes:
         constant: in units of the objective.
         slope: of each column.
-        is_ray: the function is positive where no feasible point is, and says nothing of the objective.
+        is_ray: the function is positive where no feasible point is, and says nothing of the
+            objective.
     """
 
     constant: float
@@ -73,17 +84,24 @@ class Support:
 
 
 def safe_bound(program: LinearProgram, multipliers: Floats) -> float:
-    """Returns a number that no feasible point's objective is below, whatever the multipliers are; may be -inf. O(nonzeros)."""
+    """Returns a number that no feasible point's objective is below, whatever the multipliers are;
+    may be -inf. O(nonzeros).
+    """
     return safe_support(program, program.cost, multipliers, np.zeros(0, np.int64)).constant
 
 
 def is_surely_infeasible(program: LinearProgram, ray: Floats) -> bool:
     """True where `ray` proves that there is no feasible point."""
-    return safe_support(program, np.zeros(len(program.cost)), ray, np.zeros(0, np.int64)).constant > 0
+    return (
+        safe_support(program, np.zeros(len(program.cost)), ray, np.zeros(0, np.int64)).constant > 0
+    )
 
 
 def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
-    """True where a `highspy.Highs` that calls its linear program infeasible has a proof; solves once more without presolve if need be."""
+    """True where a `highspy.Highs` that calls its linear program infeasible has a proof.
+
+    Solves once more without presolve if need be.
+    """
     if any(is_surely_infeasible(program, ray) for ray in dual_rays(solver)):
         return True
     solver.setOptionValue("presolve", "off")
@@ -98,7 +116,9 @@ def dual_rays(solver: Any) -> list[Floats]:
     return [sign * np.array(ray) for sign in (1.0, -1.0)] if has_ray else []
 
 
-def branching_margin(lower: Floats, upper: Floats, feasibility_tolerance: float, largest: float) -> float:
+def branching_margin(
+    lower: Floats, upper: Floats, feasibility_tolerance: float, largest: float
+) -> float:
     """Returns what is taken off HiGHS's dual bound of an integer program.
 
     Args:
@@ -111,8 +131,12 @@ def branching_margin(lower: Floats, upper: Floats, feasibility_tolerance: float,
     return _DUAL_SHARE * feasibility_tolerance * width * (1 + 1e-9) + _ABSOLUTE_GAP
 
 
-def safe_support(program: LinearProgram, cost: Floats, multipliers: Floats, columns: Ints) -> Support:
-    """Returns the right side of the formula above as a function of `columns`; its constant may be -inf. O(nonzeros).
+def safe_support(
+    program: LinearProgram, cost: Floats, multipliers: Floats, columns: Ints
+) -> Support:
+    """Returns the right side of the formula above as a function of `columns`.
+
+    Its constant may be -inf. O(nonzeros).
 
     What they are multiplied with is lowered as d is, which for x >= 0 lowers the function.
     """
@@ -123,12 +147,16 @@ def safe_support(program: LinearProgram, cost: Floats, multipliers: Floats, colu
     slope = reduced[columns]
     reduced[columns] = 0.0
     with np.errstate(invalid="ignore"):  # 0 * inf where an unbounded column has no reduced cost
-        corners = np.minimum(reduced * program.lower, np.where(reduced < 0, reduced * program.upper, 0.0 * reduced))
+        corners = np.minimum(
+            reduced * program.lower, np.where(reduced < 0, reduced * program.upper, 0.0 * reduced)
+        )
         least = np.where(reduced < 0, corners, reduced * program.lower)
     if not np.isfinite(least).all():
         return Support(-math.inf, slope)
     terms = np.concatenate([rows, least])
-    return Support(float(terms.sum()) - 2 * (len(terms) + 3) * _UNIT * float(np.abs(terms).sum()), slope)
+    return Support(
+        float(terms.sum()) - 2 * (len(terms) + 3) * _UNIT * float(np.abs(terms).sum()), slope
+    )
 
 
 def _reduced_costs(program: LinearProgram, cost: Floats, y: Floats) -> Floats:

@@ -1,21 +1,24 @@
-"""The cheapest persistent schedule of a chain of segments, by dynamic programming over what memory is held.
+"""The cheapest persistent schedule of a chain of segments, by dynamic programming over what memory
+is held.
 
-Other names: rotor; optimal checkpointing of heterogeneous chains. With several ways to run a segment's backward it is what
-Rockmate and HiRemate solve.
-Papers: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
-train deep neural networks with limited memory", Inria RR-9302, 2019; J. Zhao et al., "Rockmate", ICML 2023.
-Optimal: among *persistent* schedules of the segments (what is stored stays until its backward), up to the grid of memory and the
-options of the segments; not among all.
-Complexity: O(L^3 M) for L segments and M amounts of memory; a second for 64 and 512.
-Imperfections: finding the options takes most of the time, less where layers are identical. What the forward computes for no later segment
-is not counted where the last option runs, so a schedule may need a little more than the budget. Graphs of several regions are left out.
+Other names: rotor; optimal checkpointing of heterogeneous chains. With several ways to run a
+segment's backward it is what Rockmate and HiRemate solve. Papers: O. Beaumont, L. Eyraud-Dubois, J.
+Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep
+neural networks with limited memory", Inria RR-9302, 2019; J. Zhao et al., "Rockmate", ICML 2023.
+Optimal: among *persistent* schedules of the segments (what is stored stays until its backward), up
+to the grid of memory and the options of the segments; not among all. Complexity: O(L^3 M) for L
+segments and M amounts of memory; a second for 64 and 512. Imperfections: finding the options takes
+most of the time, less where layers are identical. What the forward computes for no later segment is
+not counted where the last option runs, so a schedule may need a little more than the budget. Graphs
+of several regions are left out.
 
 Notation of the paper, with h what is held below segment s, what enters s included:
 
     C(s, t, h)  the least cost of running the backward of the segments t, t - 1, ..., s
     = min of    the options of s .. t whose peak fits
-                for a q with s < q <= t: the forward of s .. q - 1, C(q, t, h and what enters q), C(s, q - 1, h)
-                the forward of s with what its backward reads kept, C(s + 1, t, h and that), the backward of s
+                for a q with s < q <= t: the forward of s .. q - 1, C(q, t, h and what enters q),
+                C(s, q - 1, h) the forward of s with what its backward reads kept, C(s + 1, t, h and
+                that), the backward of s
 """
 
 from __future__ import annotations
@@ -37,27 +40,36 @@ from remat.solvers.persistent.segmentation import Part, Segmentation
 
 _MOST_SEGMENTS = 64
 _AMOUNTS = 512  # of memory held, at most
-_BY_OPTION, _BY_KEEPING, _NOT_AT_ALL = 0, -1, -2  # how a state is run; else the segment that the forward goes to first
+# how a state is run; else the segment that the forward goes to first
+_BY_OPTION, _BY_KEEPING, _NOT_AT_ALL = 0, -1, -2
 
 
 def rotor_steps(
-    graph: Graph, budget_bytes: int, *, options_s: float = math.inf, should_stop: Callable[[], bool] = lambda: False
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    options_s: float = math.inf,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[int] | None:
-    """Returns the steps of the cheapest persistent schedule of the graph's segments for a budget, or None where there is none.
+    """Returns the steps of the cheapest persistent schedule of the graph's segments for a budget,
+    or None where there is none.
 
     It may need a little more than the budget: simulate it.
 
     Args:
         graph: any graph; of several regions gives None.
         budget_bytes: resident bytes included.
-        options_s: seconds after which no more options are looked for; those of single segments come first.
+        options_s: seconds after which no more options are looked for; those of single segments come
+            first.
         should_stop: a true answer ends the search, without a schedule.
     """
     if len({op.region for op in graph.operators}) > 1:
         return None
     segmentation = Segmentation(graph, _MOST_SEGMENTS)
     deadline = time.perf_counter() + options_s
-    options = find_options(segmentation, budget_bytes, should_stop=lambda: is_past(deadline) or should_stop())
+    options = find_options(
+        segmentation, budget_bytes, should_stop=lambda: is_past(deadline) or should_stop()
+    )
     table = _Table(segmentation, options, budget_bytes)
     table.fill(should_stop)
     return _Writer(segmentation, options, table).steps() if table.is_possible else None
@@ -70,18 +82,29 @@ class _Table:
         how: shape (L, L, M + 1).
         option: the option's number where that is how.
         more: amounts of memory that what enters q takes beyond what enters s; shape (L, L).
-        kept: amounts that what the backward of a segment reads takes beyond what enters it; shape (L,).
+        kept: amounts that what the backward of a segment reads takes beyond what enters it; shape
+            (L,).
     """
 
     def __init__(self, segments: Segmentation, options: Options, budget_bytes: int) -> None:
         self._segments, self._budget_bytes = segments, budget_bytes
         count = len(segments.borders)
-        least = min((option.peak_bytes for ways in options.values() for option in ways), default=budget_bytes)
+        least = min(
+            (option.peak_bytes for ways in options.values() for option in ways),
+            default=budget_bytes,
+        )
         entering = segments.entering[:count]
-        self._added = np.array([[segments.size_of(later - earlier) for later in entering] for earlier in entering], np.int64)
+        self._added = np.array(
+            [[segments.size_of(later - earlier) for later in entering] for earlier in entering],
+            np.int64,
+        )
         kept = np.array([_kept_bytes(segments, s) for s in range(count)], np.int64)
-        room, common = max(budget_bytes - least, 1), int(np.gcd.reduce([*self._added.ravel(), *kept]))
-        self._unit = common if common * _AMOUNTS >= room else room / _AMOUNTS  # exact where it can be
+        room, common = (
+            max(budget_bytes - least, 1),
+            int(np.gcd.reduce([*self._added.ravel(), *kept])),
+        )
+        # exact where it can be
+        self._unit = common if common * _AMOUNTS >= room else room / _AMOUNTS
         self._held = np.arange(int(room / self._unit) + 1) * self._unit  # bytes of each amount
         self.more, self.kept = self._amounts(self._added), self._amounts(kept)
         self._advance = [_forward(segments, s, segments.entering[s + 1]) for s in range(count)]
@@ -108,7 +131,9 @@ class _Table:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of all that is computed of the forward, but for what only the backward reads where another way runs it."""
+        """Seconds of all that is computed of the forward, but for what only the backward reads
+        where another way runs it.
+        """
         return float(self._cost[0, -1, 0])
 
     def _amounts(self, size: Ints) -> Ints:
@@ -117,23 +142,38 @@ class _Table:
     def _take_options(self, options: Options) -> None:
         for (s, t), ways in options.items():
             for number, way in enumerate(ways):
-                better = (self._held + way.peak_bytes <= self._budget_bytes) & (way.cost_s < self._cost[s, t])
-                self._cost[s, t, better], self.how[s, t, better], self.option[s, t, better] = way.cost_s, _BY_OPTION, number
+                better = (self._held + way.peak_bytes <= self._budget_bytes) & (
+                    way.cost_s < self._cost[s, t]
+                )
+                self._cost[s, t, better], self.how[s, t, better], self.option[s, t, better] = (
+                    way.cost_s,
+                    _BY_OPTION,
+                    number,
+                )
 
     def _advance_first(self, s: int, t: int) -> None:
-        """Goes to each q after s first, runs the backward from t to q, then that of what is before q."""
+        """Goes to each q after s first, runs the backward from t to q, then that of what is before
+        q.
+        """
         later, amounts = np.arange(s + 1, t + 1), np.arange(len(self._held))
         index = amounts + self.more[s, later][:, None]
         cost = np.take_along_axis(self._cost[later, t], np.minimum(index, amounts[-1]), 1)
         cost[index > amounts[-1]] = np.inf
-        cost += np.cumsum([one.cost_s for one in self._advance[s:t]])[:, None] + self._cost[s, later - 1]
+        cost += (
+            np.cumsum([one.cost_s for one in self._advance[s:t]])[:, None]
+            + self._cost[s, later - 1]
+        )
         transient = [self._transient(one, t) for one in self._advance[s:t]] + self._added[s, s:t]
-        cost[np.maximum.accumulate(transient)[:, None] + self._outside(t) > self._budget_bytes] = np.inf
+        cost[np.maximum.accumulate(transient)[:, None] + self._outside(t) > self._budget_bytes] = (
+            np.inf
+        )
         best = np.argmin(cost, 0)
         self._offer(s, t, cost[best, amounts], later[best])
 
     def _keep_first(self, s: int, t: int) -> None:
-        """Goes on from s with what its backward reads kept, runs the backward down to s + 1, then that of s."""
+        """Goes on from s with what its backward reads kept, runs the backward down to s + 1, then
+        that of s.
+        """
         most = len(self._held) - 1
         index = np.arange(most + 1) + self.kept[s]
         fits = (index <= most) & (self._held + self._keep_peak[s] <= self._budget_bytes)
@@ -145,7 +185,9 @@ class _Table:
         return np.asarray(self._held + self._segments.outside_bytes[t], np.float64)
 
     def _transient(self, forward: _Forward, t: int) -> int:
-        """The forward runs for the first time on the way to the last segment's backward, and again on that to others."""
+        """The forward runs for the first time on the way to the last segment's backward, and again
+        on that to others.
+        """
         return forward.first_bytes if t == len(self._advance) - 1 else forward.again_bytes
 
     def _offer(self, s: int, t: int, cost: Floats, how: Ints) -> None:
@@ -154,7 +196,10 @@ class _Table:
 
 
 class _Forward(NamedTuple):
-    """The forward of a segment up to some targets: its cost, and the bytes it needs beyond what enters the segment."""
+    """The forward of a segment up to some targets.
+
+    Its cost, and the bytes it needs beyond what enters the segment.
+    """
 
     cost_s: float
     again_bytes: int
@@ -162,8 +207,14 @@ class _Forward(NamedTuple):
 
 
 def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _Forward:
-    begin, entering = segments.borders[segment - 1] + 1 if segment else 0, segments.entering[segment]
-    again, first = segments.closure(targets, entering), list(range(begin, segments.borders[segment] + 1))
+    begin, entering = (
+        segments.borders[segment - 1] + 1 if segment else 0,
+        segments.entering[segment],
+    )
+    again, first = (
+        segments.closure(targets, entering),
+        list(range(begin, segments.borders[segment] + 1)),
+    )
     again_bytes, first_bytes = (
         _peak_bytes(part) - segments.size_of(part.entering)
         for part in (segments.part(operators, entering | targets) for operators in (again, first))
@@ -172,7 +223,9 @@ def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _
 
 
 def _backward_peak(segments: Segmentation, segment: int) -> int:
-    """The peak of a segment's backward with all it reads in memory, less what is held for the segments before."""
+    """The peak of a segment's backward with all it reads in memory, less what is held for the
+    segments before.
+    """
     part = segments.part_of_backward(segment, segment)
     return segments.outside_bytes[segment] - segments.size_of(part.entering) + _peak_bytes(part)
 
@@ -182,14 +235,22 @@ def _peak_bytes(part: Part) -> int:
 
 
 def _kept_bytes(segments: Segmentation, segment: int) -> int:
-    """Bytes of what is kept beyond what enters; twice of what also enters the next segment, whose options may count on its going."""
-    entering, twice = segments.entering[segment], segments.entering[segment + 1].intersection(segments.needed(segment, segment))
+    """Bytes of what is kept beyond what enters.
+
+    Twice of what also enters the next segment, whose options may count on its going.
+    """
+    entering, twice = (
+        segments.entering[segment],
+        segments.entering[segment + 1].intersection(segments.needed(segment, segment)),
+    )
     return segments.size_of(segments.kept(segment) - entering) + segments.size_of(twice - entering)
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Segments whose backward is to be run, the amount of memory held below them, and the values."""
+    """Segments whose backward is to be run, the amount of memory held below them, and the
+    values.
+    """
 
     first: int
     last: int

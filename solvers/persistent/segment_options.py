@@ -1,11 +1,12 @@
 """Ways to run the backward of a few segments: how much memory each takes, and what it costs.
 
-Each *option* is a schedule of the part of the step that computes some segments again and runs their backward, from what enters
-them. The cheapest keeps everything it computes again; leaner ones are made by greedy eviction and annealed, under a few budgets.
-Parts that are the same but for their names, as those of identical layers are, get one set of options.
+Each *option* is a schedule of the part of the step that computes some segments again and runs their
+backward, from what enters them. The cheapest keeps everything it computes again; leaner ones are
+made by greedy eviction and annealed, under a few budgets. Parts that are the same but for their
+names, as those of identical layers are, get one set of options.
 
-Source: J. Zhao et al., "Rockmate: an efficient, fast, automatic and generic tool for re-materialization in PyTorch", ICML 2023,
-where an integer program finds the options of a block.
+Source: J. Zhao et al., "Rockmate: an efficient, fast, automatic and generic tool for
+re-materialization in PyTorch", ICML 2023, where an integer program finds the options of a block.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _NUM_BUDGETS = 8
 _MOVES = 2_000
 _HOT, _COLD = 1e-2, 1e-6
 _MAX_FACTOR = 4.0
-_PARTS_SHARE, _FEW_OPERATORS = 2.0, 1_500  # of all parts of different kinds, of those of the graph, at most; some seconds
+# of all parts of different kinds, of those of the graph, at most; some seconds
+_PARTS_SHARE, _FEW_OPERATORS = 2.0, 1_500
 _RULES = Rule.LARGE, Rule.CHEAP
 
 
@@ -46,16 +48,23 @@ class Option:
     steps: tuple[int, ...]
 
 
-Options = dict[tuple[int, int], list[Option]]  # by first and last segment, the leanest first, each cheaper than the one before
+# by first and last segment, the leanest first, each cheaper than the one before
+Options = dict[tuple[int, int], list[Option]]
 
 
-def find_options(segmentation: Segmentation, budget_bytes: int, *, should_stop: Callable[[], bool] = lambda: False) -> Options:
+def find_options(
+    segmentation: Segmentation,
+    budget_bytes: int,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Options:
     """Returns the options of up to `MOST_SEGMENTS_TOGETHER` segments in a row.
 
     Args:
         segmentation: of any graph.
         budget_bytes: no option needs more.
-        should_stop: a true answer ends the search, single segments come first; what is not found by then is missing.
+        should_stop: a true answer ends the search, single segments come first; what is not found by
+            then is missing.
     """
     finder, options = _Finder(segmentation, budget_bytes, should_stop), Options()
     for num_together in range(1, MOST_SEGMENTS_TOGETHER + 1):
@@ -67,8 +76,14 @@ def find_options(segmentation: Segmentation, budget_bytes: int, *, should_stop: 
 class _Finder:
     """Finds the options of one graph's segments under one budget, until that was work enough."""
 
-    def __init__(self, segmentation: Segmentation, budget_bytes: int, should_stop: Callable[[], bool]) -> None:
-        self._segmentation, self._budget_bytes, self._should_stop = segmentation, budget_bytes, should_stop
+    def __init__(
+        self, segmentation: Segmentation, budget_bytes: int, should_stop: Callable[[], bool]
+    ) -> None:
+        self._segmentation, self._budget_bytes, self._should_stop = (
+            segmentation,
+            budget_bytes,
+            should_stop,
+        )
         self._num_operators = 0  # of the parts so far
 
     @property
@@ -79,10 +94,16 @@ class _Finder:
     def options(self, num_together: int) -> Options:
         """Returns the options of so many segments in a row; none of a kind that is not come to."""
         segments = self._segmentation
-        spans = [(first, first + num_together - 1) for first in range(len(segments.borders) - num_together + 1)]
+        spans = [
+            (first, first + num_together - 1)
+            for first in range(len(segments.borders) - num_together + 1)
+        ]
         parts = {span: segments.part_of_backward(*span) for span in spans}
         kinds = {span: _kind(part.graph) for span, part in parts.items()}
-        outside = {span: segments.outside_bytes[span[1]] - segments.size_of(part.entering) for span, part in parts.items()}
+        outside = {
+            span: segments.outside_bytes[span[1]] - segments.size_of(part.entering)
+            for span, part in parts.items()
+        }
         room: dict[Hashable, int] = {}
         for span, kind in kinds.items():
             room[kind] = max(room.get(kind, 0), self._budget_bytes - outside[span])
@@ -90,11 +111,21 @@ class _Finder:
         found = Options()
         for span, part in parts.items():
             if (kind := kinds[span]) not in ways:
-                ways[kind] = [] if self.is_over else _ways(part.graph, room[kind], self._should_stop)
+                ways[kind] = (
+                    [] if self.is_over else _ways(part.graph, room[kind], self._should_stop)
+                )
                 self._num_operators += part.graph.num_operators
-            once_s = sum(segments.graph.operators[op].cost_s for op in part.operators[1:] if op >= segments.num_forward)
+            once_s = sum(
+                segments.graph.operators[op].cost_s
+                for op in part.operators[1:]
+                if op >= segments.num_forward
+            )
             found[span] = [
-                Option(way.peak_bytes + outside[span], way.cost_s - once_s, tuple(part.operators[step] for step in way.steps if step))
+                Option(
+                    way.peak_bytes + outside[span],
+                    way.cost_s - once_s,
+                    tuple(part.operators[step] for step in way.steps if step),
+                )
                 for way in ways[kind]
             ]
         return found
@@ -102,12 +133,17 @@ class _Finder:
 
 def _kind(graph: Graph) -> Hashable:
     """What parts have in common that may be run in the same ways."""
-    operators = tuple((op.cost_s, op.reads, op.writes, op.workspace_bytes, op.phase, bool(op.pinned), op.reuses) for op in graph.operators)
+    operators = tuple(
+        (op.cost_s, op.reads, op.writes, op.workspace_bytes, op.phase, bool(op.pinned), op.reuses)
+        for op in graph.operators
+    )
     return operators, tuple((value.size_bytes, value.kind) for value in graph.values), graph.outputs
 
 
 def _ways(graph: Graph, room_bytes: int, should_stop: Callable[[], bool]) -> list[Option]:
-    """Returns schedules of a part within so many bytes, the leanest first, each cheaper than the one before."""
+    """Returns schedules of a part within so many bytes, the leanest first, each cheaper than the
+    one before.
+    """
     found = [_option(graph, range(graph.num_operators))]
     least, most = working_set_bytes(graph), min(found[0].peak_bytes, room_bytes)
     for budget in np.linspace(most, least, _NUM_BUDGETS + 1).astype(int).tolist():
@@ -122,10 +158,14 @@ def _ways(graph: Graph, room_bytes: int, should_stop: Callable[[], bool]) -> lis
 
 def _ways_within(graph: Graph, budget_bytes: int) -> list[Option]:
     """Returns what greedy eviction and annealing find within one budget."""
-    evicted = (steps_with_eviction(graph, budget_bytes, rule, max_factor=_MAX_FACTOR) for rule in _RULES)
+    evicted = (
+        steps_with_eviction(graph, budget_bytes, rule, max_factor=_MAX_FACTOR) for rule in _RULES
+    )
     found = [_option(graph, steps.tolist()) for steps in evicted if steps is not None]
     local = LocalSearch(graph, budget_bytes=budget_bytes, seed=0)
-    start = min(found, key=lambda option: option.cost_s).steps if found else range(graph.num_operators)
+    start = (
+        min(found, key=lambda option: option.cost_s).steps if found else range(graph.num_operators)
+    )
     local.run(np.asarray(start), Round(_MOVES, _HOT, _COLD))
     if local.best_steps is not None:
         found.append(_option(graph, local.best_steps.tolist()))

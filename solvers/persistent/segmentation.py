@@ -1,12 +1,17 @@
-"""A training step as a chain of segments: where to cut the forward, what crosses a cut, and the backward of each segment.
+"""A training step as a chain of segments.
 
-A *border* is the last operator of a segment of the forward. What is written up to a border and read by the forward after it
-*enters* the next segment: with that in memory, and nothing else of the forward, everything after the border can be computed again.
-Any graph can be cut so, a long skip then enters every segment it spans. The operators of the backward belong to segments in
-descending order: one that reads what the forward wrote is of the last segment that it reads of, or of that of the operator before it.
+Where to cut the forward, what crosses a cut, and the backward of each segment.
 
-Borders are where least memory crosses. Of all such places the worst are left out, one after the other: those
-where most crosses for what both neighbouring segments cost and write. Complexity: O(E + n^2) for n such places.
+A *border* is the last operator of a segment of the forward. What is written up to a border and read
+by the forward after it *enters* the next segment: with that in memory, and nothing else of the
+forward, everything after the border can be computed again. Any graph can be cut so, a long skip
+then enters every segment it spans. The operators of the backward belong to segments in descending
+order: one that reads what the forward wrote is of the last segment that it reads of, or of that of
+the operator before it.
+
+Borders are where least memory crosses. Of all such places the worst are left out, one after the
+other: those where most crosses for what both neighbouring segments cost and write. Complexity: O(E
++ n^2) for n such places.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from remat.solvers.core.on_demand import forward_length, values_always_kept
 
 @dataclass(frozen=True)
 class Part:
-    """Some operators of a graph as a graph of their own, whose first operator writes what is there before.
+    """Some operators of a graph as a graph of their own, whose first operator writes what is there
+    before.
 
     Attributes:
         graph: without what is always in memory.
@@ -44,11 +50,11 @@ class Segmentation:
         num_forward: operators of the forward.
         always: values that are never dropped.
         borders: the last operator of each segment.
-        entering: for each segment, the droppable values that are written before it and read by the forward in or after it; nothing
-            enters what would be after the last.
+        entering: for each segment, the droppable values that are written before it and read by the
+            forward in or after it; nothing enters what would be after the last.
         backward: for each segment, its operators of the backward.
-        outside_bytes: for each segment, what the rest of the step holds when its backward begins: resident values, those never
-            dropped, gradients.
+        outside_bytes: for each segment, what the rest of the step holds when its backward begins:
+            resident values, those never dropped, gradients.
     """
 
     def __init__(self, graph: Graph, most_segments: int) -> None:
@@ -61,7 +67,10 @@ class Segmentation:
         self.borders = self._thinned(most_segments)
         begins = [0, *(border + 1 for border in self.borders)]
         producer = graph.arrays.producer
-        self.entering = [frozenset(np.flatnonzero((producer < begin) & (self._last >= begin)).tolist()) for begin in begins]
+        self.entering = [
+            frozenset(np.flatnonzero((producer < begin) & (self._last >= begin)).tolist())
+            for begin in begins
+        ]
         self.backward = self._backward()
         self.outside_bytes = self._outside()
 
@@ -70,12 +79,18 @@ class Segmentation:
         return int(self._size[list(values)].sum())
 
     def needed(self, first: int, last: int) -> set[int]:
-        """The droppable values of the forward that the backward of the segments `first` to `last` reads."""
+        """The droppable values of the forward that the backward of the segments `first` to `last`
+        reads.
+        """
         operators = [op for segment in range(first, last + 1) for op in self.backward[segment]]
-        return {v for op in operators for v in self.graph.operators[op].reads if self.is_droppable(v)}
+        return {
+            v for op in operators for v in self.graph.operators[op].reads if self.is_droppable(v)
+        }
 
     def kept(self, segment: int) -> frozenset[int]:
-        """What the forward leaves in memory where it goes on from a segment and keeps what the segment's backward reads."""
+        """What the forward leaves in memory where it goes on from a segment and keeps what the
+        segment's backward reads.
+        """
         return self.entering[segment + 1].union(self.needed(segment, segment))
 
     def is_droppable(self, value: int) -> bool:
@@ -83,18 +98,27 @@ class Segmentation:
         return value not in self.always and 0 <= self.graph.producer[value] < self.num_forward
 
     def closure(self, targets: Iterable[int], available: Collection[int]) -> list[int]:
-        """Returns the operators of the forward that give the targets from what is available, in order; O(E) of these."""
+        """Returns the operators of the forward that give the targets from what is available, in
+        order; O(E) of these.
+        """
         found: set[int] = set()
-        missing = [value for value in targets if value not in available and value not in self.always]
+        missing = [
+            value for value in targets if value not in available and value not in self.always
+        ]
         while missing:
             operator = self.graph.producer[missing.pop()]
             if operator not in found:
                 found.add(operator)
-                missing += [v for v in self.graph.operators[operator].reads if v not in available and v not in self.always]
+                missing += [
+                    v
+                    for v in self.graph.operators[operator].reads
+                    if v not in available and v not in self.always
+                ]
         return sorted(found)
 
     def part_of_backward(self, first: int, last: int) -> Part:
-        """Returns the backward of the segments `first` to `last`, with what it computes again from what enters `first`.
+        """Returns the backward of the segments `first` to `last`, with what it computes again from
+        what enters `first`.
 
         What also enters the segment before stays: it may be held for the segments before.
         """
@@ -104,7 +128,10 @@ class Segmentation:
         return self.part(operators, stays)
 
     def part(self, operators: list[int], stays: Collection[int] = ()) -> Part:
-        """Returns some operators as a graph; what others read after them, and `stays`, is left in memory at its end."""
+        """Returns some operators as a graph.
+
+        What others read after them, and `stays`, is left in memory at its end.
+        """
         arrays, outputs, done = self.graph.arrays, set(self.graph.outputs), set(operators)
         writes = [v for op in operators for v in self.graph.operators[op].writes]
         reads = dict.fromkeys(v for op in operators for v in self.graph.operators[op].reads)
@@ -112,13 +139,25 @@ class Segmentation:
         entering = [v for v in before if arrays.producer[v] >= 0]
         local = {v: index for index, v in enumerate([*before, *writes])}
         values = tuple(self._value(v) for v in local)
-        leaving = [v for v in (*entering, *writes) if v in stays or v in outputs or self._is_read_after(v, done)]
-        first = Operator("entering", 0.0, (), tuple(local[v] for v in entering), pinned="what is there before")
+        leaving = [
+            v
+            for v in (*entering, *writes)
+            if v in stays or v in outputs or self._is_read_after(v, done)
+        ]
+        first = Operator(
+            "entering", 0.0, (), tuple(local[v] for v in entering), pinned="what is there before"
+        )
         inside = tuple(self._operator(op, index, local) for index, op in enumerate(operators))
-        return Part(Graph(values, (first, *inside), tuple(local[v] for v in leaving)), (-1, *operators), frozenset(entering))
+        return Part(
+            Graph(values, (first, *inside), tuple(local[v] for v in leaving)),
+            (-1, *operators),
+            frozenset(entering),
+        )
 
     def _is_read_after(self, value: int, done: set[int]) -> bool:
-        """True for what is not computed again and is read once more after a part that reads or writes it."""
+        """True for what is not computed again and is read once more after a part that reads or
+        writes it.
+        """
         users = self.graph.users_of[value]
         return not self.is_droppable(value) and bool(users) and users[-1] not in done
 
@@ -153,10 +192,15 @@ class Segmentation:
     def _thinned(self, most: int) -> list[int]:
         """Returns the borders: where least crosses, without the worst of them."""
         crossing, share = self._crossing(), self._shares()
-        ends = [k for k in range(self.num_forward - 1) if (k == 0 or crossing[k] <= crossing[k - 1]) and crossing[k] <= crossing[k + 1]]
+        ends = [
+            k
+            for k in range(self.num_forward - 1)
+            if (k == 0 or crossing[k] <= crossing[k - 1]) and crossing[k] <= crossing[k + 1]
+        ]
         while len(ends) >= most:
             around = np.array([-1, *ends, self.num_forward - 1]) + 1
-            both = share[around[2:]] - share[around[:-2]]  # of the two segments that a border divides
+            # of the two segments that a border divides
+            both = share[around[2:]] - share[around[:-2]]
             ends.pop(int(np.argmax(crossing[ends] / np.maximum(both, 1e-12))))
         return [*ends, self.num_forward - 1]
 
@@ -169,7 +213,10 @@ class Segmentation:
         return np.asarray(np.cumsum(change)[: self.num_forward], np.float64)
 
     def _shares(self) -> Floats:
-        """The forward's cost and bytes up to each operator, as shares of the whole; shape (num_forward + 1,)."""
+        """The forward's cost and bytes up to each operator, as shares of the whole.
+
+        Shape (num_forward + 1,).
+        """
         arrays, count = self.graph.arrays, self.num_forward
         written = arrays.write[: arrays.write_start[count]]
         size = np.bincount(arrays.producer[written], self._size[written], count)
@@ -183,7 +230,11 @@ class Segmentation:
         current = len(self.borders) - 1
         begins: dict[int, int] = {}
         for index in range(self.num_forward, end):
-            read = [int(segment_of[v]) for v in self.graph.operators[index].reads if self.is_droppable(v)]
+            read = [
+                int(segment_of[v])
+                for v in self.graph.operators[index].reads
+                if self.is_droppable(v)
+            ]
             current = min(current, max(read, default=current))
             begins.setdefault(current, index)
         ranges, stop = [], end
@@ -197,9 +248,16 @@ class Segmentation:
         """Bytes of what moves only once, over the beginning of each segment's backward."""
         arrays, end = self.graph.arrays, self.graph.num_operators
         last = Accounting(self.graph).last_read(end)
-        kept = np.isin(np.arange(len(last)), list(self.always)) | (arrays.producer >= self.num_forward)
+        kept = np.isin(np.arange(len(last)), list(self.always)) | (
+            arrays.producer >= self.num_forward
+        )
         result = []
         for backward in self.backward:
-            crosses = kept & (arrays.producer >= 0) & (arrays.producer < backward.start) & (last >= backward.start)
+            crosses = (
+                kept
+                & (arrays.producer >= 0)
+                & (arrays.producer < backward.start)
+                & (last >= backward.start)
+            )
             result.append(self.graph.resident_bytes + int(self._size[crosses].sum()))
         return result

@@ -1,21 +1,27 @@
-"""Annealing on the sequence: insert, remove and move recomputations until the memory fits and the cost is low.
+"""Annealing on the sequence.
 
-Objective: cost (as a share of the keep-all cost) + weight * bytes over the budget (summed over slots, as a share of the
-budget). The weight adapts so that about a third of the states fit. Moves, each undone where it is not accepted:
+Insert, remove and move recomputations until the memory fits and the cost is low.
 
-- add: before a use that lies long after the one before, compute the value again; inputs that are gone are computed
-  again too, with a probability drawn for the move; half of these moves aim at a slot that is over the budget
+Objective: cost (as a share of the keep-all cost) + weight * bytes over the budget (summed over
+slots, as a share of the budget). The weight adapts so that about a third of the states fit. Moves,
+each undone where it is not accepted:
+
+- add: before a use that lies long after the one before, compute the value again; inputs that are
+  gone are computed again too, with a probability drawn for the move; half of these moves aim at a
+  slot that is over the budget
 - remove: a recomputation, and what was recomputed for it alone; at times several next to each other
 - move: a recomputation to another slot
 - run: recomputations that follow each other, to another slot or away
 - exchange: a removal, then an addition aimed at what is over the budget
 
-Near the least budget few states fit, and a run that leaves them does not find back: a *close* run returns to the best it
-knows after `_PATIENCE` moves without a state that fits. Elsewhere that keeps a run from roaming, so only some runs are close.
+Near the least budget few states fit, and a run that leaves them does not find back: a *close* run
+returns to the best it knows after `_PATIENCE` moves without a state that fits. Elsewhere that keeps
+a run from roaming, so only some runs are close.
 
-Simulated annealing (Kirkpatrick et al., 1983); sequences with recomputation as search space: Moccasin (2023), FastSA
-(2023). It proves nothing. Driven by iterations and a random stream of its own, so that a seed gives one answer on every
-machine, compiled or not. Complexity: O(degree * times + changed slots) a move.
+Simulated annealing (Kirkpatrick et al., 1983); sequences with recomputation as search space:
+Moccasin (2023), FastSA (2023). It proves nothing. Driven by iterations and a random stream of its
+own, so that a seed gives one answer on every machine, compiled or not. Complexity: O(degree * times
++ changed slots) a move.
 """
 
 from __future__ import annotations
@@ -45,16 +51,28 @@ from remat.solvers.search.sequence import (  # fmt: skip
     pack,
     steps_of,
 )
-from remat.solvers.search.timeline import computed_after, computed_before, held, insert, last_read, lay_out, may_be_at, remove
+from remat.solvers.search.timeline import (
+    computed_after,
+    computed_before,
+    held,
+    insert,
+    last_read,
+    lay_out,
+    may_be_at,
+    remove,
+)
 
 CHUNK = 20_000 if IS_COMPILED else 500
 _USUAL_OPERATORS = 400
 _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
-# `journal`: row 0 is (changes made in this move, place in the random stream); then (operator, slot), or -slot - 1 where removed
+# `journal`: row 0 is (changes made in this move, place in the random stream); then (operator,
+# slot), or -slot - 1 where removed
 _KICK = 100.0  # times the temperature, when no state fits for long
-_PATIENCE = 1_000  # moves without a state that fits, after which the search returns to one that does
-_WEIGHT_WHERE_IT_FITS = 100.0  # of bytes over the budget, at least, when a search begins at what fits, or returns to it
+# moves without a state that fits, after which the search returns to one that does
+_PATIENCE = 1_000
+# of bytes over the budget, at least, when a search begins at what fits, or returns to it
+_WEIGHT_WHERE_IT_FITS = 100.0
 _REACH = 24  # slots looked through for an empty one
 
 
@@ -90,19 +108,31 @@ class LocalSearch:
 
     @property
     def is_ready(self) -> bool:
-        """True where a round does not wait for the compiler first, some 10 to 30 seconds, once a machine."""
+        """True where a round does not wait for the compiler first, some 10 to 30 seconds, once a
+        machine.
+        """
         return is_ready(anneal)
 
-    def run(self, steps: Ints, round_: Round, *, chunk: int = CHUNK, should_stop: Callable[[], bool] | None = None) -> Ints:
+    def run(
+        self,
+        steps: Ints,
+        round_: Round,
+        *,
+        chunk: int = CHUNK,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Ints:
         """Anneals from `steps` and returns the last state; improves `best_steps` where it can.
 
         Args:
             steps: a valid sequence, within the budget or not.
             round_: length and temperatures.
-            chunk: moves between two looks at `should_stop`, fewer on large graphs; the sequence is laid out anew each time.
+            chunk: moves between two looks at `should_stop`, fewer on large graphs; the sequence is
+                laid out anew each time.
             should_stop: called without arguments between chunks; a true answer ends the round.
         """
-        chunk = max(chunk * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100)
+        chunk = max(
+            chunk * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100
+        )
         current, done = np.asarray(steps, np.int64), 0
         fitting: Ints | None = None  # what to return to
         while done < round_.iterations:
@@ -110,14 +140,37 @@ class LocalSearch:
             if done == 0 and round_.is_close and state.sums[OVER] == 0:
                 fitting, self.weight[0] = current, max(self.weight[0], _WEIGHT_WHERE_IT_FITS)
             count = min(chunk, round_.iterations - done)
-            hot, cold = (round_.hot * (round_.cold / round_.hot) ** (moves / round_.iterations) for moves in (done, done + count))
-            best_slot, best = state.slots[SLOT].copy(), np.array([self.best_cost_s, self.least_over])
-            draws, patience = self.random.random(_NUM_DRAWS), count if fitting is None else _PATIENCE
-            moved = anneal(*state, draws, count, hot, cold, self.graph.cost_s or 1.0, self.weight, patience, best_slot, best)
+            hot, cold = (
+                round_.hot * (round_.cold / round_.hot) ** (moves / round_.iterations)
+                for moves in (done, done + count)
+            )
+            best_slot, best = (
+                state.slots[SLOT].copy(),
+                np.array([self.best_cost_s, self.least_over]),
+            )
+            draws, patience = (
+                self.random.random(_NUM_DRAWS),
+                count if fitting is None else _PATIENCE,
+            )
+            moved = anneal(
+                *state,
+                draws,
+                count,
+                hot,
+                cold,
+                self.graph.cost_s or 1.0,
+                self.weight,
+                patience,
+                best_slot,
+                best,
+            )
             self.least_over = float(best[1])
             current = steps_of(state.slots[SLOT], self.graph.num_operators)
             if best[0] < self.best_cost_s:
-                self.best_cost_s, self.best_steps = float(best[0]), steps_of(best_slot, self.graph.num_operators)
+                self.best_cost_s, self.best_steps = (
+                    float(best[0]),
+                    steps_of(best_slot, self.graph.num_operators),
+                )
                 fitting = None if fitting is None else self.best_steps
             if fitting is not None and moved < count:
                 current, self.weight[0] = fitting, max(self.weight[0], _WEIGHT_WHERE_IT_FITS)
@@ -151,7 +204,17 @@ def empty_before(slots: Ints, q: int, least: int) -> int:
 
 
 @inner
-def do_insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
+def do_insert(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    op: int,
+    q: int,
+    journal: Ints,
+) -> None:
     """Inserts, and writes it down to be undone; does nothing where the journal is full."""
     if journal[0, 0] + 1 >= len(journal):
         return
@@ -161,7 +224,17 @@ def do_insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Int
 
 
 @inner
-def do_remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int, journal: Ints) -> None:
+def do_remove(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    op: int,
+    q: int,
+    journal: Ints,
+) -> None:
     """Removes, and writes it down to be undone; does nothing where the journal is full."""
     if journal[0, 0] + 1 >= len(journal):
         return
@@ -171,7 +244,15 @@ def do_remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Int
 
 
 @inner
-def undo(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, journal: Ints) -> None:
+def undo(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    journal: Ints,
+) -> None:
     """Takes back what the journal holds, last first."""
     while journal[0, 0] > 0:
         op, q = journal[journal[0, 0], 0], journal[journal[0, 0], 1]
@@ -196,7 +277,9 @@ def add(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Computes `op` again right before slot `q`, and with `depth_chance` each of its inputs that is gone."""
+    """Computes `op` again right before slot `q`, and with `depth_chance` each of its inputs that is
+    gone.
+    """
     start = journal[0, 0]
     place = empty_before(slots, q, operators[op, WHERE])
     if place < 0 or not may_be_at(operators, op, place):
@@ -212,7 +295,11 @@ def add(
             p = values[value, PRODUCER]
             begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
             last = last_read(values, operators, links, value, begin, q)
-            if q - last <= SPACING or values[value, SIZE] == 0 or last_read(values, operators, links, value, begin, end) > q:
+            if (
+                q - last <= SPACING
+                or values[value, SIZE] == 0
+                or last_read(values, operators, links, value, begin, end) > q
+            ):
                 continue
             if journal[0, 0] >= limit or draw(draws, journal) >= depth_chance:
                 continue
@@ -222,7 +309,16 @@ def add(
 
 
 @inner
-def add_somewhere(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
+def add_somewhere(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    draws: Floats,
+    journal: Ints,
+) -> None:
     """Adds before a random use, or before one behind a slot that is over the budget."""
     capacity, over = slots.shape[1], -1
     # between neighbours it saves memory only where the first of them works in place
@@ -263,7 +359,16 @@ def random_recomputation(operators: Ints, slots: Ints, draws: Floats, journal: I
 
 
 @inner
-def remove_with_useless(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, q: int, journal: Ints) -> None:
+def remove_with_useless(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    q: int,
+    journal: Ints,
+) -> None:
     """Removes the recomputation at `q`, and each that was there for it alone."""
     done = journal[0, 0]
     do_remove(values, operators, links, slots, sums, costs, slots[SLOT, q], q, journal)
@@ -285,7 +390,14 @@ def remove_with_useless(values: Ints, operators: Ints, links: Ints, slots: Ints,
 
 @inner
 def remove_several(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    draws: Floats,
+    journal: Ints,
 ) -> None:
     """Removes recomputations next to each other, each with an even chance or all of them."""
     middle = random_recomputation(operators, slots, draws, journal)
@@ -295,12 +407,26 @@ def remove_several(
     chance = 0.4 if draw(draws, journal) < 0.5 else 1.0
     for q in range(max(middle - width, 0), min(middle + width, slots.shape[1])):
         op = slots[SLOT, q]
-        if op >= 0 and operators[op, WHERE] != q and journal[0, 0] < 64 and draw(draws, journal) < chance:
+        if (
+            op >= 0
+            and operators[op, WHERE] != q
+            and journal[0, 0] < 64
+            and draw(draws, journal) < chance
+        ):
             remove_with_useless(values, operators, links, slots, sums, costs, q, journal)
 
 
 @inner
-def move(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
+def move(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    draws: Floats,
+    journal: Ints,
+) -> None:
     """Takes a recomputation to another slot."""
     q = random_recomputation(operators, slots, draws, journal)
     if q < 0:
@@ -319,23 +445,42 @@ def move(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, co
 
 @inner
 def change_run(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, is_removal: bool, draws: Floats, journal: Ints
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    is_removal: bool,
+    draws: Floats,
+    journal: Ints,
 ) -> None:
-    """Takes recomputations that follow each other, with no first computation between them, to another slot, or away."""
+    """Takes recomputations that follow each other, with no first computation between them, to
+    another slot, or away.
+    """
     q = random_recomputation(operators, slots, draws, journal)
     if q < 0:
         return
     length, capacity = int(2.0 ** (1.0 + 4.5 * draw(draws, journal))), slots.shape[1]
-    target = min(max(q + int(2.0 ** (2.0 + 8.0 * draw(draws, journal)) * (2 * draw(draws, journal) - 1)), 0), capacity - 1)
+    target = min(
+        max(q + int(2.0 ** (2.0 + 8.0 * draw(draws, journal)) * (2 * draw(draws, journal) - 1)), 0),
+        capacity - 1,
+    )
     first = q
     for k in range(q + 1, min(q + int(SPACING * length * draw(draws, journal)) + 1, capacity)):
         if slots[SLOT, k] >= 0:
             if operators[slots[SLOT, k], WHERE] == k:
                 break
             first = k
-    while journal[0, 0] < length and first >= 0 and (slots[SLOT, first] < 0 or operators[slots[SLOT, first], WHERE] != first):
+    while (
+        journal[0, 0] < length
+        and first >= 0
+        and (slots[SLOT, first] < 0 or operators[slots[SLOT, first], WHERE] != first)
+    ):
         if slots[SLOT, first] >= 0:
-            do_remove(values, operators, links, slots, sums, costs, slots[SLOT, first], first, journal)
+            do_remove(
+                values, operators, links, slots, sums, costs, slots[SLOT, first], first, journal
+            )
         first -= 1
     if is_removal:
         return
@@ -350,7 +495,16 @@ def change_run(
 
 
 @inner
-def change(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, draws: Floats, journal: Ints) -> None:
+def change(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    draws: Floats,
+    journal: Ints,
+) -> None:
     """Makes one random move."""
     # one call of each function, as the compiler copies what is called
     r, also = draw(draws, journal), draw(draws, journal) < 0.5
@@ -386,9 +540,12 @@ def anneal(
     best_slot: Ints,
     best: Floats,
 ) -> int:
-    """Runs `iterations` moves; leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`.
+    """Runs `iterations` moves.
 
-    Ends before where so many moves in a row as `patience` says led to no state that fits; returns how many there were.
+    Leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`.
+
+    Ends before where so many moves in a row as `patience` says led to no state that fits; returns
+    how many there were.
     """
     journal = np.zeros((_MAX_CHANGES, 2), np.int64)
     per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))

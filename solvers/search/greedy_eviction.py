@@ -1,18 +1,24 @@
-"""Greedy recomputation with eviction: run the operators in order, make room by forgetting, recompute on demand.
+"""Greedy recomputation with eviction.
 
-Other names: dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with full knowledge of the graph instead of
-an online guess. Before each computation, values are evicted until it fits: those that nothing will need first, then by
-the smallest (cost of getting it back) / (bytes * time until it is needed). A value that is missing is recomputed, its
-missing inputs first, everything the chain needs held fixed meanwhile.
+Run the operators in order, make room by forgetting, recompute on demand.
 
-What cannot be computed again and nothing needs now stays while something computed from it may be (the state of a random generator,
-for a dropout that is computed again): else all that depends on it could never be evicted. The rules differ in what goes first.
+Other names: dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with full knowledge of
+the graph instead of an online guess. Before each computation, values are evicted until it fits:
+those that nothing will need first, then by the smallest (cost of getting it back) / (bytes * time
+until it is needed). A value that is missing is recomputed, its missing inputs first, everything the
+chain needs held fixed meanwhile.
 
-With a plan of what to keep at some operators (`kept`), the rest is forgotten there, before that at no cost where room is needed, and
-evicted is what the plan holds beyond the budget: plans from relaxed models need a little more than the budget near the least one.
+What cannot be computed again and nothing needs now stays while something computed from it may be
+(the state of a random generator, for a dropout that is computed again): else all that depends on it
+could never be evicted. The rules differ in what goes first.
 
-It fails where what is held fixed does not fit, so its smallest budget is near the least there is, not the least.
-Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost are capped.
+With a plan of what to keep at some operators (`kept`), the rest is forgotten there, before that at
+no cost where room is needed, and evicted is what the plan holds beyond the budget: plans from
+relaxed models need a little more than the budget near the least one.
+
+It fails where what is held fixed does not fit, so its smallest budget is near the least there is,
+not the least. Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost
+are capped.
 """
 
 from __future__ import annotations
@@ -41,9 +47,13 @@ class Rule(IntEnum):
     CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
     FAR = 1  # needed last
     LARGE = 2  # most bytes, per cost of getting it back
-    ANY = 3  # as CHEAP, of what the backward writes too: getting that back takes much of the backward
-    LOOSE = 4  # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed from it then stays
-    ENOUGH = 5  # least cost of getting it back, per byte that is missing: more than that counts for nothing
+    # as CHEAP, of what the backward writes too: getting that back takes much of the backward
+    ANY = 3
+    # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed
+    # from it then stays
+    LOOSE = 4
+    # least cost of getting it back, per byte that is missing: more than that counts for nothing
+    ENOUGH = 5
 
 
 def is_compiled() -> bool:
@@ -66,13 +76,15 @@ def steps_with_eviction(
         graph: any graph.
         budget_bytes: resident bytes included.
         rule: which value goes first.
-        max_factor: gives up beyond this multiple of the number of operators (and of the keep-all cost).
-        left_s: where it was never compiled on this machine and this is too short for that, small graphs run in plain Python,
-            large ones get None.
-        kept: by operator, what of the values written before it stays when it is reached; the rest is forgotten where it can be
-            computed again, and what stays may be evicted later.
+        max_factor: gives up beyond this multiple of the number of operators (and of the keep-all
+            cost).
+        left_s: where it was never compiled on this machine and this is too short for that, small
+            graphs run in plain Python, large ones get None.
+        kept: by operator, what of the values written before it stays when it is reached; the rest
+            is forgotten where it can be computed again, and what stays may be evicted later.
 
-    Operators work in place only where they must, snapshots count in full: the simulated peak can be lower.
+    Operators work in place only where they must, snapshots count in full: the simulated peak can be
+        lower.
     """
     arrays = graph.arrays
     room, run = budget_bytes - graph.resident_bytes, in_time(_run, left_s)
@@ -80,7 +92,8 @@ def steps_with_eviction(
         return None
     size = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
     user_start, user = users(graph)
-    read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))  # the end reads the outputs
+    # the end reads the outputs
+    read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))
     write_start = np.append(arrays.write_start, arrays.write_start[-1])
     read = np.concatenate([arrays.read, arrays.output])
     reuse_start = np.append(arrays.reuse_start, arrays.reuse_start[-1])
@@ -90,18 +103,31 @@ def steps_with_eviction(
     for index, target in enumerate(drop_at.tolist()):
         stays[index, list(kept[target])] = True
     stays[:, list(values_always_kept(graph)) if kept else []] = True
-    cost, workspace, is_pinned = np.append(arrays.cost_s, 0.0), np.append(arrays.workspace_bytes, 0), np.append(arrays.is_pinned, True)
-    is_fixed = is_pinned if rule in (Rule.ANY, Rule.LOOSE) else np.append(arrays.is_pinned | arrays.is_backward, True)
-    possible = np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph, is_fixed)
+    cost, workspace, is_pinned = (
+        np.append(arrays.cost_s, 0.0),
+        np.append(arrays.workspace_bytes, 0),
+        np.append(arrays.is_pinned, True),
+    )
+    is_fixed = (
+        is_pinned
+        if rule in (Rule.ANY, Rule.LOOSE)
+        else np.append(arrays.is_pinned | arrays.is_backward, True)
+    )
+    possible = (
+        np.full(len(size), -1) if rule is Rule.LOOSE else _last_possible_needs(graph, is_fixed)
+    )
     length = run(
-        cost, size, possible, workspace, arrays.producer, read_start, read, write_start, arrays.write, reuse_start, arrays.reuse,
-        user_start, user, is_pinned, is_fixed, room, int(rule), max_factor * graph.cost_s, drop_at, stays, steps,
+        cost, size, possible, workspace, arrays.producer, read_start, read, write_start,
+        arrays.write, reuse_start, arrays.reuse,
+        user_start, user, is_pinned, is_fixed, room, int(rule), max_factor * graph.cost_s, drop_at,
+        stays, steps,
     )  # fmt: skip
     return steps[:length].copy() if length >= 0 else None
 
 
 def _last_possible_needs(graph: Graph, is_fixed: Bools) -> Ints:
-    """For each value, the last operator that needs it, itself or for something computed again on the way; O(E).
+    """For each value, the last operator that needs it, itself or for something computed again on
+    the way; O(E).
 
     What operators of `is_fixed` write is not evicted, and not computed again.
     """
@@ -151,9 +177,23 @@ def _run(
         if stage < len(drop_at) and drop_at[stage] == target:
             for value in range(num_values):
                 if in_memory[value] and not stays[stage, value]:
-                    held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+                    held -= _forget(
+                        value, cost, size, producer, read_start, read, is_pinned, in_memory, again
+                    )
             stage += 1
-        _find_needs(target, producer, read_start, read, write_start, write, user_start, user, is_pinned, in_memory, need)
+        _find_needs(
+            target,
+            producer,
+            read_start,
+            read,
+            write_start,
+            write,
+            user_start,
+            user,
+            is_pinned,
+            in_memory,
+            need,
+        )
         depth = 1
         stack[0] = target
         while depth > 0:
@@ -199,7 +239,18 @@ def _run(
             )
             taken = -1
             if held > room - wanted:
-                taken = _take_over(op, target, size, producer, reuse_start, reuse, user_start, user, is_pinned, locks)
+                taken = _take_over(
+                    op,
+                    target,
+                    size,
+                    producer,
+                    reuse_start,
+                    reuse,
+                    user_start,
+                    user,
+                    is_pinned,
+                    locks,
+                )
                 if taken < 0 or held > room - wanted + size[taken]:
                     return -1
             if op < end:
@@ -216,7 +267,9 @@ def _run(
             for k in range(read_start[op], read_start[op + 1]):
                 locks[read[k]] -= 1
             if taken >= 0:
-                held -= _forget(taken, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+                held -= _forget(
+                    taken, cost, size, producer, read_start, read, is_pinned, in_memory, again
+                )
             depth -= 1
             if depth > 0:
                 above = stack[depth - 1]
@@ -238,7 +291,10 @@ def _take_over(
     is_pinned: Bools,
     locks: Ints,
 ) -> int:
-    """The largest input that `op` may work in place of, at the price of forgetting it; -1 if none."""
+    """The largest input that `op` may work in place of, at the price of forgetting it.
+
+    -1 if none.
+    """
     best = -1
     for k in range(reuse_start[op], reuse_start[op + 1]):
         value = reuse[k]
@@ -260,7 +316,9 @@ def _forget(
     in_memory: Bools,
     again: Floats,
 ) -> int:
-    """Takes `value` out of memory, notes what getting it back costs (what is pinned never comes back), and returns its bytes."""
+    """Takes `value` out of memory, notes what getting it back costs (what is pinned never comes
+    back), and returns its bytes.
+    """
     p = producer[value]
     again[value] = np.inf if is_pinned[p] else cost[p]
     for k in range(read_start[p], read_start[p + 1]):
@@ -285,7 +343,9 @@ def _find_needs(
     in_memory: Bools,
     need: Ints,
 ) -> None:
-    """Fills `need`: the operator from `target` on for which each value is needed next, through missing values too."""
+    """Fills `need`: the operator from `target` on for which each value is needed next, through
+    missing values too.
+    """
     for value in range(len(need)):
         need[value] = _FAR
         if producer[value] < 0:
@@ -326,16 +386,25 @@ def _make_room(
     need: Ints,
     again: Floats,
 ) -> int:
-    """Evicts until at most `room` bytes are held; returns the bytes held, more where nothing is left to evict."""
+    """Evicts until at most `room` bytes are held.
+
+    Returns the bytes held, more where nothing is left to evict.
+    """
     if held <= room:
         return held
     for value in range(len(size)):
         if not in_memory[value] or producer[value] < 0 or locks[value] > 0:
             continue
-        is_planned_out = stage < len(drop_at) and not stays[stage, value] and need[value] >= drop_at[stage]
-        is_useless = need[value] >= _FAR and (not is_pinned[producer[value]] or possible[value] < target)
+        is_planned_out = (
+            stage < len(drop_at) and not stays[stage, value] and need[value] >= drop_at[stage]
+        )
+        is_useless = need[value] >= _FAR and (
+            not is_pinned[producer[value]] or possible[value] < target
+        )
         if is_planned_out or is_useless:
-            held -= _forget(value, cost, size, producer, read_start, read, is_pinned, in_memory, again)
+            held -= _forget(
+                value, cost, size, producer, read_start, read, is_pinned, in_memory, again
+            )
     while held > room:
         best, best_score = -1, np.inf
         for value in range(len(size)):

@@ -1,18 +1,23 @@
-"""Exact search around a schedule: free a part of it, solve that part as a MILP, accept what the simulator confirms.
+"""Exact search around a schedule.
 
-Other names: large neighbourhood search (Shaw, 1998), a matheuristic; local branching is its cousin. What is free is a set
-of pairs (operator, stage): the operator may be computed again in that stage or not (`neighbourhood_model`). Kinds, in turn:
+Free a part of it, solve that part as a MILP, accept what the simulator confirms.
 
-- values: the operators of a range of the graph, in every stage where what they read or write begins or ends
+Other names: large neighbourhood search (Shaw, 1998), a matheuristic; local branching is its cousin.
+What is free is a set of pairs (operator, stage): the operator may be computed again in that stage
+or not (`neighbourhood_model`). Kinds, in turn:
+
+- values: the operators of a range of the graph, in every stage where what they read or write begins
+  or ends
 - halves: two such ranges of half the width
 - mixed: a range of twice the width, in a part of these stages
 - stages: a range of stages, with every operator that could be of use there
-- shifted: a range of operators as in values, and every recomputation may move by a few stages: exchanging two values
-  that are far apart takes room that others must make (U-Net at 7 GB: only this kind left 196,599 for 196,567)
+- shifted: a range of operators as in values, and every recomputation may move by a few stages:
+  exchanging two values that are far apart takes room that others must make (U-Net at 7 GB: only
+  this kind left 196,599 for 196,567)
 
-Each kind's width grows while its models are solved at once and shrinks where a limit stops them. Equal costs are
-accepted. Limits are counts of nodes; time
-is only a cap, so that a seed gives one answer. It proves nothing, as each part is optimal on its own only.
+Each kind's width grows while its models are solved at once and shrinks where a limit stops them.
+Equal costs are accepted. Limits are counts of nodes; time is only a cap, so that a seed gives one
+answer. It proves nothing, as each part is optimal on its own only.
 """
 
 from __future__ import annotations
@@ -68,7 +73,13 @@ class Neighbourhood:
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._random = np.random.default_rng(seed)
-        self._width = {Kind.VALUES: 16.0, Kind.HALVES: 16.0, Kind.MIXED: 24.0, Kind.STAGES: 6.0, Kind.SHIFTED: 14.0}
+        self._width = {
+            Kind.VALUES: 16.0,
+            Kind.HALVES: 16.0,
+            Kind.MIXED: 24.0,
+            Kind.STAGES: 6.0,
+            Kind.SHIFTED: 14.0,
+        }
         self._spans = region_spans(graph)
         self._may = ~graph.arrays.is_pinned & (np.diff(graph.arrays.write_start) > 0)
         self._read_by_operator = [set(parents) for parents in graph.parents_of]
@@ -94,9 +105,14 @@ class Neighbourhood:
             ValueError: `steps` do not fit the budget.
         """
         current = self._look_at(np.asarray(steps, np.int64))
-        peak_bytes = simulate(self._graph, Schedule.from_steps(self._graph, current.steps.tolist())).peak_bytes
+        peak_bytes = simulate(
+            self._graph, Schedule.from_steps(self._graph, current.steps.tolist())
+        ).peak_bytes
         if peak_bytes > self._budget_bytes:
-            raise ValueError(f"the steps hold {peak_bytes:,} bytes and the budget is {self._budget_bytes:,}; give steps that fit")
+            raise ValueError(
+                f"the steps hold {peak_bytes:,} bytes and the budget is "
+                f"{self._budget_bytes:,}; give steps that fit"
+            )
         for index in range(max_rounds):
             if should_stop is not None and should_stop():
                 break
@@ -114,10 +130,20 @@ class Neighbourhood:
         is_last = np.append((value[1:] != value[:-1]) | is_write[1:], True)
         return _Incumbent(steps, simulation.cost_s, stage, value, stage[slot], is_write, is_last)
 
-    def solve(self, current: _Incumbent, free: Ints, *, kind: Kind, time_limit_s: float) -> _Incumbent:
-        """Returns the best there is where only the pairs `free` are; `current` where that is no better."""
+    def solve(
+        self, current: _Incumbent, free: Ints, *, kind: Kind, time_limit_s: float
+    ) -> _Incumbent:
+        """Returns the best there is where only the pairs `free` are.
+
+        `current` where that is no better.
+        """
         part = solve_part(
-            self._graph, current.steps, free, budget_bytes=self._budget_bytes, max_nodes=_MAX_NODES, time_limit_s=time_limit_s
+            self._graph,
+            current.steps,
+            free,
+            budget_bytes=self._budget_bytes,
+            max_nodes=_MAX_NODES,
+            time_limit_s=time_limit_s,
         )
         self._width[kind] *= _GROW if part.is_finished else _SHRINK
         self.num_improvements += part.cost_s < current.cost_s
@@ -137,14 +163,20 @@ class Neighbourhood:
         if kind is Kind.MIXED:
             stages = self._range(stages, max(len(stages) // 2, 1))
         pairs = self._pairs(current, operators, stages)
-        return np.unique(np.concatenate([pairs, self._shifts(current, pairs)]), axis=0) if kind is Kind.SHIFTED else pairs
+        return (
+            np.unique(np.concatenate([pairs, self._shifts(current, pairs)]), axis=0)
+            if kind is Kind.SHIFTED
+            else pairs
+        )
 
     def _range(self, items: Ints, width: int) -> Ints:
         first = int(self._random.integers(-(width // 2), max(len(items) - width // 2, 1)))
         return items[max(first, 0) : max(first + width, 1)]
 
     def _candidates(self, current: _Incumbent) -> Ints:
-        """Returns the operators that may be computed again and whose values are read later than in the next stage."""
+        """Returns the operators that may be computed again and whose values are read later than in
+        the next stage.
+        """
         late = np.zeros(self._graph.num_operators, np.bool_)
         reads = ~current.is_write
         producer = self._graph.arrays.producer[current.value[reads]]
@@ -152,22 +184,30 @@ class Neighbourhood:
         return np.flatnonzero(late & self._may)
 
     def _stages_of_interest(self, current: _Incumbent, operators: Ints) -> Ints:
-        """Returns the stages where what `operators` write is read or computed, or what they read begins or ends."""
+        """Returns the stages where what `operators` write is read or computed, or what they read
+        begins or ends.
+        """
         arrays = self._graph.arrays
         is_mine = np.zeros(self._graph.num_operators, np.bool_)
         is_mine[operators] = True
         is_written = is_mine[np.maximum(arrays.producer, 0)] & (arrays.producer >= 0)
         is_read = np.zeros(len(is_written), np.bool_)
         is_read[arrays.read[np.repeat(is_mine, np.diff(arrays.read_start))]] = True
-        chosen = is_written[current.value] | (is_read[current.value] & (current.is_write | current.is_last))
+        chosen = is_written[current.value] | (
+            is_read[current.value] & (current.is_write | current.is_last)
+        )
         return np.unique(current.event_stage[chosen])
 
     def _pairs(self, current: _Incumbent, operators: Ints, stages: Ints) -> Ints:
-        """Returns `operators` x `stages` without what nothing reads afterwards and what pins and regions forbid."""
+        """Returns `operators` x `stages` without what nothing reads afterwards and what pins and
+        regions forbid.
+        """
         count = self._graph.num_operators
         last = np.full(count, -1)
         reads = ~current.is_write
-        np.maximum.at(last, self._graph.arrays.producer[current.value[reads]], current.event_stage[reads])
+        np.maximum.at(
+            last, self._graph.arrays.producer[current.value[reads]], current.event_stage[reads]
+        )
         mine = set(operators.tolist())
         for operator in operators[::-1].tolist():
             for parent in self._read_by_operator[operator] & mine:
@@ -177,27 +217,39 @@ class Neighbourhood:
         return np.stack([op[is_kept], stage[is_kept]], axis=1)
 
     def _shifts(self, current: _Incumbent, pairs: Ints) -> Ints:
-        """Returns the pairs of the recomputations near the stages of `pairs` with the stages next to their own."""
+        """Returns the pairs of the recomputations near the stages of `pairs` with the stages next
+        to their own.
+        """
         if len(pairs) == 0:
             return pairs
         is_again = np.ones(len(current.steps), np.bool_)
         is_again[np.unique(current.steps, return_index=True)[1]] = False
         stage = current.stage[:-1]
-        near = np.flatnonzero(is_again & (pairs[:, 1].min() - _SHIFT <= stage) & (stage <= pairs[:, 1].max() + _SHIFT))
+        near = np.flatnonzero(
+            is_again & (pairs[:, 1].min() - _SHIFT <= stage) & (stage <= pairs[:, 1].max() + _SHIFT)
+        )
         if len(near) > _MAX_PAIRS // (2 * _SHIFT + 1):
             near = self._range(near, _MAX_PAIRS // (2 * _SHIFT + 1))
-        op, to = np.repeat(current.steps[near], 2 * _SHIFT + 1), (stage[near, None] + np.arange(-_SHIFT, _SHIFT + 1)).ravel()
+        op, to = (
+            np.repeat(current.steps[near], 2 * _SHIFT + 1),
+            (stage[near, None] + np.arange(-_SHIFT, _SHIFT + 1)).ravel(),
+        )
         is_kept = (to <= self._graph.num_operators) & self._is_allowed(op, to)
         return np.stack([op[is_kept], to[is_kept]], axis=1)
 
     def _is_allowed(self, op: Ints, stage: Ints) -> Bools:
         """True where pins and regions let an operator be computed again in a stage."""
         span = self._spans[op]
-        is_inside = ((span[:, 0] < stage) & (stage <= span[:, 1])) | ((span[:, 2] < stage) & (stage <= span[:, 3]))
+        is_inside = ((span[:, 0] < stage) & (stage <= span[:, 1])) | (
+            (span[:, 2] < stage) & (stage <= span[:, 3])
+        )
         return np.asarray(self._may[op] & (op < stage) & is_inside, np.bool_)
 
     def _pairs_in_stages(self, current: _Incumbent, width: int) -> Ints:
-        """Returns the pairs of a range of stages: operators whose values are read or computed there, and what they need."""
+        """Returns the pairs of a range of stages.
+
+        Operators whose values are read or computed there, and what they need.
+        """
         first = int(self._random.integers(1, self._graph.num_operators + 1))
         inside = (first <= current.event_stage) & (current.event_stage < first + width)
         queue = np.unique(self._graph.arrays.producer[current.value[inside]]).tolist()

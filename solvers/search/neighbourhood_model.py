@@ -10,12 +10,14 @@ The schedule's steps, and the optional ones put among them, lie in *slots*. Lege
     h[v, e] <= h[v, e - 1]                  after a read, what was there before
     h[v, e] <= h[v, e - 1] + x[q]           after a computation, that too
     sum of m_v x[q] + workspace x[q] + sum of m_v h[v, e] over the gaps that reach or cross q
-        - m_v d[v, q] <= B                  d: one input that ends at q is taken over, d <= x[q], d <= 1 - h[v, e]
+        - m_v d[v, q] <= B                  d: one input that ends at q is taken over, d <= x[q], d
+          <= 1 - h[v, e]
 
-For integral x the least h is integral; declaring it binary made HiGHS 15 times as fast (U-Net, 5 GB). A gap's h is a
-constant wherever what surrounds it says so, and of the slots between two events only the one with the most constant
-bytes needs its row: the model has the size of what is free, not of the graph. It is exact for the schedules it can
-express, which are all subsets of its slots, except that a snapshot counts as soon as something free could need it.
+For integral x the least h is integral; declaring it binary made HiGHS 15 times as fast (U-Net, 5
+GB). A gap's h is a constant wherever what surrounds it says so, and of the slots between two events
+only the one with the most constant bytes needs its row: the model has the size of what is free, not
+of the graph. It is exact for the schedules it can express, which are all subsets of its slots,
+except that a snapshot counts as soon as something free could need it.
 """
 
 from __future__ import annotations
@@ -94,15 +96,21 @@ class SlotModel:
         follows = np.append(value[1:] == value[:-1], False)
         is_touched = np.zeros(len(self._size), np.bool_)
         is_touched[value[is_free]] = True
-        gap = np.where(follows & ~np.append(is_write[1:], False), ONE, ZERO)  # right where nothing is free
+        # right where nothing is free
+        gap = np.where(follows & ~np.append(is_write[1:], False), ONE, ZERO)
         mine = np.flatnonzero(is_touched[value])
         gap[mine] = self._gaps(mine, slot, is_write, is_free, follows)
         events = _Events(value, slot, is_write, is_free, follows, gap)
         self._add_links(events, mine)
         return events
 
-    def _gaps(self, mine: Ints, slot: Ints, is_write: Bools, is_free: Bools, follows: Bools) -> list[int]:
-        """Returns what is held after each event: constants from the last event on, columns where they end."""
+    def _gaps(
+        self, mine: Ints, slot: Ints, is_write: Bools, is_free: Bools, follows: Bools
+    ) -> list[int]:
+        """Returns what is held after each event.
+
+        Constants from the last event on, columns where they end.
+        """
         result: list[int] = []
         later = ZERO  # after the following event
         rows = zip(*(array[mine].tolist() for array in (is_write, is_free, follows)), strict=True)
@@ -128,9 +136,17 @@ class SlotModel:
 
     def _add_links(self, events: _Events, mine: Ints) -> None:
         """X <= h before; h after <= h before, and + x where the slot computes the value."""
-        before = np.where(np.append(False, events.follows[:-1]), np.append(ZERO, events.gap[:-1]), ZERO)
+        before = np.where(
+            np.append(False, events.follows[:-1]), np.append(ZERO, events.gap[:-1]), ZERO
+        )
         columns = self._column[events.slot]
-        picked = zip(*(array[mine].tolist() for array in (events.is_write, events.is_free, before, events.gap, columns)), strict=True)
+        picked = zip(
+            *(
+                array[mine].tolist()
+                for array in (events.is_write, events.is_free, before, events.gap, columns)
+            ),
+            strict=True,
+        )
         for write, free, was, after, x in picked:
             if write and free:
                 self._add_row([(after, 1.0), (was, -1.0), (x, -1.0)])
@@ -165,10 +181,20 @@ class SlotModel:
         base = np.cumsum(change)[:count] + np.where(slots.is_free, 0.0, weight) - taken.constant
         varies = events.gap >= 0
         begins = np.zeros(count + 2, np.bool_)
-        for places in (events.slot[varies] + 1, end[varies] + 1, self._free, self._free + 1, taken.slots, taken.slots + 1):
+        for places in (
+            events.slot[varies] + 1,
+            end[varies] + 1,
+            self._free,
+            self._free + 1,
+            taken.slots,
+            taken.slots + 1,
+        ):
             begins[places] = True
         row_slot = _largest_of_groups(np.cumsum(begins.astype(np.int64))[:count], base)
-        low, high = (np.searchsorted(row_slot, places, "right") for places in (events.slot[varies], end[varies]))
+        low, high = (
+            np.searchsorted(row_slot, places, "right")
+            for places in (events.slot[varies], end[varies])
+        )
         row = ranges(low, high)
         lengths = high - low
         parts = [
@@ -188,10 +214,16 @@ class SlotModel:
         row, column, size = new_row[row[keep]], column[keep], size[keep] / max(self._room, 1)
         lengths = [len(columns) for columns, _, _ in self._rows]
         row = np.concatenate([np.repeat(np.arange(len(lengths)), lengths), row]).astype(np.int64)
-        column = np.concatenate([np.array([c for columns, _, _ in self._rows for c in columns], np.int64), column])
-        size = np.concatenate([np.array([f for _, factors, _ in self._rows for f in factors], np.float64), size])
+        column = np.concatenate(
+            [np.array([c for columns, _, _ in self._rows for c in columns], np.int64), column]
+        )
+        size = np.concatenate(
+            [np.array([f for _, factors, _ in self._rows for f in factors], np.float64), size]
+        )
         order = np.argsort(row, kind="stable")
-        upper = np.concatenate([np.array([u for _, _, u in self._rows]), room[is_needed] / max(self._room, 1)])
+        upper = np.concatenate(
+            [np.array([u for _, _, u in self._rows]), room[is_needed] / max(self._room, 1)]
+        )
         operator, unit = self.slots.operator, _UNIT * graph.cost_s or 1.0
         cost = np.zeros(self.num_columns)
         cost[: len(self._free)] = self._graph.cost_s[operator[self._free]] / unit
@@ -235,7 +267,9 @@ class _TakenOver:
         self.bytes = size[chosen]
         self.columns = np.arange(model.num_columns, model.num_columns + len(chosen))
         model.num_columns += len(chosen)
-        for column, at, held in zip(self.columns.tolist(), self.slots.tolist(), after[chosen].tolist(), strict=True):
+        for column, at, held in zip(
+            self.columns.tolist(), self.slots.tolist(), after[chosen].tolist(), strict=True
+        ):
             model._add_row([(column, 1.0), (held, 1.0)], 1.0)
             model._add_row([(column, 1.0), (int(model._column[at]), -1.0)])
         for at in np.unique(self.slots):
@@ -243,7 +277,10 @@ class _TakenOver:
 
 
 def _sizes(arrays: Arrays, slots: Slots) -> Floats:
-    """Returns the bytes of each value; 0 for resident ones and for snapshots that no repeated or optional slot reads."""
+    """Returns the bytes of each value.
+
+    0 for resident ones and for snapshots that no repeated or optional slot reads.
+    """
     count = len(arrays.cost_s)
     operator = slots.operator[:-1]
     is_repeated = np.bincount(operator, minlength=count) > 1

@@ -1,4 +1,7 @@
-"""A part of a schedule solved exactly: some pairs (operator, stage) are free, the rest stays, as a MILP (`neighbourhood_model`)."""
+"""A part of a schedule solved exactly.
+
+Some pairs (operator, stage) are free, the rest stays, as a MILP (`neighbourhood_model`).
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,28 @@ class Part:
     is_finished: bool
 
 
-def solve_part(graph: Graph, steps: Ints, free: Ints, *, budget_bytes: int, max_nodes: int, time_limit_s: float) -> Part:
-    """Returns the best schedule that differs from `steps`, which fit the budget, in nothing but the pairs `free`.
+def solve_part(
+    graph: Graph, steps: Ints, free: Ints, *, budget_bytes: int, max_nodes: int, time_limit_s: float
+) -> Part:
+    """Returns the best schedule that differs from `steps`, which fit the budget, in nothing but the
+    pairs `free`.
 
     Args:
         graph: any graph.
         steps: a valid sequence within the budget.
-        free: pairs (operator, stage), shape (pairs, 2): where an operator may be computed again, or not.
+        free: pairs (operator, stage), shape (pairs, 2): where an operator may be computed again, or
+            not.
         budget_bytes: resident bytes included.
         max_nodes: of branch and bound.
         time_limit_s: a cap.
     """
     cost_s = simulate(graph, Schedule.from_steps(graph, steps.tolist())).cost_s
-    model = SlotModel(graph, slots_around(steps, graph.num_operators, free), budget_bytes=budget_bytes)
-    answer = Highs(max_nodes=max_nodes).minimise(model.arrays, gap=_GAP, time_limit_s=time_limit_s, start=model.start())
+    model = SlotModel(
+        graph, slots_around(steps, graph.num_operators, free), budget_bytes=budget_bytes
+    )
+    answer = Highs(max_nodes=max_nodes).minimise(
+        model.arrays, gap=_GAP, time_limit_s=time_limit_s, start=model.start()
+    )
     for point in answer.points[:_MAX_POINTS]:
         found = np.array(model.steps(point), np.int64)
         simulation = simulate(graph, Schedule.from_steps(graph, found.tolist()))
@@ -55,7 +66,9 @@ def solve_part(graph: Graph, steps: Ints, free: Ints, *, budget_bytes: int, max_
 
 
 def recomputations(steps: Ints) -> Ints:
-    """Returns the pairs (operator, stage) of all that `steps` compute again, shape (pairs, 2), sorted, each once."""
+    """Returns the pairs (operator, stage) of all that `steps` compute again, shape (pairs, 2),
+    sorted, each once.
+    """
     is_again = np.ones(len(steps), np.bool_)
     is_again[np.unique(steps, return_index=True)[1]] = False
     pairs = np.stack([steps[is_again], stages_of(steps)[is_again]], axis=1)

@@ -1,9 +1,10 @@
-"""A schedule as a sequence in slots, packed into the few arrays that compiled functions are quick to pass around.
+"""A schedule as a sequence in slots, packed into the few arrays that compiled functions are quick
+to pass around.
 
-The sequence lies in slots, two of three empty, so that most insertions move nothing; laying it out spreads it anew. Each
-operator has the slots it is computed in, in order (`MAX_TIMES` at most). A slot that is empty holds what is alive
-across it. The last step is no operator of the graph: it reads the outputs, costs nothing and comes once. Columns and
-rows of the arrays have names, below.
+The sequence lies in slots, two of three empty, so that most insertions move nothing; laying it out
+spreads it anew. Each operator has the slots it is computed in, in order (`MAX_TIMES` at most). A
+slot that is empty holds what is alive across it. The last step is no operator of the graph: it
+reads the outputs, costs nothing and comes once. Columns and rows of the arrays have names, below.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from remat.solvers.core.accounting import Floats, Ints
 MAX_TIMES = 30
 SPACING = 3
 
-# columns of `values`; NOW is the size, 0 while no recomputation reads the snapshot; REPEATED counts readers computed again
+# columns of `values`; NOW is the size, 0 while no recomputation reads the snapshot; REPEATED counts
+# readers computed again
 SIZE, PRODUCER, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(7)
-# columns of `operators`; from SPAN on pairs of operators, between whose first computations it may be computed again; from
-# WHERE on the slots that compute it, TIMES in number
+# columns of `operators`; from SPAN on pairs of operators, between whose first computations it may
+# be computed again; from WHERE on the slots that compute it, TIMES in number
 WORKSPACE, PINNED, READ_FROM, READ_TO, WRITE_FROM, WRITE_TO, REUSE_FROM, REUSE_TO, SPAN = range(9)
 TIMES = SPAN + 4
 WHERE = TIMES + 1
-# rows of `slots`: the operator or -1, the bytes held less what is added to the whole block, the bytes saved by working in place; of
-# each block of `BLOCK` slots, in the first columns: bytes added to all of it, and an upper and a lower bound on its HELD
+# rows of `slots`: the operator or -1, the bytes held less what is added to the whole block, the
+# bytes saved by working in place; of each block of `BLOCK` slots, in the first columns: bytes added
+# to all of it, and an upper and a lower bound on its HELD
 SLOT, HELD, SAVED, ADDED, MOST, LEAST = range(6)
 BLOCK = 64
-# `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where operators work in place
+# `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where
+# operators work in place
 OVER, ROOM, IN_PLACE = range(3)
 FAR = 1 << 40  # a slot behind all others
 
@@ -40,7 +44,8 @@ class State(NamedTuple):
     Attributes:
         values: (values, 7).
         operators: (operators + 1, WHERE + MAX_TIMES).
-        links: what operators read, write and may reuse, and who reads each value; `*_FROM`, `*_TO` point into it.
+        links: what operators read, write and may reuse, and who reads each value; `*_FROM`, `*_TO`
+            point into it.
         slots: (6, slots).
         sums: (3,).
         costs: of each operator, and of the sequence, in seconds; (operators + 2,).
@@ -55,22 +60,39 @@ class State(NamedTuple):
 
 
 def pack(graph: Graph, *, room: int) -> State:
-    """Returns the graph with an empty sequence; `room` is the budget less the resident bytes. O(V + E)."""
+    """Returns the graph with an empty sequence.
+
+    `room` is the budget less the resident bytes. O(V + E).
+    """
     arrays, count = graph.arrays, graph.num_operators
     values = np.zeros((len(graph.values), 7), np.int64)
     values[:, PRODUCER] = arrays.producer
     values[:, SIZE] = values[:, NOW] = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
-    values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[np.maximum(arrays.producer, 0)]
+    values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[
+        np.maximum(arrays.producer, 0)
+    ]
     operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
-    operators[:count, WORKSPACE], operators[:count, PINNED] = arrays.workspace_bytes, arrays.is_pinned
+    operators[:count, WORKSPACE], operators[:count, PINNED] = (
+        arrays.workspace_bytes,
+        arrays.is_pinned,
+    )
     operators[count, PINNED] = 1
     operators[:count, SPAN : SPAN + 4] = region_spans(graph)
     none = np.zeros(0, np.int64)
     reads = (arrays.read_start, arrays.read, arrays.output)
-    lists = (reads, (arrays.write_start, arrays.write, none), (arrays.reuse_start, arrays.reuse, none))
+    lists = (
+        reads,
+        (arrays.write_start, arrays.write, none),
+        (arrays.reuse_start, arrays.reuse, none),
+    )
     offset = 0
-    for column, (start, items, at_end) in zip((READ_FROM, WRITE_FROM, REUSE_FROM), lists, strict=True):
-        operators[:count, column], operators[:count, column + 1] = start[:-1] + offset, start[1:] + offset
+    for column, (start, items, at_end) in zip(
+        (READ_FROM, WRITE_FROM, REUSE_FROM), lists, strict=True
+    ):
+        operators[:count, column], operators[:count, column + 1] = (
+            start[:-1] + offset,
+            start[1:] + offset,
+        )
         operators[count, column] = offset + len(items)
         offset += len(items) + len(at_end)
         operators[count, column + 1] = offset
@@ -78,16 +100,31 @@ def pack(graph: Graph, *, room: int) -> State:
     values[:, USER_FROM], values[:, USER_TO] = user_start[:-1] + offset, user_start[1:] + offset
     links = np.concatenate([part for _, *parts in lists for part in parts] + [user])
     sums = np.array([0, room, len(arrays.reuse) > 0], np.int64)
-    return State(values, operators, links, np.zeros((6, 0), np.int64), sums, np.append(arrays.cost_s, (0.0, 0.0)))
+    return State(
+        values,
+        operators,
+        links,
+        np.zeros((6, 0), np.int64),
+        sums,
+        np.append(arrays.cost_s, (0.0, 0.0)),
+    )
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
-    """Returns a copy whose sequence is empty, with room for `num_steps` and as many insertions twice."""
+    """Returns a copy whose sequence is empty, with room for `num_steps` and as many insertions
+    twice.
+    """
     slots = np.zeros((6, SPACING * num_steps + SPACING), np.int64)
     slots[SLOT] = -1
     operators = state.operators.copy()
     operators[:, TIMES] = 0
-    return state._replace(values=state.values.copy(), operators=operators, slots=slots, sums=state.sums.copy(), costs=state.costs.copy())
+    return state._replace(
+        values=state.values.copy(),
+        operators=operators,
+        slots=slots,
+        sums=state.sums.copy(),
+        costs=state.costs.copy(),
+    )
 
 
 def steps_of(slot: Ints, end: int) -> Ints:
@@ -101,7 +138,10 @@ def bytes_held(slots: Ints) -> Ints:
 
 
 def users(graph: Graph) -> tuple[Ints, Ints]:
-    """The operators that read each value, in order, in CSR form; the end of the graph reads the outputs."""
+    """The operators that read each value, in order, in CSR form.
+
+    The end of the graph reads the outputs.
+    """
     rows = [list(row) for row in graph.users_of]
     for value in graph.arrays.output:
         rows[value].append(graph.num_operators)
@@ -111,7 +151,9 @@ def users(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def region_spans(graph: Graph) -> Ints:
-    """For each operator, two pairs of operators between whose first computations it may be computed again: its region's halves."""
+    """For each operator, two pairs of operators between whose first computations it may be computed
+    again: its region's halves.
+    """
     half: dict[tuple[int, bool], list[int]] = {}
     for index, op in enumerate(graph.operators):
         half.setdefault((op.region, op.phase is Phase.BACKWARD), []).append(index)

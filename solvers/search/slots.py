@@ -1,7 +1,8 @@
-"""Slots: a schedule's steps with optional ones put among them, and where values are written and read in them.
+"""Slots: a schedule's steps with optional ones put among them, and where values are written and
+read in them.
 
-Optional computations of a stage come in the graph's order (as in Checkmate's MILP; Jain et al., MLSys 2020), `passes`
-times over, beside those of the schedule where they stand.
+Optional computations of a stage come in the graph's order (as in Checkmate's MILP; Jain et al.,
+MLSys 2020), `passes` times over, beside those of the schedule where they stand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from remat.solvers.core.accounting import Bools, Ints
 
 @dataclass(frozen=True)
 class Slots:
-    """Steps and optional steps in one sequence; the last slot is the graph's end, which reads the outputs.
+    """Steps and optional steps in one sequence.
+
+    The last slot is the graph's end, which reads the outputs.
 
     Attributes:
         operator: of each slot; the number of operators for the end.
@@ -31,42 +34,60 @@ class Slots:
 
 
 def stages_of(steps: Ints) -> Ints:
-    """Returns the stage of each step: the operator that is first computed at it or next after it. O(S log S)."""
+    """Returns the stage of each step.
+
+    The operator that is first computed at it or next after it. O(S log S).
+    """
     first = np.unique(steps, return_index=True)[1]
     return np.asarray(np.searchsorted(first, np.arange(len(steps))), np.int64)
 
 
 def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1) -> Slots:
-    """Returns `steps` with an optional slot for each pair (operator, stage) of `free`, shape (pairs, 2).
+    """Returns `steps` with an optional slot for each pair (operator, stage) of `free`, shape
+    (pairs, 2).
 
-    A pair that the steps have is freed where it stands. A stage is named by the operator whose first computation ends it.
+    A pair that the steps have is freed where it stands. A stage is named by the operator whose
+    first computation ends it.
     """
     steps = np.append(steps, num_operators)
     stage = stages_of(steps)
     is_first = np.zeros(len(steps), np.bool_)
     is_first[np.unique(steps, return_index=True)[1]] = True
-    pairs, wanted = steps * (num_operators + 1) + stage, free[:, 0] * (num_operators + 1) + free[:, 1]
+    pairs, wanted = (
+        steps * (num_operators + 1) + stage,
+        free[:, 0] * (num_operators + 1) + free[:, 1],
+    )
     is_free = ~is_first & np.isin(pairs, wanted)
     before, extra = _places(steps, stage, free, np.isin(wanted, pairs[is_free]), passes)
     # optional slots come before the step they stand at
     order = np.argsort(np.concatenate([before, np.arange(len(steps))]), kind="stable")
     is_there = np.arange(len(order)) >= len(extra)
-    return Slots(np.concatenate([extra, steps])[order], np.concatenate([~is_there[: len(extra)], is_free])[order], is_there[order])
+    return Slots(
+        np.concatenate([extra, steps])[order],
+        np.concatenate([~is_there[: len(extra)], is_free])[order],
+        is_there[order],
+    )
 
 
-def _places(steps: Ints, stage: Ints, free: Ints, is_there: Bools, passes: int) -> tuple[Ints, Ints]:
+def _places(
+    steps: Ints, stage: Ints, free: Ints, is_there: Bools, passes: int
+) -> tuple[Ints, Ints]:
     """Returns, for each optional slot in order, the step it stands before, and its operator."""
     before: list[int] = []
     operator: list[int] = []
-    start, end = (np.searchsorted(stage, np.arange(int(stage[-1]) + 1), side) for side in ("left", "right"))
+    start, end = (
+        np.searchsorted(stage, np.arange(int(stage[-1]) + 1), side) for side in ("left", "right")
+    )
     order = np.lexsort((free[:, 0], free[:, 1]))
     bounds = np.flatnonzero(np.diff(free[order, 1], prepend=-1, append=-1))
     for low, high in itertools.pairwise(bounds):
         chosen = order[low:high]
         ops, t = free[chosen, 0], int(free[chosen[0], 1])
         run = steps[start[t] : end[t]]
-        after_larger = np.searchsorted(np.maximum.accumulate(run), ops, "right")  # before the first larger one
-        after_smaller = np.searchsorted(np.minimum.accumulate(run[::-1])[::-1], ops, "left")  # behind the last smaller one
+        # before the first larger one
+        after_larger = np.searchsorted(np.maximum.accumulate(run), ops, "right")
+        # behind the last smaller one
+        after_smaller = np.searchsorted(np.minimum.accumulate(run[::-1])[::-1], ops, "left")
         is_new = ~is_there[chosen]
         is_torn = after_larger != after_smaller
         last = len(run) - 1
@@ -82,7 +103,10 @@ _Csr = tuple[Ints, Ints]
 
 
 def _with_end(arrays: Arrays, num_operators: int) -> tuple[_Csr, _Csr]:
-    """Returns what operators write and read, in CSR form; the end of the graph reads the outputs."""
+    """Returns what operators write and read, in CSR form.
+
+    The end of the graph reads the outputs.
+    """
     write_start = np.append(arrays.write_start, arrays.write_start[-1])
     read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))
     return (write_start, arrays.write), (read_start, np.concatenate([arrays.read, arrays.output]))
@@ -104,7 +128,10 @@ def ranges(low: Ints, high: Ints) -> Ints:
 
 def events_of(graph: Graph, operator: Ints) -> tuple[Ints, Ints, Bools]:
     """Returns the value, the slot and whether it writes, of each event, by value and slot."""
-    (written, at), (read, when) = (gather(start, items, operator) for start, items in _with_end(graph.arrays, graph.num_operators))
+    (written, at), (read, when) = (
+        gather(start, items, operator)
+        for start, items in _with_end(graph.arrays, graph.num_operators)
+    )
     value, slot = np.concatenate([written, read]), np.concatenate([at, when])
     order = np.lexsort((slot, value))
     return value[order], slot[order], (np.arange(len(value)) < len(written))[order]

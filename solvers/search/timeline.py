@@ -1,15 +1,18 @@
-"""Changing a sequence in place: insert or remove one recomputation, with the bytes at every slot kept up to date.
+"""Changing a sequence in place.
 
-When a value is last read is not stored but looked up over its readers' slots, so a change only touches the intervals
-that change: those of what the operator writes and reads. Any insertion after the first computation is valid, and so is
-any removal but the first one's: the graph's rules are kept by construction, and what is judged is memory alone. Bytes
-agree with `simulate` to the byte, in-place operators and snapshots included.
+Insert or remove one recomputation, with the bytes at every slot kept up to date.
 
-A change of bytes over many slots is written down once a block; a block's slots are looked at where its bounds do not tell how much
-more, or less, it is over the budget.
+When a value is last read is not stored but looked up over its readers' slots, so a change only
+touches the intervals that change: those of what the operator writes and reads. Any insertion after
+the first computation is valid, and so is any removal but the first one's: the graph's rules are
+kept by construction, and what is judged is memory alone. Bytes agree with `simulate` to the byte,
+in-place operators and snapshots included.
 
-Complexity: O(degree * times + changed slots) a change, of the slots in blocks that lie on one side of the budget one in `BLOCK`. Compiled
-where numba is installed (see `compiled`).
+A change of bytes over many slots is written down once a block; a block's slots are looked at where
+its bounds do not tell how much more, or less, it is over the budget.
+
+Complexity: O(degree * times + changed slots) a change, of the slots in blocks that lie on one side
+of the budget one in `BLOCK`. Compiled where numba is installed (see `compiled`).
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ from remat.solvers.search.sequence import (  # fmt: skip
 
 
 def lay_out(state: State, steps: Ints) -> State:
-    """Returns the sequence `steps` in slots, and at its end the step that reads the outputs. O(E log S)."""
+    """Returns the sequence `steps` in slots, and at its end the step that reads the outputs.
+
+    O(E log S).
+    """
     result = with_empty_slots(state, len(steps) + 1)
     fill(*result, np.append(steps, len(state.operators) - 1))
     return result
@@ -125,7 +131,8 @@ def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change
     """Adds `change` bytes to slots of one block."""
     over, room, part = 0, sums[ROOM] - slots[ADDED, block], slots[HELD, begin:end]
     most, least = slots[MOST, block], slots[LEAST, block]
-    for k in range(len(part)):  # from 0 on, so that the compiler sees no negative index and vectorises
+    # from 0 on, so that the compiler sees no negative index and vectorises
+    for k in range(len(part)):
         old = part[k]
         new = old + change
         over += max(new - room, 0) - max(old - room, 0)
@@ -137,7 +144,9 @@ def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change
 
 @inner
 def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) -> None:
-    """Adds `change` bytes to whole blocks, whose slots are looked at only where some are over the budget and some are not."""
+    """Adds `change` bytes to whole blocks, whose slots are looked at only where some are over the
+    budget and some are not.
+    """
     added, most, least = slots[ADDED, first:last], slots[MOST, first:last], slots[LEAST, first:last]
     over, total, more, less = 0, sums[ROOM], max(change, 0), min(change, 0)
     for b in range(len(added)):
@@ -168,32 +177,57 @@ def refresh(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints,
         value = links[k]
         p = values[value, PRODUCER]
         begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
-        if values[value, NOW] > best and last_read(values, operators, links, value, begin, end) == q:
+        if (
+            values[value, NOW] > best
+            and last_read(values, operators, links, value, begin, end) == q
+        ):
             best = values[value, NOW]
     shift(slots, sums, q, q + 1, slots[SAVED, q] - best)
     slots[SAVED, q] = best
 
 
 @inner
-def refresh_around(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, q: int) -> None:
-    """Refreshes the slots whose reads became or ceased to be last ones by a change of `op` at `q`."""
+def refresh_around(
+    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, q: int
+) -> None:
+    """Refreshes the slots whose reads became or ceased to be last ones by a change of `op` at
+    `q`.
+    """
     if sums[IN_PLACE] == 0:
         return
     before = computed_before(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-        refresh(values, operators, links, slots, sums, last_read(values, operators, links, links[k], before, q))
+        refresh(
+            values,
+            operators,
+            links,
+            slots,
+            sums,
+            last_read(values, operators, links, links[k], before, q),
+        )
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
         if values[value, NOW] == 0:
             continue
         begin = computed_before(operators, values[value, PRODUCER], q)
-        refresh(values, operators, links, slots, sums, last_read(values, operators, links, value, begin, q))
+        refresh(
+            values,
+            operators,
+            links,
+            slots,
+            sums,
+            last_read(values, operators, links, value, begin, q),
+        )
     refresh(values, operators, links, slots, sums, q)
 
 
 @inner
-def toggle(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, sign: int) -> None:
-    """Lets the snapshots that `op` reads take memory (+1) or not (-1) as `op` starts or ceases to be repeated."""
+def toggle(
+    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, sign: int
+) -> None:
+    """Lets the snapshots that `op` reads take memory (+1) or not (-1) as `op` starts or ceases to
+    be repeated.
+    """
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
         if values[value, SNAPSHOT] == 0:
@@ -207,7 +241,8 @@ def toggle(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
                 last = last_read(values, operators, links, value, begin, end)
                 shift(slots, sums, begin, last + 1, sign * values[value, SIZE])
-                refresh(values, operators, links, slots, sums, last)  # which may work in place of it
+                # which may work in place of it
+                refresh(values, operators, links, slots, sums, last)
 
 
 @inner
@@ -216,18 +251,35 @@ def may_be_at(operators: Ints, op: int, q: int) -> bool:
     if operators[op, PINNED] != 0 or operators[op, TIMES] >= MAX_TIMES or operators[op, WHERE] > q:
         return False
     is_first = operators[operators[op, SPAN], WHERE] < q < operators[operators[op, SPAN + 1], WHERE]
-    is_second = operators[operators[op, SPAN + 2], WHERE] < q < operators[operators[op, SPAN + 3], WHERE]
+    is_second = (
+        operators[operators[op, SPAN + 2], WHERE] < q < operators[operators[op, SPAN + 3], WHERE]
+    )
     return bool(is_first or is_second)
 
 
 @inner
-def insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int) -> None:
+def insert(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    op: int,
+    q: int,
+) -> None:
     """Computes `op` again in the empty slot `q`, which lies after its first computation."""
     before, after = computed_before(operators, op, q), computed_after(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
         value = links[k]
         if last_read(values, operators, links, value, before, after) > q:
-            shift(slots, sums, last_read(values, operators, links, value, before, q) + 1, q, -values[value, NOW])
+            shift(
+                slots,
+                sums,
+                last_read(values, operators, links, value, before, q) + 1,
+                q,
+                -values[value, NOW],
+            )
         else:
             shift(slots, sums, q, q + 1, values[value, NOW])
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
@@ -235,7 +287,14 @@ def insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
         if values[value, NOW] == 0:
             continue
         p = values[value, PRODUCER]
-        last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
+        last = last_read(
+            values,
+            operators,
+            links,
+            value,
+            computed_before(operators, p, q),
+            computed_after(operators, p, q),
+        )
         shift(slots, sums, last + 1, q + 1, values[value, NOW])
     shift(slots, sums, q, q + 1, operators[op, WORKSPACE])
     i = operators[op, TIMES]
@@ -252,7 +311,16 @@ def insert(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
 
 
 @inner
-def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, op: int, q: int) -> None:
+def remove(
+    values: Ints,
+    operators: Ints,
+    links: Ints,
+    slots: Ints,
+    sums: Ints,
+    costs: Floats,
+    op: int,
+    q: int,
+) -> None:
     """Takes the computation of `op` out of slot `q`; it is not the first one."""
     if operators[op, TIMES] == 2:
         toggle(values, operators, links, slots, sums, op, -1)
@@ -270,7 +338,13 @@ def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
         value = links[k]
         if last_read(values, operators, links, value, before, after) > q:
-            shift(slots, sums, last_read(values, operators, links, value, before, q) + 1, q, values[value, NOW])
+            shift(
+                slots,
+                sums,
+                last_read(values, operators, links, value, before, q) + 1,
+                q,
+                values[value, NOW],
+            )
         else:
             shift(slots, sums, q, q + 1, -values[value, NOW])
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
@@ -278,13 +352,22 @@ def remove(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, 
         if values[value, NOW] == 0:
             continue
         p = values[value, PRODUCER]
-        last = last_read(values, operators, links, value, computed_before(operators, p, q), computed_after(operators, p, q))
+        last = last_read(
+            values,
+            operators,
+            links,
+            value,
+            computed_before(operators, p, q),
+            computed_after(operators, p, q),
+        )
         shift(slots, sums, last + 1, q + 1, -values[value, NOW])
     refresh_around(values, operators, links, slots, sums, op, q)
 
 
 @compiled
-def fill(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, steps: Ints) -> None:
+def fill(
+    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, steps: Ints
+) -> None:
     """Puts `steps` into empty slots."""
     capacity, room = slots.shape[1], sums[ROOM]
     for index in range(len(steps)):
@@ -308,7 +391,9 @@ def fill(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, co
             end = operators[op, WHERE + i + 1] if i + 1 < operators[op, TIMES] else FAR
             for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
                 change[begin] += values[links[k], NOW]
-                change[last_read(values, operators, links, links[k], begin, end) + 1] -= values[links[k], NOW]
+                change[last_read(values, operators, links, links[k], begin, end) + 1] -= values[
+                    links[k], NOW
+                ]
     alive = 0
     for q in range(capacity):
         alive += change[q]
