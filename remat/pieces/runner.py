@@ -286,21 +286,22 @@ class Piecewise:
         number = session.begin(piece, args)
         results = piece.halves(number)[0](args)
         session.end(results[: piece.num_forward])
-        if session.plan:
-            session.plan.meter.saved(results[piece.num_forward :])
         token = torch.empty((0, number, 0))
+        if session.plan:
+            session.plan.meter.saved(token, results[piece.num_forward :])
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the backward half that belongs to the forward that saved `args`."""
-        _, number, _ = args.pop(0).shape
+        token = args.pop(0)
+        _, number, _ = token.shape
 
         def run(args: list[Any]) -> Any:
             missing = piece.fill(args)
             gradients = piece.halves(number)[1](args)
             return piece.arriving(gradients, missing) if missing else gradients
 
-        return self.meter.backward(run, args, piece.num_tangents)
+        return self.meter.backward(run, args, piece.num_tangents, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         """Runs one forward by `call`; plans it where its path is new.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
-from remat.run.measure import from_events
+from remat.run.measure import from_events, garbage_left_alone
 from remat.torch_border.allocator import (
     is_profiling,
     run_counting_allocations,
@@ -67,7 +67,8 @@ class StepMeter:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return run()
-        result, events = run_counting_allocations(run)
+        with garbage_left_alone():
+            result, events = run_counting_allocations(run)
         measured = from_events(events, "cpu")
         self._peak_bytes = measured.peak_bytes
         results = tensors_of(result)
@@ -92,26 +93,37 @@ class StepMeter:
         """Drops what was measured of a forward, whose backward did not come."""
         self._state = "waiting"
 
-    def saved(self, tensors: Iterable[Any]) -> None:
-        """Follows what a piece's forward saves for its backward."""
-        if self._state == "forward" and self.device == "cpu":
-            self._follow(tensors)
+    def saved(self, token: torch.Tensor, tensors: Iterable[Any]) -> None:
+        """Follows what a piece's forward saves for its backward.
 
-    def backward(self, run: Callable[[list[Any]], Any], args: list[Any], num_tangents: int) -> Any:
+        Args:
+            token: saved beside it, and by no other forward.
+            tensors: what it saves.
+        """
+        if self._state == "forward":
+            self._follow([token, *(tensors if self.device == "cpu" else ())])
+
+    def backward(
+        self,
+        run: Callable[[list[Any]], Any],
+        args: list[Any],
+        num_tangents: int,
+        token: torch.Tensor,
+    ) -> Any:
         """Runs the backward of a piece, whose last `num_tangents` arguments are gradients that
-        arrive, the others what it saved.
+        arrive, the others what it saved beside `token`.
         """
         if self._state == "waiting" or self.peak_bytes is not None or is_profiling():
             return run(args)
-        num_saved = len(args) - num_tangents
-        if self.device == "cpu" and not self._is_followed(args[:num_saved]):
+        if token.untyped_storage()._cdata not in self._followed:
             self.forget()  # it is an earlier forward's
             return run(args)
         self._begin_backward()
         if self.device == "cuda":
             return run(args)
-        held_bytes = self._held_bytes(args[num_saved:])
-        result, events = run_counting_allocations(lambda: run(args))
+        held_bytes = self._held_bytes(args[len(args) - num_tangents :])
+        with garbage_left_alone():
+            result, events = run_counting_allocations(lambda: run(args))
         self._note(held_bytes, events, result)
         return result
 
@@ -159,12 +171,6 @@ class StepMeter:
                 storage = local_part(tensor).untyped_storage()
                 if storage._cdata not in self._followed:
                     self._followed[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-
-    def _is_followed(self, tensors: Sequence[Any]) -> bool:
-        strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-        return all(
-            local_part(tensor).untyped_storage()._cdata in self._followed for tensor in strided
-        )
 
     def _followed_bytes(self) -> int:
         self._followed = {

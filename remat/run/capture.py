@@ -113,14 +113,9 @@ def make_backend(
             if solution.schedule is None:
                 raise TraceError(f"the planner found no schedule ({solution.status})")
             halves = split(step, solution.schedule)
-            pieces.append(
-                Piece(
-                    step,
-                    solution,
-                    halves,
-                    FirstStepMeter(step.graph.device, step.graph.resident_bytes),
-                )
-            )
+            graph = step.graph
+            meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
+            pieces.append(Piece(step, solution, halves, meter))
             on_piece(pieces[-1])
             return halves.forward, halves.backward
 

@@ -101,7 +101,7 @@ def _partitioner(
         if solution.schedule is None:
             raise TraceError(f"the planner found no schedule ({solution.status})")
         halves = split(fused.step, fused.unfused(solution.schedule), is_free_order=True)
-        meter = FirstStepMeter(fused.graph.device, fused.graph.resident_bytes)
+        meter = FirstStepMeter(fused.graph.device, fused.graph.resident_bytes, num_fwd_outputs)
         on_piece(Piece(fused.step, solution, halves, meter, fused.graph))
         return halves.forward, halves.backward
 

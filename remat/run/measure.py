@@ -6,13 +6,15 @@ The peak and timeline of a callable, on the CPU's allocator or a CUDA device's.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from remat.torch_border.allocator import is_profiling, run_counting_allocations
+from remat.torch_border.kernels import StorageWeakRef
 
 
 @dataclass(frozen=True)
@@ -91,49 +93,52 @@ def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
 
 @dataclass
 class FirstStepMeter:
-    """Measures the first step that really runs: its forward, and its backward.
+    """Measures the first step that really runs: a forward, and the backward that belongs to it.
+
+    Each forward is measured until one of them has had its backward: what the profiler did not see
+    allocated it does not see released. A backward belongs to the forward that saved what it is
+    given. So a forward without a backward, several before one, and an error or Ctrl-C in either
+    leave no number rather than a wrong one.
 
     Attributes:
         device: `cpu` or `cuda`.
         resident_bytes: what the step holds throughout, on the CPU added to what is measured.
+        num_results: how many of the forward's results the model returns; the others are saved.
         peak_bytes: the measured peak of the step, None until both halves ran.
     """
 
     device: str
     resident_bytes: int
+    num_results: int
     peak_bytes: int | None = None
-    _forward_bytes: tuple[int, int] | None = field(default=None, repr=False)
+    _forward: _Forward | None = field(default=None, repr=False)  # whose backward is waited for
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Returns `run`, measured once."""
-        return _boxed(
-            lambda args: run(args) if self._forward_bytes else self._run_forward(run, args)
-        )
+        """Returns `run`, measured until a step is."""
+        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Returns `run`, measured once, after the forward was."""
-        return _boxed(
-            lambda args: (
-                run(args)
-                if self.peak_bytes or not self._forward_bytes
-                else self._run_backward(run, args)
-            )
-        )
+        """Returns `run`, measured once, for the forward that was measured last."""
+        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_backward(run, args))
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        self._forward = None
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():
             return run(args)
+        peak_bytes = held_bytes = 0
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            self._forward_bytes = (0, 0)
-            return run(args)
-        result, peak_bytes, end_bytes = _profiled(run, args)
-        self._forward_bytes = (peak_bytes, end_bytes)
-        return result
+            results = run(args)
+        else:
+            results, peak_bytes, held_bytes = _profiled(run, args)
+        self._forward = _Forward(peak_bytes, held_bytes, _references(results[self.num_results :]))
+        return results
 
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        assert self._forward_bytes is not None
-        if is_profiling():
+        # taken out first: an error below, or another forward's backward, leaves nothing of it
+        forward, self._forward = self._forward, None
+        is_its_own = forward is not None and forward.saved.keys() <= _references(args).keys()
+        if forward is None or not is_its_own or is_profiling():
             return run(args)
         if self.device == "cuda":
             result = run(args)
@@ -141,9 +146,35 @@ class FirstStepMeter:
             self.peak_bytes = torch.cuda.max_memory_allocated()
             return result
         result, peak_bytes, _ = _profiled(run, args)
-        forward_peak, held = self._forward_bytes
-        self.peak_bytes = self.resident_bytes + max(forward_peak, held + peak_bytes)
+        self.peak_bytes = self.resident_bytes + max(
+            forward.peak_bytes, forward.held_bytes + peak_bytes
+        )
         return result
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward that was measured.
+
+    Attributes:
+        peak_bytes: the most it held.
+        held_bytes: what it left behind.
+        saved: address -> reference of the storages that it saved for its backward. The reference
+            keeps the address from being given to another one, not the memory.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    saved: dict[int, StorageWeakRef]
+
+
+def _references(tensors: Iterable[Any]) -> dict[int, StorageWeakRef]:
+    storages = [
+        tensor.untyped_storage()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    ]
+    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
 
 def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -152,6 +183,23 @@ def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, int, int]:
-    result, events = run_counting_allocations(lambda: run(args))
+    with garbage_left_alone():
+        result, events = run_counting_allocations(lambda: run(args))
     measured = from_events(events, "cpu")
     return result, measured.peak_bytes, measured.end_bytes
+
+
+@contextmanager
+def garbage_left_alone() -> Iterator[None]:
+    """Runs no garbage collection inside.
+
+    What an interrupted step left in a cycle would be released within the step that is measured,
+    and be taken for memory that this one gave back.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
