@@ -27,6 +27,7 @@ _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "milp": ("checkmate.milp", "MILP", {}),
     "milp-pulp": ("checkmate.milp_pulp", "PuLPMILP", {}),
     "lp-rounding": ("checkmate.lp_rounding", "LPRounding", {}),
+    "exhaustive": ("exhaustive.solver", "Exhaustive", {}),
     "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"

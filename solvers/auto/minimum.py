@@ -8,7 +8,7 @@ under the smallest budget at which it does not get stuck, looked for with each o
 finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
-Tarjan, 1980).
+Tarjan, 1980). Graphs of a few operators are searched exhaustively (`exhaustive`), and theirs is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
 from remat.solvers.core.incumbent import keeps_regions
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.exhaustive import states
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
 
@@ -74,6 +75,9 @@ def minimum(
     the families, O(E) each.
     """
     deadline = time.perf_counter() + time_limit_s
+    if (exact := _exactly(graph, deadline)) is not None:
+        return exact
+
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
     candidates = _leanest_simple(graph, families or Families(graph))
@@ -86,6 +90,17 @@ def minimum(
         key=lambda found: found[0],
     )
     return Minimum(peak, min(floor, peak), tuple(best_steps.tolist()))
+
+
+def _exactly(graph: Graph, deadline: float) -> Minimum | None:
+    """Returns the least budget of a graph of a few operators, proved; None of larger ones."""
+    if not states.is_small(graph):
+        return None
+
+    found = states.leanest(graph, deadline=deadline, most_states=states.FEW_STATES)
+    if found.steps is None:
+        return None
+    return Minimum(int(found.least), int(found.least), tuple(found.steps))
 
 
 def _leanest_evicted(

@@ -4,7 +4,7 @@ A bound and a schedule for it, then search and refinement in turn until the gap 
 
 1. Keeping everything, where it fits: optimal.
 2. A budget below the largest working set, or below the window model's bound on the peak: proved
-   infeasible.
+   infeasible. Graphs of a few operators are searched exhaustively (`exhaustive`), which ends it.
 3. On large graphs, prices for memory (`lagrangian`): a bound and schedules in near-linear time. On
    all, what the closed-form heuristics give (`families`): never above one of them. Then, on large
    ones, refined relaxations (`bound_pipeline`), whose schedules often fit and are near the bound;
@@ -59,6 +59,7 @@ from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.progress import Progress
+from remat.solvers.exhaustive import states
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.neighbourhood import Kind, Neighbourhood
 from remat.solvers.search.restarts import Restarts
@@ -187,6 +188,10 @@ class Auto(Solver):
         """
         if search.budget_bytes < working_set_bytes(search.graph):
             return False
+        if not _exhaust(search):
+            return False
+        if search.is_over:
+            return True
         refinement = shared.refinement(search.budget_bytes)
         bounding = Bounding(search, refinement, self.gap, by_clock=self.threads > 1)
         if not bounding.price():
@@ -458,3 +463,27 @@ class Auto(Solver):
         ):
             search.offer(local.best_steps.tolist())
         return search.is_over
+
+
+def _exhaust(search: Search) -> bool:
+    """Solves graphs of a few operators to the end, within a number of states.
+
+    False where the budget is proved infeasible.
+    """
+    graph = search.graph
+    if not states.is_small(graph):
+        return True
+
+    found = states.cheapest(
+        graph,
+        budget_bytes=search.budget_bytes,
+        deadline=search.deadline_s,
+        most_states=states.FEW_STATES,
+    )
+    if found.is_finished and found.steps is None:
+        return False
+    if found.steps is not None:
+        search.offer(found.steps)
+
+    search.raise_bound(graph.cost_s + found.least)
+    return True

@@ -258,7 +258,7 @@ class Benders:
         while not is_past(deadline):
             outcome = self._coarse.solve(deadline=deadline, is_relaxed=True)
             self._raise(outcome.bound)
-            if outcome.point is None or not outcome.is_finished:
+            if outcome.point is None or not (outcome.is_finished and outcome.bound > -math.inf):
                 break
             point = outcome.point
             if not len(mean) and outcome.bound < known - _BEHIND_AT_FIRST * gap:

@@ -232,9 +232,10 @@ class Branching:
         leaf = replace(leaf, bound=max(leaf.bound, outcome.bound))
         next_bound = self.leaves[0][0] if self.leaves else math.inf
         is_ahead = leaf.bound > next_bound + _LOOK_AHEAD * self._scale
-        if outcome.point is None or is_ahead or leaf.bound >= cutoff:
+        is_solved = outcome.point is not None and leaf.bound > -math.inf
+        if outcome.point is None or not is_solved or is_ahead or leaf.bound >= cutoff:
             # it may have no point, unproved
-            self._is_stuck = outcome.point is None and leaf.bound < cutoff and not is_past(deadline)
+            self._is_stuck = not is_solved and leaf.bound < cutoff and not is_past(deadline)
             self._push(leaf, cutoff)
             return None
         self._divide(leaf, model, outcome.point, deadline, cutoff)

@@ -122,6 +122,7 @@ class LazyRows:
                 not is_more
                 and roundings > 0
                 and outcome.is_finished
+                and outcome.bound > -math.inf
                 and outcome.bound - before > _WORTH * abs(outcome.bound)
             ):
                 roundings, before = roundings - 1, outcome.bound

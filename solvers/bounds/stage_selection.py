@@ -47,12 +47,12 @@ _LEAST_DISTANCE, _MOST_FRUITLESS = 2, 2
 def scout(refinement: Refinement, *, deadline: float) -> float:
     """Replaces the stages of `refinement` by those that bound most.
 
-    Returns the best bound of the relaxations, -inf where there is none.
+    Returns the best bound of the relaxations; -inf where there is none, inf where no schedule fits.
 
     Args:
         refinement: its stages stay as they are where no stage of one operator bounds more than
-            none; it is left alone where its forward is long (see `scout_crowded`), or nothing is
-            left to refine.
+            none, or no schedule fits; it is left alone where its forward is long (see
+            `scout_crowded`), or nothing is left to refine.
         deadline: of `time.perf_counter`, in seconds.
     """
     graph = refinement.graph
@@ -77,8 +77,13 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
             if v in backward and v not in tried and v not in refinement.singles
         ]
         tried |= _bounds_with(refinement, around, deadline)
+        if math.inf in (best_s, tried[best]):  # the relaxation has no point
+            best_s = math.inf
+            refinement.singles.clear()
+            break
         chosen = _last_of_the_best(tried, spacing)
-        if tried[chosen] - best_s <= _LEAST_GAIN * (tried[chosen] - graph.cost_s):
+        least_gain = _LEAST_GAIN * (tried[chosen] - graph.cost_s)
+        if tried[chosen] == -math.inf or tried[chosen] - best_s <= least_gain:
             break
         best_s = tried[chosen]
         refinement.singles.add(chosen)
@@ -89,7 +94,8 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
         ]
     if not refinement.singles:
         refinement.singles, refinement.cuts = before
-    refinement.best_s = max(refinement.best_s, best_s)
+    if best_s < math.inf:
+        refinement.best_s = max(refinement.best_s, best_s)
     return best_s
 
 
@@ -124,11 +130,8 @@ def _last_of_the_best(tried: dict[int, float], spacing: int) -> int:
     With integers the later one bounds more.
     """
     best = max(tried, key=lambda v: tried[v])
-    return max(
-        v
-        for v in tried
-        if abs(v - best) <= spacing and tried[v] >= tried[best] - _TIE * abs(tried[best])
-    )
+    as_much_s = tried[best] * (1 - _TIE)  # of an infinite bound the same
+    return max(v for v in tried if abs(v - best) <= spacing and tried[v] >= as_much_s)
 
 
 def scout_crowded(refinement: Refinement, *, deadline: float) -> float:

@@ -5,6 +5,7 @@ Best schedule, best bound, and the time that is left.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -107,7 +108,8 @@ class Search:
         return True
 
     def raise_bound(self, bound_s: float) -> None:
-        """Takes `bound_s` over where it is better."""
+        """Takes `bound_s`, which is finite or -inf, over where it is better."""
+        assert bound_s < math.inf, f"{bound_s} is no bound on the cost of a schedule"
         with self._lock:
             if bound_s > self.bound_s:
                 self.bound_s = float(bound_s)
