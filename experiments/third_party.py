@@ -1,0 +1,296 @@
+"""Do models of other libraries train as with plain PyTorch, inside their budgets?
+
+    pip install --no-deps --target SITE -r experiments/third_party.txt   # beside the environment
+    PYTHONPATH=SITE python -m experiments.third_party [WORD ...]         # all, or names with a word
+    PYTHONPATH=SITE python -m experiments.third_party --missing          # what has no rows yet
+
+The libraries are installed without what they depend on, for some would bring CUDA or torchvision
+along. One that is missing is skipped, and the reason printed. Weights are random; nothing is
+downloaded.
+
+Each model at 100 %, 60 % and the least budget, the one that `BudgetError` names: loss, gradients,
+buffers and random state of two steps against plain PyTorch, to the bit, else the relative
+difference; and the peak of a later step, measured from outside, against the budget. In pieces, a
+step whose gaps held more than was left to them is planned again before the next one; the lowest
+peak of a few steps counts. What differs or fails is tried with PyTorch's own `aot_eager` as well.
+Plans are searched for a second, at a roofline's costs, so overheads are upper bounds.
+
+Each model runs in a process of its own, with a time limit. Writes `results/third_party.json` and
+`.md` after each, so that a run that is stopped leaves both files right.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import random
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+import remat
+from remat.tracers.synthetic import transformer
+
+from .absent_modules import stand_in_for
+from .comparison import least_bytes, peak_bytes, state_after_step
+from .environment import environment
+from .graph_breaks import in_pieces
+from .models import Workload
+from .third_party_models.steps import Make
+from .third_party_table import (
+    ABOVE_BUDGET,
+    ALL,
+    BELOW_LEAST,
+    DIFFERENT,
+    EQUAL,
+    EQUAL_TO_AOT_EAGER,
+    Row,
+    load,
+    save,
+)
+
+SEED = 0
+_STEPS = (1, 2)  # seeds of the steps that are compared
+_TIME_LIMIT_S = 1.0  # of a plan: a right one is asked for, not the cheapest
+_MODEL_LIMIT_S = 900.0  # of a model's three budgets, with the start of its process
+_ATTEMPTS = 4  # at the least budget, and at a measured peak, of steps in pieces
+_COSTS = "roofline"  # the same on a loaded machine
+_FORK = multiprocessing.get_context("fork")
+
+
+def main(words: list[str]) -> None:
+    """Measures what is asked for, each model in a process of its own, and prints the table."""
+    _prepare()
+    known = load()
+    for name in _asked_for(words, known):
+        package = ALL[name].package
+        found = installed_version(package)
+        if not found:
+            print(f"{name} | skipped: {package} is not installed", file=sys.stderr, flush=True)
+            continue
+        rows = _in_a_process(name)
+        made = {**environment(seed=SEED), "threads": 1}
+        made["packages"][package] = found
+        known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
+        save(known)
+        shown = (f"{row.budget} {row.outcome} {row.aot_eager}".strip() for row in rows)
+        print(name, *shown, sep=" | ", file=sys.stderr, flush=True)
+    print(save(known))
+
+
+def _asked_for(words: list[str], known: dict[str, object]) -> list[str]:
+    if words == ["--missing"]:
+        return [name for name in ALL if name not in known]
+    return [name for name in ALL if not words or any(word in name for word in words)]
+
+
+def installed_version(package: str) -> str:
+    """Returns the version of a package, empty where it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _prepare() -> None:
+    """Sets this process up, once for all models, whose processes are copies of it."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # processes beside this one would make two wait for each other
+    stand_in_for("torchvision", "torchaudio")
+    for module in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
+        importlib.import_module(module)  # each step imports them: here once
+
+    compiling = _FORK.Process(target=_solve_once)  # it starts threads, which can't be copied
+    compiling.start()
+    compiling.join()
+
+
+def _solve_once() -> None:
+    """Has the search compiled, which takes longer than the limit of a plan; it is kept on disk."""
+    graph = transformer(4)
+    remat.solve(graph, remat.minimum(graph).peak_bytes * 5 // 4, gap=0.02)
+
+
+def _in_a_process(name: str) -> list[Row]:
+    """Measures a model in a copy of this process, which has imported what all of them need."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_send_rows, args=(sender, name))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(_MODEL_LIMIT_S):
+            rows: list[Row] = receiver.recv()
+            return rows
+        return [Row(name, "", f"FAILED: took more than {_MODEL_LIMIT_S:.0f} s")]
+    except EOFError:
+        return [Row(name, "", "FAILED: its process ended without a result")]
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_rows(sender: Connection, name: str) -> None:
+    sender.send(measure(name, ALL[name].make))
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What plain PyTorch does with a step, found once for all budgets."""
+
+    make: Make
+
+    def made(self) -> Workload:
+        """Returns the step with the same weights and batch each time."""
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002  # some libraries draw from it
+        return self.make()
+
+    @cached_property
+    def ends(self) -> list[torch.Tensor]:
+        """What two steps leave."""
+        return _ends(self.made())
+
+    @cached_property
+    def aot_eager_ends(self) -> list[torch.Tensor] | str:
+        """What they leave where `aot_eager` runs the same pieces; its error where it can't."""
+        torch._dynamo.reset()
+        try:
+            return _ends(in_pieces(self.made()))
+        except Exception as error:  # noqa: BLE001  # its text is what is asked for
+            return _first_line(error)
+
+    def peak_bytes(self) -> int:
+        """Returns the measured peak of a step after the first."""
+        plain = self.made()
+        state_after_step(plain, _STEPS[0])
+        return peak_bytes(plain)
+
+    def aot_eager(self, ends: list[torch.Tensor] | None = None) -> str:
+        """Says what `aot_eager` does, beside plain PyTorch and what planned steps left."""
+        theirs = self.aot_eager_ends
+        if isinstance(theirs, str):
+            return f"fails too: {theirs}"
+        if _difference_of(theirs, self.ends) is None:
+            return "equal to plain"
+        is_as_planned = ends is not None and _difference_of(ends, theirs) is None
+        return "as planned" if is_as_planned else "different too"
+
+
+def measure(name: str, make: Make) -> list[Row]:
+    """Returns the rows of one model: one where nothing can be planned, else one a budget."""
+    row, plain = Row(name, "", ""), _Plain(make)
+    try:
+        row = replace(row, plain_bytes=plain.peak_bytes())
+        if _difference_of(_ends(plain.made()), plain.ends) is not None:
+            return [replace(row, outcome="plain PyTorch differs from itself")]
+        everything, graph = _at(replace(row, budget="100%"), plain, "100%")
+        least = least_bytes(graph, time_limit_s=_TIME_LIMIT_S)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
+        return [replace(row, outcome=_first_line(error), aot_eager=plain.aot_eager())]
+    part = everything.budget_bytes * 6 // 10
+    labels = {"60%": part, "least": least}
+    tried = [_tried(replace(row, budget=key), plain, labels[key], least) for key in labels]
+    return [everything, *tried]
+
+
+def _tried(row: Row, plain: _Plain, budget: int, least: int) -> Row:
+    """Returns the row at one budget; the least one is tried again at what its error names."""
+    if budget < least:
+        return replace(row, outcome=BELOW_LEAST, budget_bytes=budget)
+    attempts = _ATTEMPTS if row.budget == "least" else 1
+    for _ in range(attempts):
+        try:
+            return _at(row, plain, budget)[0]
+        except remat.BudgetError as error:
+            row = replace(row, outcome=_first_line(error), budget_bytes=budget)
+            budget = error.minimum_bytes
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
+            return replace(row, outcome=_first_line(error), budget_bytes=budget)
+    return row
+
+
+def _at(row: Row, plain: _Plain, budget: int | str) -> tuple[Row, remat.Graph]:
+    """Plans, compares and measures at one budget; returns the graph too."""
+    torch._dynamo.reset()
+    start = time.perf_counter()
+    planned = plain.made()
+    options = {"costs": _COSTS, "time_limit_s": _TIME_LIMIT_S, "plan_cache": False}
+    remat.checkpoint(planned.model, budget, **options)  # type: ignore[arg-type]  # of several types
+    ends = _ends(planned)
+    difference = _difference_of(ends, plain.ends)
+    measured_bytes = _settled_peak_bytes(planned, budget)
+    report = remat.report(planned.model)
+    if isinstance(budget, str):
+        keep_all = remat.simulate(report.graph, remat.Schedule.keep_all(report.graph))
+        budget = keep_all.peak_bytes + report.unplanned_bytes
+    row = replace(
+        row,
+        outcome=ABOVE_BUDGET if measured_bytes > budget else EQUAL,
+        budget_bytes=budget,
+        predicted_bytes=report.solution.peak_bytes + report.unplanned_bytes,
+        measured_bytes=measured_bytes,
+        overhead=report.solution.overhead,
+        num_operators=report.graph.num_operators,
+        num_pieces=report.num_pieces,
+        wall_s=time.perf_counter() - start,
+    )
+    if difference is not None:
+        theirs = plain.aot_eager(ends)
+        outcome = EQUAL_TO_AOT_EAGER if theirs == "as planned" else DIFFERENT
+        row = replace(row, outcome=outcome, difference=difference, aot_eager=theirs)
+    return row, report.graph
+
+
+def _settled_peak_bytes(planned: Workload, budget: int | str) -> int:
+    """Returns a step's peak; in pieces, the lowest of a few, up to one within the budget."""
+    peak = peak_bytes(planned)
+    for seed in range(_ATTEMPTS):
+        is_within = not isinstance(budget, str) and peak <= budget
+        if is_within or not remat.report(planned.model).breaks:
+            break
+        state_after_step(planned, seed)
+        peak = min(peak, peak_bytes(planned))
+    return peak
+
+
+def _ends(workload: Workload) -> list[torch.Tensor]:
+    """Returns copies of what two steps leave."""
+    return [end.detach().clone() for seed in _STEPS for end in state_after_step(workload, seed)]
+
+
+def _difference_of(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float | None:
+    """Returns the largest relative difference of two tensors; None where no bit differs."""
+    pairs = zip(ours, theirs, strict=True)
+    found = [apart for one, other in pairs if (apart := _difference(one, other)) is not None]
+    return max(found, default=None)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    """None where no bit differs; infinite where shapes do, or one alone has a gradient."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if one.is_complex():
+        one, other = (torch.view_as_real(side.resolve_conj()) for side in (one, other))
+    if bool(((one == other) | ((one != one) & (other != other))).all()):
+        return None
+    apart = (one.double() - other.double()).abs().nan_to_num(nan=float("inf")).max()
+    return float(apart / other.double().abs().nan_to_num().max().clamp_min(1e-3))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
