@@ -40,6 +40,28 @@ solution = solver.solve(graph, budget_bytes=int(sys.argv[3]))
 print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=True)
 """
 
+TRAINING = """
+import signal, sys, threading, time
+import torch, remat
+
+def tell_when_it_solves():
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    print("solving", flush=True)
+
+def layer():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.LayerNorm(8))
+
+model = torch.nn.Sequential(*(layer() for _ in range(12)))
+remat.checkpoint(model, "45%", costs="flops", time_limit_s=float(sys.argv[1]), gap=0.0)
+threading.Thread(target=tell_when_it_solves, daemon=True).start()
+for _ in range(2):
+    model.zero_grad()
+    model(torch.randn(64, 8)).sum().backward()
+print(remat.report(model), flush=True)
+"""
+
 
 @pytest.fixture(autouse=True)
 def interrupts() -> Iterator[None]:
@@ -134,6 +156,41 @@ def _read_all(terminal: int) -> None:
             pass
     except OSError:  # the other end is closed
         return
+
+
+def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
+    """Trains a model and presses Ctrl-C a second into solving.
+
+    Returns the exit status, what it printed, its errors, and the plans that it left.
+    """
+    command = [sys.executable, "-c", TRAINING, str(LIMIT_S)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "solving\n"
+        for _ in range(interrupts):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        output, errors = process.communicate(timeout=LIMIT_S)
+    return process.returncode, output, errors, list(cache.rglob("plans-*/*"))
+
+
+def test_an_interrupted_plan_is_used_and_not_kept(tmp_path: Path) -> None:
+    """Naive: it is what all later jobs get, who had the time."""
+    status, output, errors, plans = training(tmp_path, 1)
+    assert status == 0, errors
+    assert "interrupted by Ctrl-C; not kept for later jobs" in output
+    assert plans == []
+
+
+def test_a_second_interrupt_stops_a_script_that_plans(tmp_path: Path) -> None:
+    status, output, errors, plans = training(tmp_path, 2)
+    assert status == -signal.SIGINT
+    assert output == ""
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert plans == []
 
 
 def test_only_the_first_interrupt_is_heeded() -> None:

@@ -41,6 +41,8 @@ class Solution:
         wall_s: how long that took.
         fingerprint: of the graph it was solved for.
         is_free_order: True where first computations may leave the graph's order.
+        cut_short: what ended the search before its own limits, such as Ctrl-C; empty where nothing
+            did, or where it was proved to be good enough.
     """
 
     status: Status
@@ -55,6 +57,7 @@ class Solution:
     wall_s: float = 0.0
     fingerprint: str = ""
     is_free_order: bool = False
+    cut_short: str = ""
     version: int = field(default=FORMAT_VERSION)
 
     def __post_init__(self) -> None:
@@ -106,6 +109,7 @@ class Solution:
         gap: float = 0.0,
         minimum_bytes: int = 0,
         is_free_order: bool = False,
+        cut_short: str = "",
     ) -> Solution:
         """Returns the solution of a sequence of operators, validated and simulated.
 
@@ -143,6 +147,7 @@ class Solution:
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
             is_free_order=is_free_order,
+            cut_short="" if is_optimal else cut_short,
         )
 
     @classmethod
@@ -156,6 +161,7 @@ class Solution:
         wall_s: float,
         lower_bound_s: float = 0.0,
         minimum_bytes: int = 0,
+        cut_short: str = "",
     ) -> Solution:
         """Returns the answer of a solver that has no schedule: proved infeasible, or stopped."""
         return cls(
@@ -170,6 +176,7 @@ class Solution:
             solver=solver,
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
+            cut_short="" if status is Status.INFEASIBLE else cut_short,
         )
 
     def save(self, path: str | Path) -> None:

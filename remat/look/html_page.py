@@ -240,6 +240,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     solution, graph = report.solution, report.graph
     return [
         ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
+        *((("cut short", solution.cut_short),) if solution.cut_short else ()),
         ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the least"),
         ("costs", graph.costs or "as given"),
         (

@@ -235,6 +235,8 @@ class Report:
             ),
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
         ]
+        if solution.cut_short:
+            rows.append(("cut short", f"{solution.cut_short}; not kept for later jobs"))
         for row in rows:
             table.add_row(*row)
         return table

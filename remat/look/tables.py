@@ -140,6 +140,8 @@ def show_solution(graph: Graph, solution: Solution) -> None:
             )
         )
     rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
+    if solution.cut_short:
+        rows.append(("cut short", solution.cut_short))
     _show_pairs(rows)
 
 

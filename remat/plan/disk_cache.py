@@ -51,7 +51,8 @@ class PlanCache:
     ) -> Solution:
         """Returns the plan of `graph` for a budget.
 
-        From the disk, or else from `solve`, and then on the disk.
+        From the disk, or else from `solve`, and then on the disk, unless its search was cut short:
+        a later job may have the time that this one had not.
 
         Args:
             graph: the step; its measured costs and workspaces are part of the key.
@@ -63,7 +64,8 @@ class PlanCache:
         found = self._read(path, graph, budget_bytes)
         if found is None:
             found = solve()
-            self._write(path, found)
+            if not found.cut_short:
+                self._write(path, found)
         return found
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remat.core.budget import Budget, describe_bytes, parse_budget
@@ -20,6 +20,7 @@ from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
 from remat.run.capture import Step
 from remat.solvers import Solver, make_solver
+from remat.solvers.core.compiled import IS_COMPILED
 from remat.tracers.costs import CostModel
 
 _ELSEWHERE = ", for another shape"
@@ -92,6 +93,7 @@ def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> Budge
     minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + reserve_bytes
     budget_bytes = solution.budget_bytes + reserve_bytes
     what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
+    what += f" ({solution.cut_short})" if solution.cut_short else ""
     reserved = f" (of which {describe_bytes(reserve_bytes)} are reserved)" if reserve_bytes else ""
     held = (
         f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
@@ -171,13 +173,15 @@ class Plans:
         if known and self._has_largest:
             return known
 
+        time_limit_s = options.time_limit_s * (_SHARE_OF_TIME if known else 1)
+
         def solve() -> Solution:
             try:
                 solved = solve_graph(
                     graph,
                     budget_bytes,
                     solver=options.solver,
-                    time_limit_s=options.time_limit_s * (_SHARE_OF_TIME if known else 1),
+                    time_limit_s=time_limit_s,
                     gap=options.gap,
                     reserve_bytes=held_bytes,
                 )
@@ -185,15 +189,18 @@ class Plans:
                 if known:
                     return known
                 raise
-            return min((solved, known), key=lambda s: s.cost_s) if known else solved
+            return _better(solved, known) if known else solved
 
         def read_or_solve() -> Solution:
+            # less time makes another plan, and so does plain Python in place of compiled loops
+            how = f"{asked} {time_limit_s} {IS_COMPILED}"
             return (
-                self._cache.get_or_solve(graph, budget_bytes - held_bytes, asked, solve)
+                self._cache.get_or_solve(graph, budget_bytes - held_bytes, how, solve)
                 if self._cache
                 else solve()
             )
 
+        # not by how much time: ranks that come by other ways share their plans all the same
         asked = f"{budget_bytes} {held_bytes} {options.solver} {options.gap} {options.time_limit_s}"
         return solve_once(graph, asked, read_or_solve, time_limit_s=options.time_limit_s)
 
@@ -219,9 +226,17 @@ class Plans:
                     lower_bound_s=0.0,
                     solver=solver,
                     wall_s=0.0,
+                    cut_short=solution.cut_short,
                 )
             )
         return min(found, key=lambda s: s.cost_s, default=None)
+
+
+def _better(solved: Solution, known: Solution) -> Solution:
+    """The cheaper one; cut short where either was, as the other would have been better too."""
+    found = min((solved, known), key=lambda s: s.cost_s)
+    is_proved = found.status is Status.OPTIMAL
+    return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
 
 
 def structure_of(graph: Graph) -> str:

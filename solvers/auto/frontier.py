@@ -72,11 +72,11 @@ def frontier_solutions(
         if isinstance(budgets, int)
         else list(budgets)
     )
-    with heeding_interrupts():
+    with heeding_interrupts() as heeded:
         for budget in _by_halves(sorted(set(asked))):
             curve.solve(budget, share=_SHARE)
         curve.look_again(_SECOND_SHARE)
-    return [curve.solution(budget) for budget in asked]
+    return [curve.solution(budget, heeded.cut_short) for budget in asked]
 
 
 def _spread(graph: Graph, count: int, first: int) -> list[int]:
@@ -196,7 +196,7 @@ class _Curve:
             default=self._graph.cost_s,
         )
 
-    def solution(self, budget: int) -> Solution:
+    def solution(self, budget: int, cut_short: str) -> Solution:
         """Returns the cheapest schedule that fits with the best bound that holds."""
         best, bound_s, wall_s, solver = (
             self._cheapest(budget),
@@ -208,7 +208,7 @@ class _Curve:
             return Solution.of_steps(
                 self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap,
                 solver=solver, wall_s=wall_s,
-                minimum_bytes=self._least.peak_bytes,
+                minimum_bytes=self._least.peak_bytes, cut_short=cut_short,
             )  # fmt: skip
         status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
         return Solution.without_schedule(
@@ -219,4 +219,5 @@ class _Curve:
             wall_s=wall_s,
             lower_bound_s=bound_s,
             minimum_bytes=self._least.peak_bytes,
+            cut_short=cut_short,
         )

@@ -55,7 +55,7 @@ from remat.solvers.auto.starting_schedules import (
 )
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.base import Solver
-from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
+from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, NOT_COMPILED
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.progress import Progress
@@ -155,12 +155,13 @@ class Auto(Solver):
         for steps in (range(graph.num_operators), *known_steps):
             search.offer(steps)
         shared = shared or Shared(graph)
-        with heeding_interrupts():
+        with heeding_interrupts() as heeded:
             is_possible = search.is_over or self._run(search, shared)
             if search.steps is None:
                 search.offer(
                     shared.least(time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S)).steps
                 )
+        cut_short = heeded.cut_short or search.cut_short
         if search.steps is not None:
             return Solution.of_steps(
                 graph,
@@ -170,6 +171,7 @@ class Auto(Solver):
                 gap=self.gap,
                 solver=repr(self),
                 wall_s=search.elapsed_s,
+                cut_short=cut_short,
             )
         return Solution.without_schedule(
             graph,
@@ -179,6 +181,7 @@ class Auto(Solver):
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
             minimum_bytes=shared.least().peak_bytes,
+            cut_short=cut_short,
         )
 
     def _run(self, search: Search, shared: Shared) -> bool:
@@ -454,6 +457,7 @@ class Auto(Solver):
                 COMPILER_S,
                 search.left_s,
             )
+            search.cut_short = NOT_COMPILED
         return is_ready
 
     @staticmethod

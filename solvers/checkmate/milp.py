@@ -115,7 +115,7 @@ def solve_exactly(
         )
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
     iterator = iter(starts)
-    with heeding_interrupts():
+    with heeding_interrupts() as heeded:
         while not search.is_closed and (steps := next(iterator, None)) is not None:
             search.offer(steps)
         search.run()
@@ -123,7 +123,13 @@ def solve_exactly(
     if search.steps is None:
         status = Status.INFEASIBLE if search.is_infeasible else Status.NO_SOLUTION
         return Solution.without_schedule(
-            graph, budget_bytes, status, solver=solver, wall_s=wall_s, lower_bound_s=search.bound_s
+            graph,
+            budget_bytes,
+            status,
+            solver=solver,
+            wall_s=wall_s,
+            lower_bound_s=search.bound_s,
+            cut_short=heeded.cut_short,
         )
     return Solution.of_steps(
         graph,
@@ -133,6 +139,7 @@ def solve_exactly(
         solver=solver,
         wall_s=wall_s,
         gap=max(limits.gap, TOLERANCE),
+        cut_short=heeded.cut_short,
     )
 
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # with less time left, what was never compiled on this machine runs in plain Python, or not at all
 COMPILER_S = 30.0
+# what a solution then says
+NOT_COMPILED = "its search was left out, since there was no time to compile it once"
 IS_COMPILED = importlib.util.find_spec("numba") is not None and os.environ.get(
     "NUMBA_DISABLE_JIT", "0"
 ) in ("", "0")

@@ -25,6 +25,7 @@ class Search:
 
     Steps are offered, and kept where they are better and valid.
 
+    `cut_short` says what had to be left out, in the words of a solution; empty where nothing had.
     Steps that don't fit are starts for a search by moves: the best of them cost little and are
     little above the budget.
     """
@@ -48,6 +49,7 @@ class Search:
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
         self.steps: list[int] | None = None
+        self.cut_short = ""
         self.num_starts = 0  # that were offered so far
         self._starts: list[tuple[float, list[int]]] = []
         self._lock = threading.RLock()

@@ -16,29 +16,46 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 _LOGGER = logging.getLogger(__name__)
+_REASON = "interrupted by Ctrl-C"
 _NOTE = threading.Event()  # signals belong to the process, and so does this
 
 
+@dataclass
+class Heeded:
+    """What became of a solve.
+
+    Attributes:
+        cut_short: why it ended early, as a solution says it; empty before the end, and where
+            nothing did.
+    """
+
+    cut_short: str = ""
+
+
 @contextmanager
-def heeding_interrupts() -> Iterator[None]:
+def heeding_interrupts() -> Iterator[Heeded]:
     """Turns the first Ctrl-C inside into a note, where it would have been a `KeyboardInterrupt`.
 
-    Does nothing outside of the main thread, inside another `heeding_interrupts`, and where the
-    program has a handler of its own.
+    Changes no handler outside of the main thread, inside another `heeding_interrupts`, and where
+    the program has a handler of its own.
     """
+    heeded = Heeded()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+        yield heeded
+        heeded.cut_short = _REASON if is_interrupted() else ""
         return
     signal.signal(signal.SIGINT, _take_note)
     try:
-        yield
+        yield heeded
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_interrupted():
+            heeded.cut_short = _REASON
             _LOGGER.warning("interrupted: the solve ended with the best it had")
         _NOTE.clear()
 

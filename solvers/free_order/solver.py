@@ -37,7 +37,7 @@ from remat.core.validate import validate
 from remat.solvers.auto.solver import Auto
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.base import Solver
-from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, is_ready
+from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, NOT_COMPILED, is_ready
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.progress import Progress
@@ -105,7 +105,7 @@ class FreeOrder(Solver):
             progress=self.progress,
         )
         search.offer(range(graph.num_operators))
-        with heeding_interrupts():
+        with heeding_interrupts() as heeded:
             if not search.is_over:
                 limit_s = min(_BOUND_SHARE * self.time_limit_s, _BOUND_LIMIT_S)
                 bound_s = order_bound_s(graph, budget_bytes, time_limit_s=limit_s)
@@ -113,6 +113,7 @@ class FreeOrder(Solver):
                     return self._without_schedule(search, Status.INFEASIBLE)
                 search.raise_bound(bound_s)
                 self._anneal(search)
+        search.cut_short = heeded.cut_short or search.cut_short
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION)
         return Solution.of_steps(
@@ -124,6 +125,7 @@ class FreeOrder(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             is_free_order=True,
+            cut_short=search.cut_short,
         )
 
     def _without_schedule(self, search: Search, status: Status) -> Solution:
@@ -135,6 +137,7 @@ class FreeOrder(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=bound_s,
+            cut_short=search.cut_short,
         )
 
     def _anneal(self, search: FreeSearch) -> None:
@@ -145,6 +148,7 @@ class FreeOrder(Solver):
                 COMPILER_S,
                 search.left_s,
             )
+            search.cut_short = NOT_COMPILED
             self._offer_fixed_order(search, search.left_s)
             return
         count = search.graph.num_operators
