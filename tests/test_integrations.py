@@ -15,11 +15,12 @@ import remat
 from remat.fit.optimizer_memory import state_bytes_of
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning.pytorch")
 
 from remat.huggingface import RematCallback as TrainerPlan  # noqa: E402
 from remat.lightning import RematCallback as LightningPlan  # noqa: E402
+from remat.solvers.auto.minimum import minimum  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 
@@ -86,6 +87,54 @@ def test_trainer(tmp_path: Path) -> None:
     assert report.measured_peak_bytes <= report.solution.budget_bytes
     with pytest.raises(remat.TraceError, match="has no plan"):
         remat.report(model)  # plain again
+
+
+def bytes_between(small: int, large: int) -> int:
+    """A budget that a batch of `small` meets and one of `large` does not."""
+
+    def least(batch: int) -> int:
+        tokens = torch.stack([row["input_ids"] for row in rows(batch)])
+        graph = remat.trace(
+            gpt2().train(), kwargs={"input_ids": tokens, "labels": tokens}, costs="flops"
+        )
+        return minimum(graph, time_limit_s=1).peak_bytes
+
+    return (least(small) + least(large)) // 2
+
+
+def test_a_trainer_that_searches_its_batch_takes_a_smaller_one(tmp_path: Path) -> None:
+    budget = bytes_between(7, 8)
+    options = {"costs": "flops", "gap": 0.5, "time_limit_s": 3, "reserve_bytes": 0}
+    callback = TrainerPlan(budget, **options)
+    watch, _ = with_trainer(tmp_path, callback, auto_find_batch_size=True)
+
+    assert watch.reports and watch.losses
+    assert (watch.reports[-1].measured_peak_bytes or 0) <= budget
+
+
+def test_accelerate_knows_a_budget_that_cant_be_met() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    graph = remat.trace(model, (torch.ones(256, 8),), costs="flops")
+    budget = minimum(graph, time_limit_s=1).peak_bytes * 3 // 2
+    tried: list[int] = []
+
+    @accelerate.utils.find_executable_batch_size(starting_batch_size=400)  # type: ignore[untyped-decorator]
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        remat.checkpoint(model, budget, costs="flops", gap=0.5, time_limit_s=3)
+        model(torch.ones(batch_size, 8)).mean().backward()
+
+    train()
+    assert len(tried) > 1 and 256 <= tried[-1] < 400
+
+
+def test_lightning_knows_a_budget_that_cant_be_met() -> None:
+    from lightning.pytorch.utilities.memory import is_oom_error
+
+    with pytest.raises(remat.BudgetError) as error:
+        remat.solve(remat.Graph.from_arrays([1.0], [1024], []), 1)
+    assert is_oom_error(error.value)
+    assert "CUDA" not in str(error.value)  # the message is for people
 
 
 def test_gradient_checkpointing_may_stay_enabled() -> None:
