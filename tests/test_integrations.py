@@ -162,6 +162,21 @@ def test_gradient_checkpointing_may_stay_enabled() -> None:
     assert remat.report(model).recomputed == {}
 
 
+def test_peft_with_checkpointing_left_on_is_planned_as_without() -> None:
+    """PEFT hooks the embeddings for it, which cut the step."""
+    peft = pytest.importorskip("peft")
+    tokens = torch.stack([row["input_ids"] for row in rows(2)])
+
+    def graph(is_enabled: bool) -> remat.Graph:
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(gpt2(), config).train()
+        if is_enabled:
+            model.gradient_checkpointing_enable()
+        return remat.trace(model, kwargs={"input_ids": tokens, "labels": tokens}, costs="flops")
+
+    assert graph(True).fingerprint == graph(False).fingerprint
+
+
 class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import remat
 from experiments.comparison import is_same_step
-from experiments.coverage_models import ARCHITECTURES, Architecture, words
+from experiments.coverage_models import ARCHITECTURES
 from experiments.coverage_modules import module_cases
 from experiments.models import Workload
 from remat.run.plain_kernels import LAYOUTS, plain_kernels
@@ -76,21 +75,6 @@ def assert_is_plain(plain: Workload) -> None:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_architectures(name: str) -> None:
     assert_is_plain(ARCHITECTURES[name].make())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_that_scans_otherwise_under_compilation_is_refused() -> None:
-    """Mamba takes a scan in place of its loop where it is compiled.
-
-    On the CPU no operator tells, and gradients differed.
-    """
-    scans = ARCHITECTURES["Mamba, associative scan"]
-    assert isinstance(scans, Architecture)
-    workload = replace(
-        scans, config={**scans.config, "num_hidden_layers": 1}, batch=lambda: words(8)
-    ).make()
-    with pytest.raises(remat.TraceError, match="use_associative_scan=False"):
-        remat.trace(workload.model, kwargs=workload.kwargs)
 
 
 def test_a_part_of_transformers_may_be_imported_without_the_others(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,8 @@ from remat.run.capture import (
     make_backend,
     needs_gradient,
 )
+from remat.run.idle_hooks import IdleHooks
+from remat.run.transformers_paths import install_capturing_hooks, plain_paths
 from remat.torch_border.dynamo import (
     capture_settings,
     compile_reason,
@@ -282,34 +283,23 @@ def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> C
     The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch
     2.13).
     """
-    _install_capturing_hooks(module)
+    install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": call_plain}
     exec(
         "def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)",
         namespace,
     )
     step = namespace["step"]
-    compiled = (
-        compile_whole(step, backend)
-        if is_whole
-        else torch.compile(step, backend=backend, dynamic=False)
-    )
-    return partial(compiled, module)
+    if not is_whole:  # eager parts may be checkpointed, which needs what hooks ask for
+        return partial(torch.compile(step, backend=backend, dynamic=False), module)
 
+    compiled, hooks = compile_whole(step, backend), IdleHooks(module)
 
-def _install_capturing_hooks(module: nn.Module) -> None:
-    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't
-    enter; once a model.
-    """
-    library, models = (
-        sys.modules.get(f"transformers.{name}")
-        for name in ("utils.output_capturing", "modeling_utils")
-    )
-    if library is None or models is None:
-        return
-    for part in module.modules():
-        if isinstance(part, models.PreTrainedModel):
-            library.maybe_install_capturing_hooks(part)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with hooks.removed():
+            return compiled(module, *args, **kwargs)
+
+    return run
 
 
 def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -349,7 +339,7 @@ def run_compiled(
             planned.
     """
     try:
-        with capture_settings():
+        with capture_settings(), plain_paths():
             return compiled(*args, **kwargs)
     except Exception as error:
         cause = unwrap_failure(error)

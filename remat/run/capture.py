@@ -141,9 +141,8 @@ def make_backend(
 
 
 def refuse_scans(module: fx.GraphModule) -> None:
-    """Refuses what sums in another order where `torch.compile` runs it.
-
-    Its gradients are not the plain model's.
+    """Refuses a scan that is one operator, which runs where Inductor compiled it and nowhere
+    else.
     """
     if any(
         is_associative_scan(node)
@@ -152,10 +151,8 @@ def refuse_scans(module: fx.GraphModule) -> None:
         for node in part.graph.nodes
     ):
         raise TraceError(
-            "under torch.compile this model takes an associative scan in place of the plain "
-            "model's loop, which rounds otherwise: a "
-            "planned step could not equal the plain one; turn it off (Mamba in transformers: "
-            "config.use_associative_scan=False)"
+            'an associative_scan with combine_mode="pointwise" is one operator that only Inductor '
+            'runs, and can\'t be planned; write combine_mode="generic", or a loop'
         )
 
 

@@ -5,7 +5,9 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+import importlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +17,9 @@ import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
-from torch._higher_order_ops.associative_scan import associative_scan_op  # 2.13
+from torch._dynamo.comptime import ComptimeContext, comptime  # 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
 
 
 @contextmanager
@@ -67,16 +70,85 @@ def without_leaf_warnings() -> Iterator[None]:
         yield
 
 
-def is_associative_scan(node: fx.Node) -> bool:
-    """True for the higher-order operator (`associative_scan_op`, 2.13), and for what dynamo makes
-    of a call of it on the CPU.
+# the module; the package's attribute of that name is its function (2.13)
+SCANS: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
-    There no operator is left of it, and the node only knows the line of the model that made the
-    call.
+
+def scan_as_operators(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what captures an associative scan (`associative_scan`, 2.13) as the operators that it
+    consists of.
+
+    On a GPU it else is an operator of its own, which runs compiled by Inductor only.
     """
-    return node.target is associative_scan_op or " associative_scan(" in (
-        node.meta.get("stack_trace") or ""
+
+    def associative_scan(
+        combine_fn: Any, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+    ) -> Any:
+        mode = "generic" if torch.compiler.is_dynamo_compiling() else combine_mode
+        return plain(combine_fn, xs, dim, reverse, mode)
+
+    return associative_scan
+
+
+def is_associative_scan(node: fx.Node) -> bool:
+    """True for an associative scan that is an operator of its own (`associative_scan_op`, 2.13)."""
+    return bool(node.target is SCANS.associative_scan_op)
+
+
+at_capture = comptime  # what it is given runs while dynamo captures the line, and never else (2.13)
+_DECIDED = threading.local()  # what the thread that captures decided last
+
+
+def decided_at_capture(holds: torch.Tensor) -> bool:
+    """Inside of what dynamo captures: True where `holds`, a single truth, is true whatever the
+    step is given; False where it is not, or where an input decides it or chance does.
+
+    Its value is computed while the step is captured (`comptime`, 2.13), on the CPU.
+    """
+    comptime(_decide)
+    return bool(_decision())
+
+
+def _decide(context: ComptimeContext) -> None:
+    proxy: Any = context.get_local("holds").as_proxy()
+    try:
+        with _disable_current_modes(), torch.no_grad(), _RefuseChance():
+            _DECIDED.holds = bool(_computed(proxy.node))
+    except (_Undecided, RuntimeError):
+        _DECIDED.holds = False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _decision() -> bool:
+    return bool(_DECIDED.holds)
+
+
+class _Undecided(Exception):
+    """An input or chance decides the value."""
+
+
+class _RefuseChance(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Undecided
+        return func(*args, **(kwargs or {}))
+
+
+def _computed(node: fx.Node) -> Any:
+    """Returns the value of a node that depends on nothing but constants."""
+    if node.op not in ("call_function", "call_method"):
+        raise _Undecided
+    operands: Any = fx.node.map_arg((node.args, dict(node.kwargs)), _computed)
+    args, kwargs = fx.node.map_aggregate(
+        operands, lambda value: torch.device("cpu") if isinstance(value, torch.device) else value
     )
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 _MARKS = (

@@ -46,3 +46,10 @@ def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 def get_call(module: nn.Module) -> Any:
     """Returns what `set_call` set, None where nothing was."""
     return module._compiled_call_impl
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Returns a module's forward hooks by number, to be changed in place (`_forward_hooks`,
+    2.13).
+    """
+    return module._forward_hooks

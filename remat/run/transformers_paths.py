@@ -1,0 +1,156 @@
+"""What `transformers` does otherwise while it is compiled, captured as plain PyTorch runs it.
+
+The models ask whether they are compiled, and then take another path: they keep a causal mask that
+plain attention does without, and so another attention kernel; Mamba takes an associative scan in
+place of its loop, which rounds otherwise. While a planned step is captured they take the path of
+the plain step. Names of `transformers` 5.23 that are not public are used in this module only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.torch_border.dynamo import SCANS, at_capture, decided_at_capture, scan_as_operators
+
+_LOG = logging.getLogger(__name__)
+_LOCK = threading.Lock()
+_PREFIX = "transformers."
+_LOOP_STEPS = 32  # of a sequence; a loop has some 19 operators per step and layer
+
+
+@contextmanager
+def plain_paths() -> Iterator[None]:
+    """Has what is captured inside take the paths of plain PyTorch.
+
+    Threads may be inside at the same time: the last one out puts the library back.
+    """
+    with _LOCK:
+        _PATHS.enter()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _PATHS.leave()
+
+
+class _Paths:
+    """The library's functions that are replaced while a step is captured or runs."""
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.replaced: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        """Replaces them for the first one inside."""
+        self.num_inside += 1
+        if self.num_inside > 1:
+            return
+
+        self._replace(SCANS, "associative_scan", scan_as_operators)
+        for name, make in _REPLACEMENTS:
+            module_name, _, function = name.rpartition(".")
+            self._replace(sys.modules.get(_PREFIX + module_name), function, make)
+
+    def _replace(self, module: Any, function: str, make: Callable[[Any], Any]) -> None:
+        plain = getattr(module, function, None)
+        if plain is not None:
+            self.replaced.append((module, function, plain))
+            setattr(module, function, make(plain))
+
+    def leave(self) -> None:
+        """Puts them back after the last one inside."""
+        self.num_inside -= 1
+        while self.num_inside == 0 and self.replaced:
+            setattr(*self.replaced.pop())
+
+
+def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
+    """Dynamo says that it exports, always (torch 2.13), and exported models keep their masks."""
+
+    def is_exporting() -> bool:
+        return not torch.compiler.is_dynamo_compiling() and plain()
+
+    return is_exporting
+
+
+def _packed_where_plain_finds_any(
+    plain: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Plain PyTorch looks at the positions whether several sequences share a row; a captured step
+    can, where no input decides them.
+    """
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if torch.compiler.is_dynamo_compiling():
+            steps = position_ids[:, 1:] - position_ids[:, :-1]
+            if decided_at_capture((steps == 1).all()):
+                return None
+
+        return plain(position_ids)
+
+    return find_packed_sequence_indices
+
+
+def _looping_where_short(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain step loops over the sequence, whatever `use_associative_scan` says. So does a
+    captured one where the sequence is short; where it is long, the loop is too many operators.
+    """
+
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor, *args: Any, use_associative_scan: bool = False, **kwargs: Any
+    ) -> Any:
+        if use_associative_scan and torch.compiler.is_dynamo_compiling():
+            use_associative_scan = hidden_states.shape[-1] > _LOOP_STEPS
+            if use_associative_scan:
+                at_capture(_say_that_it_scans)
+
+        return plain(hidden_states, *args, use_associative_scan=use_associative_scan, **kwargs)
+
+    return mamba_selective_scan
+
+
+def _say_that_it_scans(_: Any) -> None:
+    _LOG.warning(
+        "a state space model's loop over more than %d steps is captured as the associative scan "
+        "that transformers takes under torch.compile, which rounds otherwise than the loop; to "
+        "capture the loop, operator by operator, set config.use_associative_scan=False",
+        _LOOP_STEPS,
+    )
+
+
+_STATE_SPACE = ("mamba", "falcon_mamba", "jamba", "zamba")
+_REPLACEMENTS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("masking_utils.is_torchdynamo_exporting", _never_exporting),
+    ("masking_utils.find_packed_sequence_indices", _packed_where_plain_finds_any),
+    *(
+        (f"models.{name}.modeling_{name}.{function}", make)
+        for name in _STATE_SPACE
+        for function, make in (
+            ("is_torchdynamo_exporting", _never_exporting),
+            ("mamba_selective_scan", _looping_where_short),
+        )
+    ),
+)
+_PATHS = _Paths()
+
+
+def install_capturing_hooks(module: nn.Module) -> None:
+    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't
+    enter; once a model.
+    """
+    library, models = (
+        sys.modules.get(_PREFIX + name) for name in ("utils.output_capturing", "modeling_utils")
+    )
+    if library is None or models is None:
+        return
+    for part in module.modules():
+        if isinstance(part, models.PreTrainedModel):
+            library.maybe_install_capturing_hooks(part)
