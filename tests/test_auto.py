@@ -25,11 +25,12 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
-from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto import raising, starting
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.reuse import Shared
-from remat.solvers.auto.solver import Auto
-from remat.solvers.auto.starting_schedules import offer_persistent
+from remat.solvers.auto.solver import NAMES, Auto
+from remat.solvers.auto.starting import Segments
+from remat.solvers.auto.technique import Solve
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.window import Window, WindowModel
 from remat.solvers.core import compiled
@@ -37,6 +38,7 @@ from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.core.progress import Progress
+from remat.solvers.persistent.rotor import rotor_steps
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 from remat.solvers.search.restarts import Restarts
@@ -220,11 +222,10 @@ def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_
     graph = FAMILIES[family]()
     has_schedule: list[bool] = []
 
-    def no_time(self: Bounding, **options: object) -> bool:
-        has_schedule.append(self.search.steps is not None)
-        return True
+    def no_time(solve: Solve, **options: object) -> None:
+        has_schedule.append(solve.search.steps is not None)
 
-    monkeypatch.setattr(Bounding, "refine", no_time)
+    monkeypatch.setattr(raising, "refine", no_time)
     QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
     assert has_schedule
     assert has_schedule[0]
@@ -345,9 +346,10 @@ def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
         run(self, begins, **options)
 
     monkeypatch.setattr(Restarts, "run", recording)
-    monkeypatch.setattr(Bounding, "run", lambda self, share: None)
+    bounds = tuple(technique.name for technique in raising.BOUNDING)
+    solver = Auto(gap=0.0, rounds=1, time_limit_s=60.0, threads=1, without=bounds)
     with pytest.raises(KeyboardInterrupt):
-        Auto(gap=0.0, rounds=1, time_limit_s=60.0, threads=1).solve(graph, budget_bytes=budget)
+        solver.solve(graph, budget_bytes=budget)
     first, second = starts
     keep_all = list(range(graph.num_operators))
     fits = [
@@ -373,13 +375,15 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
         annealed.append(list(steps))
         return run(self, steps, replace(round_, iterations=500), **options)
 
-    def planning(search: Any, should_stop: Any) -> list[int] | None:
-        planned.append(offer_persistent(search, should_stop))
+    def planning(*arguments: Any, **options: Any) -> list[int] | None:
+        planned.append(rotor_steps(*arguments, **options))
         return planned[-1]
 
-    # however slow the machine is
-    monkeypatch.setattr("remat.solvers.auto.starting_schedules._LEAST_S", 0.0)
-    monkeypatch.setattr("remat.solvers.auto.solver.offer_persistent", planning)
+    def applies(self: Segments, solve: Solve) -> bool:  # however slow the machine is
+        return solve.is_large and solve.is_far(self.least_times)
+
+    monkeypatch.setattr(starting, "rotor_steps", planning)
+    monkeypatch.setattr(Segments, "applies", applies)
     monkeypatch.setattr(LocalSearch, "run", recording)
     solution = Auto(gap=0.0, rounds=1, time_limit_s=10.0, threads=threads).solve(
         graph, budget_bytes=budget
@@ -398,7 +402,8 @@ def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(
     search = Search(
         graph, budget_bytes=int(0.04 * keep_all_bytes(graph)), gap=0.0, time_limit_s=time_limit_s
     )
-    assert (offer_persistent(search, lambda: False) is not None) == is_planned
+    Segments()(Auto().begin(search, Shared(graph)))
+
     assert bool(search.num_starts or search.steps is not None) == is_planned
 
 
@@ -421,6 +426,37 @@ def test_progress_is_told_and_never_gets_worse() -> None:
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == solution.cost_s
     assert [p.bound_s for p in told] == sorted(p.bound_s for p in told)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_improvement_carries_who_made_it(threads: int) -> None:
+    graph = random_layered(40, seed=0, is_training=True)
+    told: list[Progress] = []
+    solver = Auto(gap=0.0, rounds=1, time_limit_s=4.0, threads=threads, progress=told.append)
+    solution = solver.solve(graph, budget_bytes=int(0.5 * keep_all_bytes(graph)))
+
+    names = {*NAMES, "least-budget", "keep-all"}
+    assert {p.found_by for p in told if p.cost_s is not None} <= names
+    assert {p.proved_by for p in told if p.bound_s > graph.cost_s} <= names
+    last = next(p for p in told if p.cost_s == solution.cost_s)
+    assert solution.found_by == last.found_by != ""
+    assert solution.proved_by == told[-1].proved_by != ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_switched_off_finds_and_proves_nothing(name: str) -> None:
+    graph = random_layered(24, seed=3, is_training=True)
+    told: list[Progress] = []
+    solver = Auto(gap=0.0, rounds=1, time_limit_s=1.0, without=(name,), progress=told.append)
+    solution = solver.solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
+
+    assert solution.is_solved
+    assert all(name not in (p.found_by, p.proved_by) for p in told)
+
+
+def test_an_unknown_technique_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'trees'.*tree"):
+        Auto(without=("trees",))
 
 
 def test_bad_options_are_refused() -> None:

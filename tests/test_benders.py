@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Status
-from remat.solvers.auto import bound_pipeline
-from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.raising import Decomposition, Refinements
+from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
+from remat.solvers.auto.technique import Solve
 from remat.solvers.bounds import benders as module
 from remat.solvers.bounds.benders import Benders, raise_bound
 from remat.solvers.bounds.refinement import Refinement
@@ -144,18 +146,17 @@ def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(
     search.raise_bound(search.cost_s * 0.99)
     models, deadlines = list[float](), list[float]()
 
-    def solve_a_model(_: Bounding, *, deadline: float) -> bool:
+    def solve_a_model(_: Solve, *, deadline: float) -> None:
         models.append(deadline)
         time.sleep(0.2)
-        return True
 
-    monkeypatch.setattr(Bounding, "refine", solve_a_model)
-    monkeypatch.setattr(
-        bound_pipeline, "raise_bound", lambda *_, deadline: deadlines.append(deadline)
-    )
-    monkeypatch.setattr(bound_pipeline, "_MOST_BEFORE_BENDERS_S", 0.5)
-    monkeypatch.setattr(Bounding, "_refine_to", lambda *_: None)
-    Bounding(search, Refinement(GRAPH, budget_bytes=TIGHT), 0.0, by_clock=True).run(0.9)
+    monkeypatch.setattr(raising, "refine", solve_a_model)
+    monkeypatch.setattr(raising, "raise_bound", lambda *_, deadline: deadlines.append(deadline))
+
+    solve = Auto().begin(search, Shared(GRAPH)).for_bounds(0.9)
+    Refinements(gives_way=True, most_s=0.5)(solve)
+    Decomposition()(solve)
+
     assert 1 <= len(models) <= 3
     assert max(models) - time.perf_counter() < 31
     assert deadlines[0] - time.perf_counter() > 800

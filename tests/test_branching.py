@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Status
-from remat.solvers.auto import bound_pipeline
-from remat.solvers.auto.bound_pipeline import Bounding
+from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
 from remat.solvers.bounds.branch_and_refine import (
     Branching,
     raise_bound_by_branching,
@@ -253,16 +254,16 @@ def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(
     """Else stages chosen by what they bound are all there is, as for a point of a curve."""
     grown = list[Search]()
     monkeypatch.setattr(
-        bound_pipeline, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search)
+        raising, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search)
     )
-    search, refinement = (
-        Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s),
-        Refinement(GRAPH, budget_bytes=TIGHT),
-    )
+    search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=limit_s)
     assert search.offer(minimum(GRAPH).steps)
     assert not search.is_within(0.05)
     before_s = search.bound_s
-    Bounding(search, refinement, gap=0.0, by_clock=True).run(1.0 / limit_s)
+    solve = Auto(gap=0.0).begin(search, Shared(GRAPH)).for_bounds(1.0 / limit_s)
+    for technique in raising.BOUNDING:
+        technique(solve)
+
     assert bool(grown) is is_grown
     assert search.bound_s > before_s
 

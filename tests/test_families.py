@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import pytest
-
 from remat.core.errors import SolverError
-from remat.solvers.auto import solver as auto
-from remat.solvers.auto.bound_pipeline import Bounding
 from remat.solvers.auto.minimum import minimum
-from remat.solvers.auto.solver import Auto
+from remat.solvers.auto.solver import NAMES, Auto
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.baselines.families import FAMILIES, Families
 from remat.tracers.synthetic import chain
@@ -22,18 +18,14 @@ GRAPH = chain(12)
 UNLIMITED = 1 << 60
 
 
-def test_auto_takes_a_family_over_where_nothing_else_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_takes_a_family_over_where_nothing_else_is_found() -> None:
     found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
     assert found.schedule is not None
-    for step in ("_anneal", "_improve"):
-        monkeypatch.setattr(Auto, step, lambda *args: None)
-    monkeypatch.setattr(auto, "offer_greedy", lambda *args: None)
-    monkeypatch.setattr(Bounding, "run", lambda *args: None)
-    monkeypatch.setattr(Bounding, "refine", lambda *args, **options: True)
-    solved = Auto(gap=0.0, time_limit_s=10.0).solve(GRAPH, budget_bytes=found.peak_bytes)
+    others = tuple(name for name in NAMES if name != "families")
+    solver = Auto(gap=0.0, time_limit_s=10.0, without=others)
+    solved = solver.solve(GRAPH, budget_bytes=found.peak_bytes)
     assert solved.cost_s <= found.cost_s
+    assert solved.found_by == "families"
 
 
 def test_the_least_budget_is_not_above_that_of_a_family() -> None:

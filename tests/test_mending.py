@@ -19,7 +19,7 @@ from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
-from remat.solvers.search.repair import mended, unrolled
+from remat.solvers.search.repair import repaired, unrolled
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
 from tests.test_refinement import random_training_graph
 
@@ -35,7 +35,7 @@ def test_what_is_mended_is_valid_and_fits(seed: int, share: float, rule: Rule) -
     floor, ceiling = working_set_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
     for steps in ([*range(graph.num_operators)], steps_on_demand(graph, ())):
-        found = mended(graph, steps, budget_bytes=budget, rule=rule)
+        found = repaired(graph, steps, budget_bytes=budget, rule=rule)
         if found is None:
             continue
         schedule = Schedule.from_steps(graph, found)
@@ -66,12 +66,12 @@ def test_what_fits_is_left_as_it_is() -> None:
     graph = transformer(6)
     steps = list(minimum(graph).steps)
     ample = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 2
-    assert mended(graph, steps, budget_bytes=ample) == steps
+    assert repaired(graph, steps, budget_bytes=ample) == steps
 
 
 def test_where_a_step_alone_does_not_fit_nothing_is_found() -> None:
     graph = FAMILIES["unet"]()
-    assert mended(graph, range(graph.num_operators), budget_bytes=1) is None
+    assert repaired(graph, range(graph.num_operators), budget_bytes=1) is None
 
 
 def test_segments_mended_are_cheaper_than_the_greedy_alone() -> None:
@@ -80,7 +80,7 @@ def test_segments_mended_are_cheaper_than_the_greedy_alone() -> None:
     greedy = [steps_with_eviction(graph, budget, rule) for rule in Rule]
     alone = min(float(graph.arrays.cost_s[steps].sum()) for steps in greedy if steps is not None)
     segments = [
-        mended(graph, list(steps), budget_bytes=budget) for steps in ChenGreedy().members(graph)
+        repaired(graph, list(steps), budget_bytes=budget) for steps in ChenGreedy().members(graph)
     ]
     assert (
         min(float(graph.arrays.cost_s[steps].sum()) for steps in segments if steps is not None)

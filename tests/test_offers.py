@@ -1,4 +1,4 @@
-"""Offers to a search: what does not fit is mended, where that may be better than what is known."""
+"""Offers to a search: what does not fit is repaired where that may be better."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import pytest
 
 from remat.core.schedule import Schedule, simulate
-from remat.solvers.auto import starting_schedules
+from remat.solvers.auto import starting
 from remat.solvers.auto.minimum import minimum
-from remat.solvers.auto.starting_schedules import offer_with_reserves
+from remat.solvers.auto.starting import offer_with_margins
 from remat.solvers.bounds.memory_margins import Reserves
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
@@ -23,7 +23,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     All that reserves give there is the schedule that keeps everything.
     """
     graph = transformer(4)
-    monkeypatch.setattr(starting_schedules, "is_compiled", lambda: True)
+    monkeypatch.setattr(starting, "is_compiled", lambda: True)
     monkeypatch.setattr(
         Reserves, "schedules", lambda self, deadline: iter([list(range(graph.num_operators))] * 5)
     )
@@ -32,8 +32,8 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     )
 
 
-def test_reserves_that_do_not_fit_are_mended(search: Search) -> None:
-    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+def test_reserves_that_do_not_fit_are_repaired(search: Search) -> None:
+    offer_with_margins(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
     assert search.steps is not None
     assert (
         simulate(search.graph, Schedule.from_steps(search.graph, search.steps)).peak_bytes
@@ -41,19 +41,19 @@ def test_reserves_that_do_not_fit_are_mended(search: Search) -> None:
     )
 
 
-def test_what_is_dearer_than_the_best_is_not_mended(
+def test_what_costs_more_than_the_best_is_not_repaired(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting_schedules, "mended", lambda *_, **__: pytest.fail("mended"))
+    monkeypatch.setattr(starting, "repaired", lambda *_, **__: pytest.fail("repaired"))
     search.offer(minimum(search.graph).steps)
     search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
-    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+    offer_with_margins(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
 
 
-def test_the_same_schedule_is_mended_once_by_each_rule(
+def test_the_same_schedule_is_repaired_once_by_each_rule(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = []
-    monkeypatch.setattr(starting_schedules, "mended", lambda *_, rule, **__: rules.append(rule))
-    offer_with_reserves(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+    monkeypatch.setattr(starting, "repaired", lambda *_, rule, **__: rules.append(rule))
+    offer_with_margins(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
     assert len(rules) == len(set(rules)) > 1

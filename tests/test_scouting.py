@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Status
-from remat.solvers.auto import bound_pipeline
+from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import Auto
 from remat.solvers.bounds import stage_selection
@@ -135,7 +135,7 @@ def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A large graph whose prices suffice is done before any linear program."""
-    monkeypatch.setattr(bound_pipeline, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
+    monkeypatch.setattr(raising, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
     graph = transformer(24)
     assert graph.num_operators > 500
     budget = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)

@@ -33,6 +33,7 @@ from remat.cli.options import (
     InstanceArgument,
     SolverOption,
     TimeLimitOption,
+    WithoutOption,
 )
 from remat.cli.picture_commands import export, plot, report
 from remat.core.budget import parse_budget
@@ -153,6 +154,7 @@ def solve(
         bool,
         typer.Option("--free-order", help="Let first computations leave the order of the file."),
     ] = False,
+    without: WithoutOption = [],  # noqa: B006  # typer reads it, and nothing changes it
     output: Annotated[Path | None, typer.Option(help="Save the solution here.")] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
@@ -168,6 +170,8 @@ def solve(
 
     if free_order:
         solver = free_order_solver(solver)
+    if without and solver != "auto":
+        raise Refused(f"--without: techniques are those of auto, and the solver is {solver!r}")
     if output is not None:
         check_folder(output)
     graph = read_instance(instance)
@@ -178,6 +182,7 @@ def solve(
         f"{instance.stem} in {budget}",
         time_limit_s=time_limit,
         gap=gap,
+        without=tuple(without),
     )
     if output is not None:
         solution.save(output)
@@ -432,7 +437,7 @@ def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
             raise Refused(str(reason)) from None
 
 
-def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: float) -> Solution:
+def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: Any) -> Solution:
     from remat.look.tables import progress
 
     with progress(f"{solver}, {text}", graph.cost_s) as show:

@@ -56,6 +56,10 @@ GapOption = Annotated[
         help="Stop as soon as the cost is proved this close to the least.",
     ),
 ]
+WithoutOption = Annotated[
+    list[str],
+    typer.Option(metavar="TECHNIQUE", help="Switch a technique of `auto` off; may be repeated."),
+]
 FormatOption = Annotated[
     Format, typer.Option("--format", help="A table to read, or JSON for programs.")
 ]

@@ -38,6 +38,9 @@ class Solution:
         minimum_bytes: the smallest budget for which a schedule is known; 0 where the solver
             did not look.
         solver: the configuration that found it.
+        found_by: the technique of `auto` that found the schedule; empty for other solvers.
+        proved_by: the technique of `auto` that proved the bound; empty where it is the cost of
+            computing everything once.
         wall_s: how long that took.
         fingerprint: of the graph it was solved for.
         is_free_order: True where first computations may leave the graph's order.
@@ -58,6 +61,8 @@ class Solution:
     fingerprint: str = ""
     is_free_order: bool = False
     cut_short: str = ""
+    found_by: str = ""
+    proved_by: str = ""
     version: int = field(default=FORMAT_VERSION)
 
     def __post_init__(self) -> None:
@@ -110,6 +115,8 @@ class Solution:
         minimum_bytes: int = 0,
         is_free_order: bool = False,
         cut_short: str = "",
+        found_by: str = "",
+        proved_by: str = "",
     ) -> Solution:
         """Returns the solution of a sequence of operators, validated and simulated.
 
@@ -148,6 +155,8 @@ class Solution:
             fingerprint=graph.fingerprint,
             is_free_order=is_free_order,
             cut_short="" if is_optimal else cut_short,
+            found_by=found_by,
+            proved_by=proved_by,
         )
 
     @classmethod
@@ -162,6 +171,7 @@ class Solution:
         lower_bound_s: float = 0.0,
         minimum_bytes: int = 0,
         cut_short: str = "",
+        proved_by: str = "",
     ) -> Solution:
         """Returns the answer of a solver that has no schedule: proved infeasible, or stopped."""
         return cls(
@@ -177,6 +187,7 @@ class Solution:
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
             cut_short="" if status is Status.INFEASIBLE else cut_short,
+            proved_by=proved_by,
         )
 
     def save(self, path: str | Path) -> None:

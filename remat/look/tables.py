@@ -88,6 +88,8 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "lower_bound": solution.lower_bound_s if solution.status is not Status.INFEASIBLE else None,
         "gap_percent": 100 * solution.gap if is_solved else None,
         "solver": solution.solver,
+        "found_by": solution.found_by,
+        "proved_by": solution.proved_by,
         "wall_s": solution.wall_s,
         "order": list(solution.schedule.steps) if solution.schedule else [],
     }
@@ -139,6 +141,9 @@ def show_solution(graph: Graph, solution: Solution) -> None:
                 f"{units.size_text(solution.minimum_bytes)}, the smallest known to work",
             )
         )
+    if solution.found_by:
+        proof = solution.proved_by or "the cost of computing everything once"
+        rows.append(("techniques", f"found by {solution.found_by}, bound by {proof}"))
     rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
     if solution.cut_short:
         rows.append(("cut short", solution.cut_short))

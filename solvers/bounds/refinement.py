@@ -110,6 +110,10 @@ class Refinement:
             )
             self.moments = {key: set(times) for key, times in other.moments.items()}
 
+    def clear_stages(self) -> None:
+        """Goes back to the backward as one stage; rows stay."""
+        self.singles, self.cuts = set(), set()
+
     @property
     def boundaries(self) -> list[int]:
         """Where stages begin and end, without the forward."""

@@ -5,10 +5,12 @@ Best schedule, best bound, and the time that is left.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
@@ -18,6 +20,7 @@ from remat.solvers.core.progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
 _MOST_STARTS = 8
+_LOGGER = logging.getLogger(__name__)
 
 
 class Search:
@@ -27,7 +30,7 @@ class Search:
 
     `cut_short` says what had to be left out, in the words of a solution; empty where nothing had.
     Steps that don't fit are starts for a search by moves: the best of them cost little and are
-    little above the budget.
+    little above the budget. Whatever is taken over carries the name of who found it.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class Search:
         self.steps: list[int] | None = None
         self.cut_short = ""
         self.num_starts = 0  # that were offered so far
+        self.found_by = self.proved_by = ""
+        self.is_infeasible = False  # proved
+        self._origin = threading.local()
         self._starts: list[tuple[float, list[int]]] = []
         self._lock = threading.RLock()
 
@@ -75,8 +81,26 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """True where the gap is closed or the time is up."""
-        return self.is_proved or self.left_s <= 0
+        """True where the gap is closed, no schedule can fit, or the time is up."""
+        return self.is_proved or self.is_infeasible or self.left_s <= 0
+
+    @contextmanager
+    def by(self, name: str) -> Iterator[None]:
+        """What this thread finds inside is found by `name`."""
+        before = self._name
+        self._origin.name = name
+        try:
+            yield
+        finally:
+            self._origin.name = before
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._origin, "name", "")
+
+    def refute(self) -> None:
+        """Takes note of a proof that no schedule fits."""
+        self.is_infeasible = True
 
     def starts(self, count: int) -> list[list[int]]:
         """Returns the best steps that were offered and did not fit, each of another cost and
@@ -106,6 +130,7 @@ class Search:
         with self._lock:
             if self.cost_s is None or simulation.cost_s < self.cost_s:
                 self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)
+                self.found_by = self._name
                 self._report()
         return True
 
@@ -114,12 +139,14 @@ class Search:
         assert bound_s < math.inf, f"{bound_s} is no bound on the cost of a schedule"
         with self._lock:
             if bound_s > self.bound_s:
-                self.bound_s = float(bound_s)
+                self.bound_s, self.proved_by = float(bound_s), self._name
                 self._report()
 
     def _report(self) -> None:
+        moment = Progress(self.elapsed_s, self.cost_s, self.bound_s, self.found_by, self.proved_by)
+        _LOGGER.debug("%s", moment)
         if self.progress is not None:
-            self.progress(Progress(self.elapsed_s, self.cost_s, self.bound_s))
+            self.progress(moment)
 
 
 def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:

@@ -1,5 +1,4 @@
-"""Mending: a schedule that needs more than the budget, made to fit by greedy eviction along its own
-steps.
+"""Repair: a schedule over the budget, made to fit by greedy eviction along its own steps.
 
 The greedy of `greedy_eviction` runs every operator once and computes again what it had to forget:
 near the least budget it forgets what a plan for segments would hold. Here it runs the steps of a
@@ -23,7 +22,7 @@ from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 _MOST_STEPS = 3.0  # times those given
 
 
-def mended(
+def repaired(
     graph: Graph,
     steps: Sequence[int],
     *,

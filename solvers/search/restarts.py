@@ -57,9 +57,23 @@ class Restarts:
     """Generations of annealing runs on one graph under one budget."""
 
     def __init__(
-        self, graph: Graph, *, budget_bytes: int, seed: int = 0, moves: int | None = None
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        seed: int = 0,
+        moves: int | None = None,
+        recombines: bool = True,
     ) -> None:
-        """Prepares the search; `moves` is the length of a run, by default what suits the graph."""
+        """Prepares the search.
+
+        Args:
+            graph: any graph.
+            budget_bytes: resident bytes included.
+            seed: of all runs.
+            moves: the length of a run, by default what suits the graph.
+            recombines: whether what runs find is recombined exactly.
+        """
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._seed = seed
@@ -71,6 +85,7 @@ class Restarts:
         )
         self._best: list[_Found] = []
         self._recombination = Recombination(graph, budget_bytes=budget_bytes)
+        self._recombines = recombines
 
     @property
     def pool(self) -> list[tuple[float, Ints]]:
@@ -83,7 +98,7 @@ class Restarts:
         *,
         threads: int = 1,
         should_stop: Callable[[], bool] | None = None,
-        found: Callable[[Sequence[int]], object] | None = None,
+        found: Callable[[Sequence[int], str], object] | None = None,
         deadline: float = math.inf,
     ) -> None:
         """Runs one generation and adds what it finds to the pool.
@@ -93,8 +108,8 @@ class Restarts:
                 them in turn, and those that fit are of the pool.
             threads: that run at the same time.
             should_stop: asked often, from several threads; a true answer ends all runs.
-            found: called with the best of the pool after each run, and whenever recombining made it
-                better.
+            found: called with the best of the pool and "restarts" after each run, and with
+                "recombination" whenever recombining made it better.
             deadline: of `time.perf_counter`, in seconds: what caps recombinations.
         """
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
@@ -113,15 +128,15 @@ class Restarts:
                 for end in executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)):
                     ends.append(end)
                     self._keep_best([end])
-                    self._report(found)
+                    self._report(found, "restarts")
                 for _ in self._recombinations(ends, deadline, should_stop):
-                    self._report(found)
+                    self._report(found, "recombination")
                 if should_stop is not None and should_stop():
                     return
 
-    def _report(self, found: Callable[[Sequence[int]], object] | None) -> None:
+    def _report(self, found: Callable[[Sequence[int], str], object] | None, name: str) -> None:
         if found is not None and self.pool:
-            found(self.pool[0][1].tolist())
+            found(self.pool[0][1].tolist(), name)
 
     def _new_start(
         self, index: int, num_fresh: int, starts: Sequence[Sequence[int]]
@@ -168,6 +183,9 @@ class Restarts:
         Ends that do not fit count as well: most are cheap and little above the budget, and what
         they lack the best may have.
         """
+        if not self._recombines:
+            return
+
         rest = [found.steps for found in self._best[1:]]
         for others in (*([end.steps] for end in ends), rest):
             best, left_s = (

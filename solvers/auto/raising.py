@@ -1,0 +1,361 @@
+"""Techniques that raise the bound: prices, relaxations, window models, stages, a tree, Benders.
+
+Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that
+with one thread a seed gives one answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import peak_bound
+from remat.solvers.auto.starting import evict, offer_with_margins
+from remat.solvers.auto.technique import VERY_WIDE_GAP, WIDE_GAP, Solve, Technique
+from remat.solvers.bounds.benders import raise_bound
+from remat.solvers.bounds.branch_and_refine import MOST_LEAVES, raise_bound_by_branching
+from remat.solvers.bounds.dyadic_windows import MOST_FORWARD
+from remat.solvers.bounds.lagrangian import HOPELESS, Lagrangian
+from remat.solvers.bounds.stage_selection import scout, scout_crowded
+from remat.solvers.core.incumbent import Search
+from remat.solvers.core.interrupt import is_past
+from remat.solvers.search.greedy_eviction import is_compiled
+
+_FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
+_USUAL_GAP = 0.005
+_CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything; more than bounds are rounded down by
+
+
+def cutoff_s(solve: Solve) -> float | None:
+    """The cost at which a bound closes the gap, at first a usual one; None without a schedule.
+
+    Whether there is a point below it is decided sooner than which point is the best.
+    """
+    search = solve.search
+    if search.cost_s is None:
+        return None
+
+    is_near = search.cost_s - search.bound_s <= _USUAL_GAP * search.cost_s
+    gap = solve.gap if is_near else max(solve.gap, _USUAL_GAP)
+    return min(search.cost_s, search.cost_s * (1 - gap) + _CUTOFF_MARGIN * solve.graph.cost_s)
+
+
+def refine(solve: Solve, *, deadline: float = math.inf, is_relaxed: bool = False) -> None:
+    """Raises the bound and offers a schedule by the next window model.
+
+    Args:
+        solve: its refinement has the present stages.
+        deadline: of `time.perf_counter`, in seconds; without one, that of a first model.
+        is_relaxed: solves the linear relaxation.
+    """
+    search, refinement = solve.search, solve.refinement
+    if search.is_over or (not refinement.may_relax if is_relaxed else refinement.is_over):
+        return
+
+    first_s = min(_FIRST_MODELS_LIMIT_S, search.left_s / 2)
+    deadline = deadline if deadline < math.inf else time.perf_counter() + first_s
+    is_rounded = solve.has("rounding-cuts") and (not is_relaxed or search.is_within(VERY_WIDE_GAP))
+    step = refinement.solve(
+        deadline=deadline, cutoff_s=cutoff_s(solve), is_relaxed=is_relaxed, is_rounded=is_rounded
+    )
+
+    if step.bound_s == math.inf:
+        refute(search)
+        return
+    search.raise_bound(step.bound_s)
+    if step.steps is not None and not search.offer(step.steps) and solve.is_large and is_compiled():
+        with search.by("eviction"):
+            evict(search, step.kept)  # small graphs find better ones by search
+
+
+def refute(search: Search) -> None:
+    """Proves, where the time suffices, that no schedule fits."""
+    keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
+    least = peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False)
+    if least > search.budget_bytes:
+        search.refute()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Prices(Technique):
+    """Prices for memory: a bound and schedules in near-linear time (`lagrangian`).
+
+    Attributes:
+        share: of the time left (traced steps).
+    """
+
+    name: ClassVar[str] = "prices"
+
+    share: float = 0.4
+
+    def applies(self, solve: Solve) -> bool:
+        """True on large graphs."""
+        return solve.is_large
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound, then offers the schedules spliced on the way."""
+        search = solve.search
+        lagrangian = Lagrangian(solve.graph, budget_bytes=search.budget_bytes)
+        deadline = time.perf_counter() + search.left_s * self.share
+        search.raise_bound(lagrangian.raise_bound(deadline=deadline))
+
+        if search.bound_s > HOPELESS * solve.graph.cost_s:
+            refute(search)
+        if search.is_infeasible:
+            return
+
+        for steps in lagrangian.schedules(deadline=deadline):
+            search.offer(steps)
+            if search.is_over:
+                return
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Relaxations(Technique):
+    """Refined linear relaxations of large graphs, while schedules don't fit or the gap is wide.
+
+    Tuned on traced steps.
+
+    Attributes:
+        most, most_if_wide: relaxations where the gap is not very wide, and where it is.
+        fruitless_work: operators in all relaxations in a row that bound less than those before.
+        share: of the time left, for each.
+        crowded_share: of the time left, for stages around the operators that leave least room.
+    """
+
+    name: ClassVar[str] = "relaxations"
+
+    most: int = 12
+    most_if_wide: int = 6
+    fruitless_work: int = 3_500
+    share: float = 0.7
+    crowded_share: float = 0.4
+
+    def applies(self, solve: Solve) -> bool:
+        """True on large graphs."""
+        return solve.is_large
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound and offers schedules, until relaxations bring no more."""
+        search, refinement = solve.search, solve.refinement
+        fruitless, crowded_s = 0, -math.inf
+        for count in range(self.most):
+            stages, best_s = refinement.boundaries, refinement.best_s
+            if solve.has("margins") and not search.is_within(WIDE_GAP):
+                with search.by("margins"):  # else annealing finds better ones
+                    offer_with_margins(search, refinement)
+            deadline = time.perf_counter() + self.share * search.left_s
+            refine(solve, deadline=deadline, is_relaxed=True)
+            if search.is_infeasible:
+                return
+
+            if count == 0:
+                crowded_s = self._crowded_s(solve)
+            fruitless = 0 if refinement.best_s > best_s else fruitless + 1
+            work = fruitless * solve.graph.num_operators
+            is_last = fruitless > 0 and (
+                refinement.best_s == crowded_s or work >= self.fruitless_work
+            )
+            is_wide = not search.is_within(VERY_WIDE_GAP)
+            if count > 0 and search.steps is not None and not is_wide:
+                refinement.cut_where_repeated(search.steps, stages)
+            has_ended = search.is_over or refinement.boundaries == stages or is_last
+            if has_ended or (is_wide and count + 1 == self.most_if_wide):
+                break
+        refinement.return_to_best_relaxed()
+
+    def _crowded_s(self, solve: Solve) -> float:
+        """The bound by stages around the operators that leave least room; -inf where not tried."""
+        search = solve.search
+        if search.is_over or search.is_within(_USUAL_GAP) or not solve.has("stage-selection"):
+            return -math.inf
+
+        deadline = time.perf_counter() + self.crowded_share * search.left_s
+        bound_s = scout_crowded(solve.refinement, deadline=deadline)
+        if bound_s < math.inf:  # else the next model says it, and that is looked into
+            with search.by("stage-selection"):
+                search.raise_bound(bound_s)
+        return bound_s
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FirstModel(Technique):
+    """The window model over the forward and the backward, solved as a MILP."""
+
+    name: ClassVar[str] = "window"
+
+    def applies(self, solve: Solve) -> bool:
+        """True where the backward is one stage still."""
+        return len(solve.refinement.boundaries) == 2
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound and offers the schedule that is built from its point."""
+        refine(solve)
+
+
+def has_short_forward(solve: Solve) -> bool:
+    """True on graphs whose forward is short: many small models are solved there in the time."""
+    return solve.refinement.first <= MOST_FORWARD
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tree(Technique):
+    """A tree of leaves with stages of their own (`branch_and_refine`), where the gap is wide.
+
+    Tuned on the traced U-Net.
+
+    Attributes:
+        least_s: of the time limit; with less it has few leaves, and stages that are chosen by what
+            they bound are better.
+        leaves_without_clock: of the tree with one thread, so that a seed gives one answer.
+    """
+
+    name: ClassVar[str] = "tree"
+
+    least_s: float = 12.0
+    leaves_without_clock: int = 40
+
+    def may_grow(self, solve: Solve) -> bool:
+        """True where there is time for it."""
+        limit_s = solve.search.deadline_s - solve.search.started_s
+        return solve.has(self.name) and has_short_forward(solve) and limit_s >= self.least_s
+
+    def applies(self, solve: Solve) -> bool:
+        """True where the gap is wide and there is time for it."""
+        return self.may_grow(solve) and not solve.search.is_within(WIDE_GAP)
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound until the gap is closed or the time for bounds is over."""
+        if not solve.search.is_within(VERY_WIDE_GAP):
+            solve.refinement.clear_stages()  # the tree looks for its own
+
+        raise_bound_by_branching(
+            solve.search,
+            solve.refinement,
+            lambda: cutoff_s(solve),
+            deadline=solve.span.at(1.0),
+            most_leaves=MOST_LEAVES if solve.by_clock else self.leaves_without_clock,
+        )
+
+
+TREE = Tree()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StageSelection(Technique):
+    """Stages chosen by what they bound (`stage_selection`), where the gap is wide.
+
+    Where it is very wide and there will be a tree, that chooses its own.
+
+    Attributes:
+        share: of the time for bounds.
+    """
+
+    name: ClassVar[str] = "stage-selection"
+
+    share: float = 0.4
+
+    def applies(self, solve: Solve) -> bool:
+        """True where the gap is wide, and the tree does not choose."""
+        search = solve.search
+        is_left_to_the_tree = TREE.may_grow(solve) and not search.is_within(VERY_WIDE_GAP)
+        return not (search.is_within(WIDE_GAP) or is_left_to_the_tree)
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound, and leaves the stages to the models that follow."""
+        bound_s = scout(solve.refinement, deadline=solve.span.at(self.share))
+        # without a point it proves that none fits, which is not told here
+        if bound_s < math.inf:
+            solve.search.raise_bound(bound_s)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Refinements(Technique):
+    """Window models with ever more stages, until the gap is closed.
+
+    Attributes:
+        gives_way: to Benders decomposition, once the gap is narrow and the share is over.
+        narrow_gap: of the cost.
+        share, most_s: of the time for bounds, and seconds at most, after which it gives way.
+        most_of_a_model_s: seconds after which a model gives way in a narrow gap.
+        models_without_clock: after which it gives way with one thread.
+    """
+
+    name: ClassVar[str] = "refinement"
+
+    gives_way: bool = False
+    narrow_gap: float = 0.02
+    share: float = 0.25
+    most_s: float = 15.0
+    most_of_a_model_s: float = 30.0
+    models_without_clock: int = 5
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound and offers the schedule of each model."""
+        search, refinement, span = solve.search, solve.refinement, solve.span
+        took_s, model_s = 0.0, self._model_s(solve)
+        for count in itertools.count():
+            is_narrow = self.gives_way and search.is_within(self.narrow_gap)
+            if is_narrow and self._is_late(solve, count, took_s):
+                break
+            if search.is_over or refinement.is_over or is_past(span.at(1.0)):
+                break
+
+            before = time.perf_counter()
+            refine(solve, deadline=span.begin_s + (model_s if is_narrow else span.seconds))
+            took_s = time.perf_counter() - before
+
+        if self.gives_way:
+            refinement.resume()
+
+    def _model_s(self, solve: Solve) -> float:
+        half_s = solve.span.seconds / 2
+        return min(half_s, self.most_of_a_model_s) if solve.by_clock else half_s
+
+    def _is_late(self, solve: Solve, count: int, took_s: float) -> bool:
+        """True once a model that takes as long as the last would not be solved before."""
+        if not solve.by_clock:
+            return count >= self.models_without_clock
+        enough_s = min(self.share * solve.span.seconds, self.most_s)
+        return is_past(solve.span.begin_s + enough_s - took_s)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Decomposition(Technique):
+    """Benders decomposition: many small models at once (`benders`), where the gap is narrow.
+
+    Attributes:
+        narrow_gap: of the cost (published graphs).
+    """
+
+    name: ClassVar[str] = "benders"
+
+    narrow_gap: float = 0.02
+
+    def applies(self, solve: Solve) -> bool:
+        """True on graphs with a short forward, in a narrow gap."""
+        return has_short_forward(solve) and solve.search.is_within(self.narrow_gap)
+
+    def run(self, solve: Solve) -> None:
+        """Raises the bound until it rises no more."""
+        raise_bound(solve.search, lambda _: cutoff_s(solve), deadline=solve.span.at(1.0))
+
+
+BOUNDING: tuple[Technique, ...] = (
+    StageSelection(),
+    TREE,
+    Refinements(gives_way=True, when=has_short_forward),
+    Decomposition(),
+    Refinements(),
+)

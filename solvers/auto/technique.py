@@ -1,0 +1,157 @@
+"""What `auto` is made of: techniques that find schedules or raise the bound of one solve.
+
+A technique says where it applies, owns the numbers it was tuned with, and can be switched off by
+name. What it finds carries that name: `Solution.found_by` and `Solution.proved_by`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.core.incumbent import Search
+from remat.solvers.search.restarts import Restarts
+
+LEAST_LARGE = 500  # operators: below, models with integers are solved soon (published graphs)
+WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; where slower techniques pay (traced steps)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time: from `begin_s` on, in seconds of `time.perf_counter`."""
+
+    begin_s: float
+    seconds: float
+
+    def at(self, share: float) -> float:
+        """The moment at which a share of it is over."""
+        return self.begin_s + share * self.seconds
+
+
+def never() -> bool:
+    """Nothing is waited for."""
+    return False
+
+
+@dataclass
+class Solve:
+    """One solve, as its techniques see it.
+
+    Attributes:
+        search: the best schedule and the best bound so far, and the time that is left.
+        shared: what solves of the same graph under other budgets found out.
+        refinement: the stages and rows of the window models of this budget.
+        restarts: the pool of annealing runs.
+        gap: where the solve ends, a fraction of the cost.
+        seed: of the annealing.
+        rounds: most rounds of each kind of search.
+        threads: that the techniques of this thread may use.
+        by_clock: one technique gives way to the next by the time it took; else by counts, so that
+            a seed gives one answer.
+        without: names of techniques that are off.
+        span: the time for bounds.
+        is_waited_for: True once another thread has nothing more to do.
+        was_hard: True where the closed-form heuristics left nothing that fits.
+    """
+
+    search: Search
+    shared: Shared
+    refinement: Refinement
+    restarts: Restarts
+    gap: float
+    seed: int
+    rounds: int
+    threads: int
+    by_clock: bool
+    without: frozenset[str] = frozenset()
+    span: Span = Span(0.0, 0.0)
+    is_waited_for: Callable[[], bool] = never
+    was_hard: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+        return self.search.graph
+
+    @property
+    def is_large(self) -> bool:
+        """True where prices and relaxations come before models with integers."""
+        return self.graph.num_operators >= LEAST_LARGE
+
+    @property
+    def is_over(self) -> bool:
+        """True where the gap is closed, the time is up, or another thread has ended."""
+        return self.search.is_over or self.is_waited_for()
+
+    def has(self, name: str) -> bool:
+        """True where the technique is not switched off."""
+        return name not in self.without
+
+    def is_far(self, times: float) -> bool:
+        """True where keeping everything needs more than so many times the budget."""
+        peak_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).peak_bytes
+        return peak_bytes > times * self.search.budget_bytes
+
+    def for_bounds(self, share: float) -> Self:
+        """The solve with that share of the time left as the time for bounds."""
+        return replace(self, span=Span(time.perf_counter(), share * self.search.left_s))
+
+    def beside(self, is_waited_for: Callable[[], bool] = never) -> Self:
+        """The solve as the techniques see it that run beside one other thread."""
+        return replace(self, threads=max(1, self.threads - 1), is_waited_for=is_waited_for)
+
+
+Condition = Callable[[Solve], bool]
+
+
+def always(solve: Solve) -> bool:
+    """True for every solve."""
+    return True
+
+
+def was_easy(solve: Solve) -> bool:
+    """True where a closed-form heuristic fits."""
+    return not solve.was_hard
+
+
+def is_wide(solve: Solve) -> bool:
+    """True where a closed-form heuristic fits, and the gap is wide."""
+    return not solve.was_hard and not solve.search.is_within(WIDE_GAP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(ABC):
+    """One way to a better schedule or bound.
+
+    Attributes:
+        name: by which it is switched off, and by which results name it.
+        when: where it comes in this place of the order, beside its own conditions.
+    """
+
+    name: ClassVar[str]
+    when: Condition = field(default=always, repr=False)
+
+    def applies(self, solve: Solve) -> bool:
+        """True where it may bring something."""
+        return True
+
+    @abstractmethod
+    def run(self, solve: Solve) -> None:
+        """Offers schedules to `solve.search`, or raises its bound."""
+
+    def __call__(self, solve: Solve) -> None:
+        """Runs, where it is on and applies and the solve is not over."""
+        if solve.search.is_over or not (
+            solve.has(self.name) and self.when(solve) and self.applies(solve)
+        ):
+            return
+
+        with solve.search.by(self.name):
+            self.run(solve)
