@@ -72,7 +72,7 @@ def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     single = []
     for v in range(refinement.first, GRAPH.num_operators):
-        refinement.singles = {v}
+        refinement.stages = refinement.stages.cleared().with_single(v)
         single.append(refinement.relaxed_bound(math.inf))
     assert found[0] > max(single)
     assert found[-1] > found[0]

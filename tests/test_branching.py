@@ -27,6 +27,7 @@ from remat.solvers.bounds.branch_and_refine import (
 )
 from remat.solvers.bounds.leaf_relaxation import Choice, boundaries_of
 from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.bounds.stages import State
 from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.on_demand import forward_length
@@ -39,11 +40,9 @@ TIGHT = minimum(GRAPH).peak_bytes
 
 def tree_of(graph: Graph, budget: int, single: int | None = None) -> Branching:
     refinement = Refinement(graph, budget_bytes=budget)
-    refinement.singles = (
-        set()
-        if single is None
-        else {refinement.first + single % (graph.num_operators - refinement.first)}
-    )
+    if single is not None:
+        operator = refinement.first + single % (graph.num_operators - refinement.first)
+        refinement.stages = refinement.stages.with_single(operator)
     return Branching(refinement)
 
 
@@ -234,7 +233,7 @@ def test_without_time_nothing_is_lost_or_claimed() -> None:
 
 def test_where_refinement_has_ended_there_is_no_tree() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
-    refinement.is_split = False
+    refinement.state = State.DONE
     tree = Branching(refinement)
     assert tree.is_over
     assert tree.bound_s() == -math.inf

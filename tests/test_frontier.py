@@ -196,5 +196,6 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
 def test_stages_of_models_with_integers_are_not_taken_over() -> None:
     graph = random_step(12, seed=1)
     shared, budget = Shared(graph), minimum(graph).peak_bytes
-    shared.refinement(budget).singles.add(graph.num_operators - 2)
+    refinement = shared.refinement(budget)
+    refinement.stages = refinement.stages.with_single(graph.num_operators - 2)
     assert len(shared.refinement(budget).boundaries) == 2

@@ -176,9 +176,9 @@ def test_the_next_stage_is_where_a_schedule_computes_again_what_it_has_computed_
     graph = Graph.from_arrays([1.0] * 7, [1] * 7, edges, first_backward=3)
     steps = [0, 1, 2, 3, 1, 4, 1, 5, 0, 6]
     refinement = Refinement(graph, budget_bytes=10)
-    refinement.singles = {6}  # of the last model
+    refinement.stages = refinement.stages.with_single(6)  # of the last model
     refinement.cut_where_repeated(steps, [3, 7])
-    assert (refinement.singles, refinement.cuts) == ({5}, set())
-    refinement.cuts = {4}
+    assert (refinement.stages.singles, refinement.stages.cuts) == (frozenset({5}), frozenset())
+    refinement.stages = refinement.stages.with_cut(4)
     refinement.cut_where_repeated(steps, [3, 5, 6, 7])  # once in each stage
-    assert (refinement.singles, refinement.cuts) == ({5}, {4})
+    assert (refinement.stages.singles, refinement.stages.cuts) == (frozenset({5}), frozenset({4}))

@@ -43,7 +43,7 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
     refinement = Refinement(graph, budget_bytes=budget)
     bound_s = scout(refinement, deadline=math.inf)
     assert bound_s <= best.cost_s * (1 + 1e-9)
-    if refinement.singles:
+    if refinement.stages.singles:
         # the stages that gave it are there
         assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
     while not refinement.is_over:
@@ -55,7 +55,7 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
 def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fail() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     bound_s = scout(refinement, deadline=math.inf)
-    assert 1 <= len(refinement.singles) <= 3
+    assert 1 <= len(refinement.stages.singles) <= 3
     assert refinement.best_s == bound_s
     other = Refinement(GRAPH, budget_bytes=TIGHT)
     cut = [other.solve(deadline=math.inf, is_relaxed=True).bound_s for _ in range(4)]
@@ -72,13 +72,17 @@ def test_stages_that_bound_are_not_given_up() -> None:
 
 def test_where_no_stage_bounds_more_or_there_is_no_time_the_stages_stay() -> None:
     ample = Refinement(GRAPH, budget_bytes=simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes)
-    ample.cuts.add(GRAPH.num_operators - 5)
+    ample.stages = ample.stages.with_cut(GRAPH.num_operators - 5)
     scout(ample, deadline=math.inf)
-    assert (ample.singles, ample.cuts) == (set(), {GRAPH.num_operators - 5})
+    assert ample.stages.singles == frozenset()
+    assert ample.stages.cuts == {GRAPH.num_operators - 5}
+        frozenset(),
+        frozenset({GRAPH.num_operators - 5}),
+    )
     hurried = Refinement(GRAPH, budget_bytes=TIGHT)
-    hurried.cuts.add(GRAPH.num_operators - 5)
+    hurried.stages = hurried.stages.with_cut(GRAPH.num_operators - 5)
     assert scout(hurried, deadline=0.0) == -math.inf
-    assert hurried.cuts == {GRAPH.num_operators - 5}
+    assert hurried.stages.cuts == {GRAPH.num_operators - 5}
 
 
 def test_long_forwards_are_left_alone() -> None:
@@ -113,13 +117,13 @@ def test_a_loss_that_leaves_little_room_is_found() -> None:
     bound_s = scout_crowded(refinement, deadline=math.inf)
     assert bound_s > 1.1 * alone_s
     assert refinement.best_s == bound_s
-    assert refinement.singles == {loss}
+    assert refinement.stages.singles == {loss}
 
 
 def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_stay() -> None:
     long = Refinement(chain(260), budget_bytes=100)
     assert scout_crowded(long, deadline=0.0) == -math.inf
-    assert (long.singles, long.cuts) == (set(), set())
+    assert (long.stages.singles, long.stages.cuts) == (frozenset(), frozenset())
     short, too_long = (
         Refinement(GRAPH, budget_bytes=TIGHT),
         Refinement(chain(6_001), budget_bytes=100),

@@ -235,7 +235,8 @@ class Tree(Technique):
     def run(self, solve: Solve) -> None:
         """Raises the bound until the gap is closed or the time for bounds is over."""
         if not solve.search.is_within(VERY_WIDE_GAP):
-            solve.refinement.clear_stages()  # the tree looks for its own
+            # the tree looks for its own
+            solve.refinement.stages = solve.refinement.stages.cleared()
 
         raise_bound_by_branching(
             solve.search,

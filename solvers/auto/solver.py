@@ -1,8 +1,8 @@
 """The solver to use: techniques in order, until the gap between bound and schedule is closed.
 
 1. Keeping everything, where it fits: optimal. A budget below the largest working set: infeasible.
-2. `STARTING`: exhaustive search on graphs of a few operators; prices on large ones; closed forms; and where none of these fits, what
-   is made to fit.
+2. `STARTING`: exhaustive search on graphs of a few operators, prices for memory on large ones,
+   closed forms; and where none of these fits, what is made to fit.
 3. Relaxations of large graphs, beside a first search in another thread.
 4. `FIRST`: the window model, whose schedule is optimal where the transients of recomputing fit;
    other starts; a few rounds of annealing, whose cost cuts off the models to come.

@@ -49,7 +49,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.solvers.bounds.dyadic_windows import MOST_FORWARD, even_stages
 from remat.solvers.bounds.lazy_rows import LazyRows
-from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.bounds.stages import Stages
 from remat.solvers.bounds.window import Window, WindowModel
 from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.incumbent import Search
@@ -193,9 +193,7 @@ class Benders:
 
         None where it is there, or too large.
         """
-        refinement = Refinement(self.graph, budget_bytes=self.budget_bytes)
-        refinement.singles = set(operators)
-        boundaries = refinement.boundaries
+        boundaries = Stages(self.first, self.end, frozenset(operators)).boundaries
         stages = list(pairwise(boundaries))
         windows = [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
         if operators in self._finer or self._columns_of(windows) > _MOST_COLUMNS:

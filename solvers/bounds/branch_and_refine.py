@@ -181,7 +181,7 @@ class Branching:
             _Gains[tuple[int, ...]](),
             _Gains[tuple[int, ...]](),
         )
-        if not refinement.is_split:
+        if not refinement.is_open:
             self._closed = -math.inf
         else:
             boundaries = refinement.boundaries

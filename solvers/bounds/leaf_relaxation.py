@@ -78,8 +78,10 @@ class LeafModel:
             budget_bytes=budget_bytes,
         )
         self.model.program.starts_from_last = True
-        rows = [row for row in refinement.rows if row[0] in self.windows]
-        self._lazy = LazyRows(self.model, rows, refinement.moments, most_roundings=_ROUNDINGS)
+        known = refinement.known
+        self._lazy = LazyRows(
+            self.model, known.of(windows), known.moments, most_roundings=_ROUNDINGS
+        )
 
     @cached_property
     def _choices(self) -> tuple[list[Choice], Ints, Floats]:
@@ -115,8 +117,7 @@ class LeafModel:
         found.pop(-1, None)  # of values that nothing reads later
         self.model.program.fix(np.array(list(found), np.int64), np.array(list(found.values())))
         outcome = self._lazy.solve(deadline=deadline, is_relaxed=True, most_rounds=rounds)
-        self._refinement.rows |= self._lazy.rows
-        self._refinement.moments |= self._lazy.sets
+        self._refinement.known.take(self._lazy)
         return outcome
 
     def _column(self, choice: Choice) -> int:

@@ -32,6 +32,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.bounds.lazy_rows import LazyRows
+from remat.solvers.bounds.stages import KnownRows, Stages, State
 from remat.solvers.bounds.window import Window, WindowModel
 from remat.solvers.core.accounting import Floats
 from remat.solvers.core.interrupt import is_past
@@ -73,26 +74,28 @@ class Step:
 
 
 class Refinement:
-    """The stages so far, and the rows that bound in earlier models."""
+    """Refining one budget's window models.
+
+    Attributes:
+        stages: of the next model; frozen, and replaced as a whole.
+        known: the rows that bound in earlier models.
+        state: whether there is a next model.
+        best_s: the best bound of all models so far.
+    """
 
     def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
         """Starts with the forward and the backward as one stage each; nothing is solved yet."""
         self.graph, self.budget_bytes = graph, budget_bytes
         self.first = forward_length(graph)
-        self.is_split = 0 < self.first < graph.num_operators
-        self.singles: set[int] = set()
-        self.cuts: set[int] = set()
-        # stages of earlier relaxations, without which the next may bound less
-        self.wide: set[Window] = set()
-        self.rows: set[tuple[Window, int]] = set()
-        self.moments: dict[tuple[int, int], set[int]] = {}
-        self.dropped: set[int] = set()
-        self.decided_s = -math.inf  # no point of the present model is cheaper
+        self.stages = Stages(self.first, graph.num_operators)
+        self.known = KnownRows()
+        self.state = State.OPEN if self.stages.boundaries else State.DONE
         self.best_s = -math.inf  # bound of all models so far
-        # bound, singles and cuts
-        self._best_relaxed: tuple[float, set[int], set[int]] = (-math.inf, set(), set())
-        self._is_cut_short = False  # by a deadline
-        self.is_exact = False  # the present model is solved to the end
+        # stages of earlier relaxations, without which the next may bound less
+        self._wide: set[Window] = set()
+        self._dropped: set[int] = set()
+        self._decided_s = -math.inf  # no point of the present model is cheaper
+        self._best_relaxed = (-math.inf, self.stages)  # bound, and over which stages
 
     def start_from(self, other: Refinement) -> None:
         """Starts with the stages of another refinement of the graph whose linear relaxation bound
@@ -100,29 +103,19 @@ class Refinement:
 
         These are of another budget, or not; where it solved no relaxation, nothing is taken over.
         """
-        bound_s, singles, cuts = other._best_relaxed
+        bound_s, stages = other._best_relaxed
         if bound_s > -math.inf:
-            self.singles, self.cuts, self.rows, self.wide = (
-                set(singles),
-                set(cuts),
-                set(other.rows),
-                set(other.wide),
-            )
-            self.moments = {key: set(times) for key, times in other.moments.items()}
+            self.stages, self.known, self._wide = stages, other.known.copy(), set(other._wide)
 
-    def clear_stages(self) -> None:
-        """Goes back to the backward as one stage; rows stay."""
-        self.singles, self.cuts = set(), set()
+    @property
+    def is_open(self) -> bool:
+        """True where there is a next model."""
+        return self.state in (State.OPEN, State.EXACT)
 
     @property
     def boundaries(self) -> list[int]:
-        """Where stages begin and end, without the forward."""
-        around = {boundary for v in self.singles for boundary in (v, v + 1)}
-        return (
-            sorted({self.first, self.graph.num_operators, *self.cuts, *around})
-            if self.is_split
-            else []
-        )
+        """Where stages begin and end, without the forward; empty where nothing is left."""
+        return self.stages.boundaries if self.is_open else []
 
     @property
     def num_columns(self) -> int:
@@ -133,16 +126,14 @@ class Refinement:
     def is_over(self) -> bool:
         """True where there is nothing to refine, or not in reasonable time."""
         stages = len(self.boundaries) - 1
-        return (
-            not self.is_split or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
-        )
+        return not self.is_open or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
 
     @property
     def may_relax(self) -> bool:
         """True where the linear relaxation over the present stages is solved in reasonable time."""
         stages = len(self.boundaries) - 1
         return (
-            self.is_split
+            self.is_open
             and stages <= MAX_STAGES
             and (stages == 1 or not self.is_too_large(stages, _MAX_RELAXED_COLUMNS))
         )
@@ -159,7 +150,7 @@ class Refinement:
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
         if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
-            wide = {(a, b) for a, b in self.wide if is_wide and {a, b} <= {*boundaries}}
+            wide = {(a, b) for a, b in self._wide if is_wide and {a, b} <= {*boundaries}}
             return sorted({*stages, *wide, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
@@ -174,8 +165,8 @@ class Refinement:
         model.program.starts_from_last = is_wide
         return LazyRows(
             model,
-            [row for row in self.rows if row[0] in set(windows)],
-            self.moments,
+            self.known.of(set(windows)),
+            self.known.moments,
             most_roundings=most_roundings,
         )
 
@@ -227,16 +218,15 @@ class Refinement:
         outcome = lazy.solve(
             deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed
         )
-        self.rows |= lazy.rows
-        self.moments |= lazy.sets
+        self.known.take(lazy)
         steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
         self.best_s = max(self.best_s, bound_s)
-        self.wide.update(stages if is_relaxed else ())
+        self._wide.update(stages if is_relaxed else ())
         if is_relaxed and bound_s > self._best_relaxed[0]:
-            self._best_relaxed = bound_s, set(self.singles), set(self.cuts)
+            self._best_relaxed = bound_s, self.stages
         if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
-            self.is_split &= bound_s > self.decided_s
-            self.decided_s = bound_s
+            self.state = self.state if bound_s > self._decided_s else State.DONE
+            self._decided_s = bound_s
             return Step(bound_s, None, True)
         if outcome.point is not None:
             kept = self._kept(model, outcome.point, _HALF)
@@ -249,7 +239,8 @@ class Refinement:
                 )
                 for stage in stages
             ]
-            before = self.singles | self.cuts
+            before = self.stages.singles | self.stages.cuts
+            self.state = self.state if is_relaxed else State.OPEN
             self._cut(
                 steps, boundaries, None if is_relaxed else paid, is_single=is_relaxed and is_rounded
             )
@@ -263,12 +254,12 @@ class Refinement:
             if not is_relaxed:
                 self._drop_useless(before, deadline)
                 # where the schedule is as good as the model says, the model may do better
-                self.is_exact = not self.is_split and gap > _GAP and outcome.is_finished
-                self.is_split |= self.is_exact
+                if self.state is State.DONE and gap > _GAP and outcome.is_finished:
+                    self.state = State.EXACT
         if not is_relaxed and (
             outcome.point is None or not (outcome.is_finished or len(stages) == 1)
         ):
-            self.is_split, self._is_cut_short = False, is_past(deadline)
+            self.state = State.CUT_SHORT if is_past(deadline) else State.DONE
         return Step(bound_s, steps, outcome.is_finished, kept)
 
     @staticmethod
@@ -284,8 +275,8 @@ class Refinement:
 
     def resume(self) -> None:
         """Goes on where the last deadline, and nothing else, was the end of it."""
-        self.is_split |= self._is_cut_short
-        self._is_cut_short = False
+        if self.state is State.CUT_SHORT:
+            self.state = State.OPEN
 
     def return_to_best_relaxed(self) -> None:
         """Goes back to the stages whose linear relaxation gave the best bound.
@@ -293,14 +284,14 @@ class Refinement:
         Relaxed, more stages may bound less.
         """
         if self._best_relaxed[0] > -math.inf:
-            _, self.singles, self.cuts = self._best_relaxed
+            self.stages = self._best_relaxed[1]
 
     def _gap(self, num_stages: int, cutoff: float | None, best: float) -> float:
         """Returns the relative gap at which the solver may stop.
 
         A model that does not reach the cutoff need not be solved to the end.
         """
-        if self.is_exact:
+        if self.state is State.EXACT:
             return _GAP
         rough = (
             _ROUGH_SHARE * (cutoff - best) / cutoff
@@ -314,18 +305,20 @@ class Refinement:
 
         Fewer stages are solved sooner.
         """
-        if not self.is_split or self.num_columns <= _FEW_COLUMNS:
+        if not self.is_open or self.num_columns <= _FEW_COLUMNS:
             return
         needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
         if needed < 0:  # there is no time to compare
             return
-        for chosen in (self.cuts, self.singles):
-            for item in sorted((chosen & candidates) - self.dropped):
-                chosen.remove(item)
+        for is_single in (False, True):
+            chosen = self.stages.singles if is_single else self.stages.cuts
+            for item in sorted((chosen & candidates) - self._dropped):
+                before = self.stages
+                self.stages = before.without(item, is_single=is_single)
                 if self.relaxed_bound(deadline) < needed:
-                    chosen.add(item)
+                    self.stages = before
                 else:
-                    self.dropped.add(item)
+                    self._dropped.add(item)
 
     def relaxed_bound(self, deadline: float) -> float:
         """The bound by the linear relaxation over the present stages, whose rows are kept.
@@ -334,8 +327,7 @@ class Refinement:
         """
         lazy = self._model(is_relaxed=False)
         outcome = lazy.solve(deadline=deadline, is_relaxed=True)
-        self.rows |= lazy.rows
-        self.moments |= lazy.sets
+        self.known.take(lazy)
         return lazy.model.bound_s(outcome) if outcome.is_finished else -math.inf
 
     def _cut(
@@ -362,7 +354,8 @@ class Refinement:
         )
         cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
         if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
-            (self.singles if is_single else self.cuts).add(cut)
+            stages = self.stages
+            self.stages = stages.with_single(cut) if is_single else stages.with_cut(cut)
             return
         if paid_s is None and single < 0:
             return
@@ -370,9 +363,9 @@ class Refinement:
             surplus = self._surplus(extra_s, boundaries, paid_s)
             single = max(surplus, key=lambda v: surplus[v], default=-1)
         if single < 0:
-            self.is_split = False
+            self.state = State.DONE
         else:
-            self.singles.add(single)
+            self.stages = self.stages.with_single(single)
 
     def cut_where_repeated(self, steps: list[int], boundaries: Sequence[int]) -> None:
         """Makes the operator the next stage before which `steps` pay most for what they computed
@@ -396,8 +389,7 @@ class Refinement:
         inside = [v for v in repeated_s if v >= self.first and not {v, v + 1} <= known]
         worst = max(inside, key=lambda v: (repeated_s[v], v), default=-1)
         if worst >= 0 and repeated_s[worst] > 0:
-            self.singles = {v for v in self.singles if {v, v + 1} <= known} | {worst}
-            self.cuts = {v for v in self.cuts if v in known}
+            self.stages = self.stages.within(known).with_single(worst)
 
     def _surplus(
         self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]

@@ -58,15 +58,15 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
     graph = refinement.graph
     if refinement.is_over or refinement.first > MOST_FORWARD:
         return -math.inf
-    before = refinement.singles, refinement.cuts
-    refinement.singles, refinement.cuts = set(), set()
+    before = refinement.stages
+    refinement.stages = before.cleared()
     best_s = refinement.relaxed_bound(deadline)
     backward, candidates = range(refinement.first, graph.num_operators), list[int]()
     spacing = max(1, -(-len(backward) // _TRIED[0]))
     for count in _TRIED:
         if refinement.num_columns > _MOST_COLUMNS or is_past(deadline):
             break
-        candidates = candidates if refinement.singles else list(backward[::spacing])
+        candidates = candidates if refinement.stages.singles else list(backward[::spacing])
         tried = _bounds_with(refinement, candidates[:count], deadline)
         if not tried:
             break
@@ -74,26 +74,26 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
         around = [
             v
             for v in range(best - spacing, best + spacing + 1)
-            if v in backward and v not in tried and v not in refinement.singles
+            if v in backward and v not in tried and v not in refinement.stages.singles
         ]
         tried |= _bounds_with(refinement, around, deadline)
         if math.inf in (best_s, tried[best]):  # the relaxation has no point
             best_s = math.inf
-            refinement.singles.clear()
+            refinement.stages = before
             break
         chosen = _last_of_the_best(tried, spacing)
         least_gain = _LEAST_GAIN * (tried[chosen] - graph.cost_s)
         if tried[chosen] == -math.inf or tried[chosen] - best_s <= least_gain:
             break
         best_s = tried[chosen]
-        refinement.singles.add(chosen)
+        refinement.stages = refinement.stages.with_single(chosen)
         candidates = [
             v
-            for v in (candidates if len(refinement.singles) > 1 else _promising(tried))
+            for v in (candidates if len(refinement.stages.singles) > 1 else _promising(tried))
             if abs(v - chosen) > 1
         ]
-    if not refinement.singles:
-        refinement.singles, refinement.cuts = before
+    if not refinement.stages.singles:
+        refinement.stages = before
     if best_s < math.inf:
         refinement.best_s = max(refinement.best_s, best_s)
     return best_s
@@ -118,9 +118,10 @@ def _bounds_with(
     for v in candidates:
         if is_past(deadline):
             break
-        refinement.singles.add(v)
+        before = refinement.stages
+        refinement.stages = before.with_single(v)
         found[v] = refinement.relaxed_bound(deadline)
-        refinement.singles.remove(v)
+        refinement.stages = before
     return found
 
 
@@ -166,11 +167,9 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
         cut, best_s = (best[1] + distance, bound_s) if bound_s > best_s else (cut, best_s)
         distance *= 2
     if refinement.best_s < best_s < math.inf:
-        refinement.singles, refinement.cuts, refinement.best_s = (
-            {best[0]},
-            {cut} - {best[1]},
-            best_s,
-        )
+        stages = refinement.stages.cleared().with_single(best[0])
+        refinement.stages = stages if cut == best[1] else stages.with_cut(cut)
+        refinement.best_s = best_s
     return best_s
 
 
@@ -206,7 +205,7 @@ def _bound_of_stages(refinement: Refinement, cuts: Collection[int], deadline: fl
         refinement.graph, windows, priced=windows, budget_bytes=refinement.budget_bytes
     )
     model.program.starts_from_last = True
-    lazy = LazyRows(model, [row for row in refinement.rows if row[0] in set(windows)])
+    lazy = LazyRows(model, refinement.known.of(set(windows)))
     outcome = lazy.solve(deadline=deadline, is_relaxed=True)
-    refinement.rows |= lazy.rows
+    refinement.known.rows |= lazy.rows
     return model.bound_s(outcome) if outcome.is_finished else -math.inf
