@@ -54,12 +54,13 @@ def test_a_budget_that_no_stage_can_meet_is_told_by_the_scout_and_leaves_the_sta
     seen = 0
     for percent in range(20, 100, 8):
         refinement = Refinement(graph, budget_bytes=keep_all * percent // 100)
-        refinement.cuts.add(refinement.first + 1)
+        refinement.stages = refinement.stages.with_cut(refinement.first + 1)
         bound_s = scout(refinement, deadline=math.inf)
         assert not math.isnan(bound_s)
         if bound_s == math.inf:
             seen += 1
-            assert (refinement.singles, refinement.cuts) == (set(), {refinement.first + 1})
+            assert refinement.stages.singles == frozenset()
+            assert refinement.stages.cuts == {refinement.first + 1}
             assert refinement.best_s < math.inf
 
     assert seen

@@ -76,9 +76,6 @@ def test_where_no_stage_bounds_more_or_there_is_no_time_the_stages_stay() -> Non
     scout(ample, deadline=math.inf)
     assert ample.stages.singles == frozenset()
     assert ample.stages.cuts == {GRAPH.num_operators - 5}
-        frozenset(),
-        frozenset({GRAPH.num_operators - 5}),
-    )
     hurried = Refinement(GRAPH, budget_bytes=TIGHT)
     hurried.stages = hurried.stages.with_cut(GRAPH.num_operators - 5)
     assert scout(hurried, deadline=0.0) == -math.inf

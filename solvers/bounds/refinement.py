@@ -23,7 +23,7 @@ package's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -300,7 +300,7 @@ class Refinement:
         )
         return max(_FIRST_GAP if num_stages == 1 else _GAP, min(rough, _ROUGH_SHARE))
 
-    def _drop_useless(self, candidates: set[int], deadline: float) -> None:
+    def _drop_useless(self, candidates: Set[int], deadline: float) -> None:
         """Drops cuts and singles without which the linear relaxation is as good, once each.
 
         Fewer stages are solved sooner.
