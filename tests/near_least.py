@@ -17,7 +17,7 @@ import remat
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.core.validate import validate
-from remat.solvers.auto import bound_pipeline
+from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds import branch_and_refine
 from remat.solvers.bounds.branch_and_refine import Branching
@@ -46,7 +46,7 @@ KINDS: dict[str, Callable[[int, int], Graph]] = {
 LIMITS_S = 0.2, 0.5, 1.0, 3.0
 _SHARES_OF_LIMITS = 8, 4, 2, 1
 _BOUNDS = (
-    (bound_pipeline, "scout"),
+    (raising, "scout"),
     (branch_and_refine._Split, "gain"),
     (Branching, "bound_s"),
     (Refinement, "relaxed_bound"),
