@@ -56,10 +56,13 @@ def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
+@pytest.mark.parametrize("beside", [".", "nested."])
 @pytest.mark.parametrize("changed", ["function", "constant"])
-def test_a_change_reaches_all_that_was_compiled_with_the_old(changed: str, tmp_path: Path) -> None:
+def test_a_change_reaches_all_that_was_compiled_with_the_old(
+    changed: str, beside: str, tmp_path: Path
+) -> None:
     """Through functions and constants of other files too, where the compiled function's own has not
-    changed.
+    changed, and however these are imported.
     """
     pytest.importorskip("numba")
     header = "from remat.solvers.core.compiled import compiled, inner\n"
@@ -67,17 +70,20 @@ def test_a_change_reaches_all_that_was_compiled_with_the_old(changed: str, tmp_p
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "between.py").write_text(
-        f"{header}from .innermost import first\n@inner\ndef second(x):\n    return first(x)\n"
+        f"{header}from {beside}innermost import first\n"
+        "@inner\ndef second(x):\n    return first(x)\n"
     )
     (package / "outermost.py").write_text(
-        f"{header}from .between import second\n@compiled\ndef third(x):\n    return second(x)\n"
+        f"{header}from {beside}between import second\n"
+        "@compiled\ndef third(x):\n    return second(x)\n"
     )
     answers: list[str] = []
     for number in (1, 2, 2):
         (package / "constants.py").write_text(f"STEP = {number if changed == 'constant' else 0}\n")
         step = f"STEP + {number if changed == 'function' else 0}"
         innermost = (
-            f"{header}from .constants import STEP\n@inner\ndef first(x):\n    return x + {step}\n"
+            f"{header}from {beside}constants import STEP\n"
+            f"@inner\ndef first(x):\n    return x + {step}\n"
         )
         if changed == "function" or not answers:
             (package / "innermost.py").write_text(innermost)

@@ -13,6 +13,7 @@ node of the joint graph is one of:
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.narration.stages import stage
 
 from .cleaning import clean
 from .costs import CostModel
@@ -30,6 +32,8 @@ from .phases import execution_order, is_backward_input, mark_phases, phase_of
 from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
 from .rounding import refuse_uneven_gates
 from .storages import Storages, tensors_of
+
+_LOG = logging.getLogger(__name__)
 
 # torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's
 # memory
@@ -134,6 +138,21 @@ class _Reader:
         self.mutated = self._mutated_inputs()
         self.device_type = self._device_type()
 
+    def _add_nodes(self, order: Sequence[fx.Node]) -> None:
+        """Adds the operators, and what each costs, which may have to be measured."""
+        with stage(f"costs of {len(order):,} operators by {self.costs.name}") as told:
+            for number, node in enumerate(order):
+                told.say(f"{number:,} done")
+                if node.op == "call_function" and node not in self.value_of:
+                    self._add_node(node)
+
+        _LOG.info(
+            "captured %d operators; their costs by %s took %.1f s",
+            len(self.operators),
+            self.costs.name,
+            told.elapsed_s,
+        )
+
     def read(self, model_bytes: int) -> TracedStep:
         order = execution_order(self.module.graph, self.storages)
         self._add_inputs(order)
@@ -143,9 +162,7 @@ class _Reader:
             for node in self.results[: self.num_forward_outputs]
             if isinstance(node, fx.Node)
         }
-        for node in order:
-            if node.op == "call_function" and node not in self.value_of:
-                self._add_node(node)
+        self._add_nodes(order)
         self._add_tangents()  # where the backward computes nothing, such as that of `x + noise`
         self._add_unread(model_bytes)
         # no mesh of devices

@@ -101,6 +101,18 @@ class Solution:
         """How far the cost can be above the optimum, as a fraction of the cost."""
         return max(0.0, 1 - self.lower_bound_s / self.cost_s) if self.cost_s else 0.0
 
+    @property
+    def verdict(self) -> str:
+        """What came of it in a few words: status, extra cost, and the least there can be."""
+        if not self.is_solved:
+            return f"{self.status}"
+
+        at_least = max(0.0, 100 * self.overhead_bound)
+        return (
+            f"{self.status}, {100 * self.overhead:.2f} % more compute, at least "
+            f"{at_least:.2f} % is needed"
+        )
+
     @classmethod
     def of_steps(
         cls,

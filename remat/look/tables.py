@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from remat.core.graph import Graph, Phase
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Units
-from remat.solvers.core.progress import Progress, ProgressCallback
+from remat.narration.stages import stage
+from remat.solvers.core.progress import ProgressCallback
 
 _COLOUR = {
     Status.OPTIMAL: "green",
@@ -35,46 +33,13 @@ _MEANING = {
 
 
 @contextmanager
-def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallback | None]:
-    """Shows `text`, the time and how far a solver has come on stderr, from the second second on.
+def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallback]:
+    """Tells `text`, the time and how far a solver has come on stderr, where it takes a second.
 
-    Yields what a solver calls with its progress; None, and silence, where stderr is no terminal.
+    Yields what a solver calls with its progress.
     """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    bar = Bar(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task(text, total=None)
-
-    def show(moment: Progress) -> None:
-        bar.update(task, description=f"{text}: {_moment_text(moment, keep_all_cost_s)}")
-
-    timer = threading.Timer(1.0, bar.start)
-    timer.start()
-    try:
-        yield show
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()
-
-
-def _moment_text(moment: Progress, keep_all_cost_s: float) -> str:
-    if not keep_all_cost_s:
-        return ""
-    found = (
-        "nothing found yet"
-        if moment.cost_s is None
-        else f"found +{100 * (moment.cost_s / keep_all_cost_s - 1):.2f} %"
-    )
-    return f"{found}, at least +{max(0.0, 100 * (moment.bound_s / keep_all_cost_s - 1)):.2f} %"
+    with stage(text) as told:
+        yield lambda moment: told.say(moment.text(keep_all_cost_s))
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:

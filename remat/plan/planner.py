@@ -6,16 +6,19 @@ One it had before, one from the disk, one of a larger shape, or a new one.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from remat.core.budget import Budget, describe_bytes, parse_budget
+from remat.core.budget import Budget, describe_bytes, format_bytes, parse_budget
 from remat.core.errors import BudgetError, ScheduleError
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
+from remat.core.units import Units
 from remat.core.validate import validate
+from remat.narration.stages import stage
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
 from remat.run.capture import Step
@@ -23,6 +26,7 @@ from remat.solvers import Solver, make_solver
 from remat.solvers.core.compiled import IS_COMPILED
 from remat.tracers.costs import CostModel
 
+_LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
 _SHARE_OF_TIME = 0.1  # for a step that the plan of another shape fits already
 
@@ -82,10 +86,22 @@ def solve_graph(
         if isinstance(solver, str)
         else solver
     )
-    solution = method.solve(graph, budget_bytes=budget_bytes)
+    solution = _solve(graph, budget_bytes, method)
     if solution.is_solved:
         return solution
     raise _budget_error(graph, solution, reserve_bytes)
+
+
+def _solve(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
+    """Solves, and tells how far it is, on stderr and in the log."""
+    what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
+    _LOG.info("solving %s by %s", what, method)
+    with stage(f"planning {what}") as told:
+        telling = method.telling(lambda moment: told.say(moment.text(graph.cost_s)))
+        solution = telling.solve(graph, budget_bytes=budget_bytes)
+
+    _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, solution.verdict)
+    return solution
 
 
 def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> BudgetError:
@@ -155,6 +171,7 @@ class Plans:
         )
         if found is None:
             found = self._known[graph, held_bytes] = self._solve(graph, held_bytes, gap_bytes)
+            _LOG.info("%s", _plan_text(graph, found, self.options.budget))
         self._has_largest |= is_largest
         return found
 
@@ -237,6 +254,17 @@ def _better(solved: Solution, known: Solution) -> Solution:
     found = min((solved, known), key=lambda s: s.cost_s)
     is_proved = found.status is Status.OPTIMAL
     return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
+
+
+def _plan_text(graph: Graph, solution: Solution, budget: Budget) -> str:
+    """A plan in one line: what it may hold, what it will, and what that costs."""
+    keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    asked = format_bytes(budget) if isinstance(budget, int) else budget
+    return (
+        f"planned for {asked}: the step holds {format_bytes(solution.peak_bytes)} of "
+        f"{format_bytes(solution.budget_bytes)}, where keeping everything takes "
+        f"{format_bytes(keep_all_bytes)}; {solution.verdict}"
+    )
 
 
 def structure_of(graph: Graph) -> str:

@@ -10,16 +10,19 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
+from torch._dynamo.callback import callback_handler  # 2.13
 from torch._dynamo.comptime import ComptimeContext, comptime  # 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
+
+from remat.narration.stages import stage
 
 
 @contextmanager
@@ -37,8 +40,35 @@ def capture_settings() -> Iterator[None]:
         "allow_rnn": True,
         "ignore_logger_methods": _logging_functions(),
     }
-    with dynamo_config.patch(settings):
+    with dynamo_config.patch(settings), _telling_of_captures():
         yield
+
+
+@contextmanager
+def _telling_of_captures() -> Iterator[None]:
+    """Tells on stderr while dynamo captures something inside (`callback_handler`, 2.13).
+
+    It calls back as it begins and as it ends, whatever it came to; `torch._dynamo.reset()` forgets
+    who asked for that.
+    """
+    captures = ExitStack()
+
+    def begin(_: Any) -> None:
+        captures.enter_context(stage("capturing the training step"))
+
+    def end(_: Any) -> None:
+        captures.close()
+
+    asked = ((callback_handler.start_callbacks, begin), (callback_handler.end_callbacks, end))
+    for callbacks, callback in asked:
+        callbacks.append(callback)
+    try:
+        yield
+    finally:
+        captures.close()
+        for callbacks, callback in asked:
+            if callback in callbacks:
+                callbacks.remove(callback)
 
 
 def compile_whole(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
+from remat.narration.stages import stage
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
 from remat.solvers.core.base import Solver
@@ -72,9 +73,12 @@ def frontier_solutions(
         if isinstance(budgets, int)
         else list(budgets)
     )
-    with heeding_interrupts() as heeded:
-        for budget in _by_halves(sorted(set(asked))):
+    what = f"planning {graph.num_operators:,} operators in {len(asked)} budgets"
+    with heeding_interrupts() as heeded, stage(what) as told:
+        for count, budget in enumerate(_by_halves(sorted(set(asked)))):
+            told.say(f"{count} done")
             curve.solve(budget, share=_SHARE)
+        told.say("those with an open gap once more")
         curve.look_again(_SECOND_SHARE)
     return [curve.solution(budget, heeded.cut_short) for budget in asked]
 

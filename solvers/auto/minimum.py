@@ -22,6 +22,7 @@ import numpy as np
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.narration.stages import stage
 from remat.solvers.baselines.families import Families
 from remat.solvers.baselines.per_block import block_schedules
 from remat.solvers.bounds.lazy_rows import LazyRows
@@ -74,13 +75,18 @@ def minimum(
         code; some 300 schedules of
     the families, O(E) each.
     """
-    deadline = time.perf_counter() + time_limit_s
+    with stage(f"looking for the least budget of {graph.num_operators:,} operators"):
+        return _minimum(graph, time.perf_counter() + time_limit_s, families or Families(graph))
+
+
+def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
     if (exact := _exactly(graph, deadline)) is not None:
         return exact
 
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, time_limit_s))
-    candidates = _leanest_simple(graph, families or Families(graph))
+    left_s = deadline - time.perf_counter()
+    floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
+    candidates = _leanest_simple(graph, families)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
         candidates += [lean] if lean else []

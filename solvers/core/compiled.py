@@ -16,11 +16,15 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from remat.narration.stages import stage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,9 +72,42 @@ def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
     except RuntimeError:  # at once, as nothing is compiled before the first call
         _warn_of_no_cache()
         result = njit(**options)(function)
-    _sources.update(_files_of(Path(function.__code__.co_filename)))
+    _sources.update(_files_of(Path(function.__code__.co_filename), function.__module__))
     _drop_stale(result)
+    _tell_of_compiling()
     return result
+
+
+@cache
+def _tell_of_compiling() -> None:
+    """Tells on stderr, and in the log, when numba compiles what is ours: once a machine, mostly."""
+    event = importlib.import_module("numba.core.event")
+    listener = type("Listener", (event.Listener,), {"on_start": _begin, "on_end": _end})()
+    event.register("numba:compile", listener)
+
+
+# one for each function that is being compiled, those that it calls inside
+_compiling: list[tuple[ExitStack, float]] = []
+
+
+def _begin(_: object, event: Any) -> None:
+    if _is_ours(event):
+        stack = ExitStack()
+        stack.enter_context(stage("compiling the search, which is kept for the next time"))
+        _compiling.append((stack, time.perf_counter()))
+
+
+def _end(_: object, event: Any) -> None:
+    if _is_ours(event):
+        stack, began_s = _compiling.pop()
+        stack.close()
+        if not _compiling:
+            name, took_s = event.data["dispatcher"].py_func.__name__, time.perf_counter() - began_s
+            _LOGGER.info("compiled %s in %.1f s; the next process finds it on disk", name, took_s)
+
+
+def _is_ours(event: Any) -> bool:
+    return Path(event.data["dispatcher"].py_func.__code__.co_filename) in _sources
 
 
 @cache
@@ -137,18 +174,22 @@ def _cached(function: Callable[P, T]) -> list[Path]:
 
 
 @cache
-def _files_of(path: Path) -> frozenset[Path]:
-    """A file, and those beside it that it imports from.
+def _files_of(path: Path, name: str) -> frozenset[Path]:
+    """The file of a module, and those of its package and the one around it that it imports from.
 
-    Functions, and constants, which compiled code holds.
+    Functions, and constants, which compiled code holds. What it imports was imported before.
     """
-    nodes = ast.walk(ast.parse(path.read_text()))
-    beside = (
-        path.with_name(f"{node.module}.py")
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.level == 1
-    )
-    return frozenset({path, *filter(Path.is_file, beside)})
+    around = name.rsplit(".", 2)[0]
+    found = {path}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        imported = f"{name.rpartition('.')[0]}.{node.module}" if node.level == 1 else node.module
+        module = sys.modules.get(imported or "")
+        if f"{imported}.".startswith(f"{around}.") and module is not None and module.__file__:
+            found.add(Path(module.__file__))
+
+    return frozenset(found)
 
 
 def _drop_stale(function: Callable[P, T]) -> None:

@@ -24,5 +24,22 @@ class Progress:
     found_by: str = ""
     proved_by: str = ""
 
+    def text(self, keep_all_cost_s: float) -> str:
+        """Returns what was found and what is proved, over keeping everything.
+
+        >>> Progress(1.0, 10.5, 10.2).text(10.0)
+        'found +5.00 %, at least +2.00 %'
+        """
+        if not keep_all_cost_s:
+            return "nothing costs anything"
+
+        found = (
+            "nothing found yet"
+            if self.cost_s is None
+            else f"found +{100 * (self.cost_s / keep_all_cost_s - 1):.2f} %"
+        )
+        at_least = max(0.0, 100 * (self.bound_s / keep_all_cost_s - 1))
+        return f"{found}, at least +{at_least:.2f} %"
+
 
 ProgressCallback = Callable[[Progress], None]

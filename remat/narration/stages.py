@@ -1,0 +1,105 @@
+"""What is being done, and since when: told while it takes over a second.
+
+Stages nest, and the innermost is told, with the time since the outermost began. A thread looks at
+them a few times a second, which begins with the first stage and ends with the last.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from remat.narration.status_line import StatusLine
+
+_BETWEEN_LOOKS_S = 0.25
+
+
+class Stage:
+    """One thing that is being done.
+
+    Attributes:
+        text: what it is, such as "solving 594 operators".
+        began_s: of `time.perf_counter`.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Begins now."""
+        self.text, self.began_s = text, time.perf_counter()
+        self._detail = ""
+
+    def say(self, detail: str) -> None:
+        """Says how far it is."""
+        self._detail = detail
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.began_s
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self._detail}" if self._detail else self.text
+
+
+class _Narrator:
+    """The stages of this process, and the thread that tells of them."""
+
+    def __init__(self) -> None:
+        self._stages: list[Stage] = []
+        self._changed = threading.Condition()
+        self._line = StatusLine()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, stage: Stage) -> None:
+        with self._changed:
+            self._stages.append(stage)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._tell, daemon=True, name="remat-status")
+                self._thread.start()
+
+    def end(self, stage: Stage) -> None:
+        with self._changed:
+            self._stages.remove(stage)
+            if not self._stages:
+                self._line.clear()
+                self._changed.notify()
+
+    def _tell(self) -> None:
+        with self._changed:
+            while self._stages:
+                self._line.show(str(self._stages[-1]), self._stages[0].elapsed_s)
+                self._changed.wait(_BETWEEN_LOOKS_S)
+
+            self._thread = None
+
+
+_narrator = _Narrator()
+
+
+def _forget_stages() -> None:
+    """A forked process has none of its parent's threads, nor anything to tell of its stages."""
+    global _narrator
+    _narrator = _Narrator()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_stages)
+
+
+@contextmanager
+def stage(text: str) -> Iterator[Stage]:
+    """Tells what is done inside, as long as that takes over a second.
+
+    On a terminal in a line that is rewritten, elsewhere in a line every few seconds.
+
+    >>> with stage("counting") as told:
+    ...     told.say("1 of 2")
+    """
+    begun, narrator = Stage(text), _narrator
+    narrator.begin(begun)
+    try:
+        yield begun
+    finally:
+        narrator.end(begun)

@@ -1,0 +1,62 @@
+"""One line on stderr: rewritten on a terminal, a line now and then where output is redirected."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import TextIO
+
+FIRST_S = 1.0  # what takes less is not told
+_BETWEEN_LINES_S = 5.0  # where output is redirected
+_CLEAR = "\r\x1b[K"
+
+
+def is_silent() -> bool:
+    """True where `REMAT_PROGRESS=0` asks for it, and in all ranks but the first."""
+    return os.environ.get("REMAT_PROGRESS", "1") == "0" or os.environ.get("RANK", "0") != "0"
+
+
+class StatusLine:
+    """Where a line is shown.
+
+    Looks for `sys.stderr` anew each time: programs and tests replace it.
+    """
+
+    def __init__(self) -> None:
+        """Shows nothing yet."""
+        self._shown_on: TextIO | None = None  # a terminal that shows a line now
+        self._written_s = 0.0
+
+    def show(self, text: str, elapsed_s: float) -> None:
+        """Shows `text`, if it is time for it."""
+        output = sys.stderr
+        if elapsed_s < FIRST_S or output is None or output.closed or is_silent():
+            return
+
+        line = f"remat: {text} ({elapsed_s:.0f} s)"
+        if _is_terminal(output):
+            width = shutil.get_terminal_size().columns - 1
+            output.write(f"{_CLEAR}{line[:width]}")
+            self._shown_on = output
+        elif elapsed_s >= _BETWEEN_LINES_S and self._is_due():
+            output.write(f"{line}\n")
+            self._written_s = time.monotonic()
+
+        output.flush()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._written_s >= _BETWEEN_LINES_S
+
+    def clear(self) -> None:
+        """Takes the line off the terminal."""
+        if self._shown_on is not None and not self._shown_on.closed:
+            self._shown_on.write(_CLEAR)
+            self._shown_on.flush()
+
+        self._shown_on = None
+
+
+def _is_terminal(output: TextIO) -> bool:
+    return output.isatty() and os.environ.get("TERM", "") != "dumb"

@@ -1,0 +1,170 @@
+"""What is told while work goes on: on a terminal, where output is redirected, and in the log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.narration import stages, status_line
+from remat.narration.stages import stage
+from remat.narration.status_line import StatusLine
+from remat.tracers.synthetic import transformer
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers all that was written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells at once, and often."""
+    monkeypatch.setattr(status_line, "FIRST_S", 0.0)
+    monkeypatch.setattr(status_line, "_BETWEEN_LINES_S", 0.02)
+    monkeypatch.setattr(stages, "_BETWEEN_LOOKS_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("RANK", "REMAT_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("quick")
+def test_on_a_terminal_one_line_is_rewritten_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with stage("planning") as told:
+        time.sleep(0.05)
+        told.say("found +3 %")
+        time.sleep(0.05)
+
+    shown = terminal.getvalue()
+    assert "\n" not in shown
+    assert "remat: planning (0 s)" in shown
+    assert "remat: planning: found +3 % (0 s)" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_it_is_redirected_there_are_lines_of_the_innermost_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    with stage("tracing"):
+        with stage("timing operators"):
+            time.sleep(0.1)
+        time.sleep(0.1)
+
+    lines = file.getvalue().splitlines()
+    assert 2 <= len(lines) <= 12
+    assert lines[0] == "remat: timing operators (0 s)"
+    assert lines[-1] == "remat: tracing (0 s)"
+    assert "\x1b" not in file.getvalue()
+
+
+def test_what_takes_no_second_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with stage("planning"):
+        time.sleep(0.4)
+
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("variable", [("RANK", "1"), ("REMAT_PROGRESS", "0")])
+def test_other_ranks_and_who_asks_for_it_are_told_nothing(
+    variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv(*variable)
+    with stage("planning"):
+        time.sleep(0.05)
+
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_a_stderr_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    StatusLine().show("planning", 2.0)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    StatusLine().show("planning", 2.0)
+
+
+def test_the_thread_ends_with_the_last_stage_and_begins_again() -> None:
+    for _ in range(2):
+        with stage("one"), stage("two"):
+            assert _tellers() == 1
+        ends_by = time.monotonic() + 2
+        while _tellers() and time.monotonic() < ends_by:
+            time.sleep(0.01)
+        assert _tellers() == 0
+
+
+def _tellers() -> int:
+    return sum(thread.name == "remat-status" for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_forked_process_tells_of_its_own_stages() -> None:
+    with stage("of the parent"):
+        child = os.fork()
+        if child == 0:
+            with stage("of the child"):
+                os._exit(0 if _tellers() == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_log_says_what_was_captured_solved_and_planned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU())
+    with caplog.at_level(logging.INFO, logger="remat"):
+        remat.checkpoint(model, "90%", costs="flops", plan_cache=False)
+        model(torch.randn(16, 8)).sum().backward()
+
+    said = [record.getMessage() for record in caplog.records]
+    for begin, part in (
+        ("captured ", " operators; their costs by flops took "),
+        ("solving ", " operators in "),
+        ("solved ", "% more compute, at least "),
+        ("planned for 90%: the step holds ", ", where keeping everything takes "),
+    ):
+        assert sum(text.startswith(begin) and part in text for text in said) == 1, said
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_script_that_trains_is_told_how_far_planning_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    remat.solve(transformer(3), "85%", time_limit_s=3.0, gap=0.0)
+    assert "remat: planning " in terminal.getvalue()
+    assert "found +" in terminal.getvalue()
+    torch.manual_seed(0)
+    remat.trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
+    assert "remat: capturing the training step" in terminal.getvalue()
+
+
+def test_a_solver_that_tells_keeps_who_asked_before() -> None:
+    heard: list[str] = []
+    solver = remat.make_solver("auto", progress=lambda moment: heard.append("first"))
+    graph = transformer(1)
+    solver.telling(lambda moment: heard.append("second")).solve(graph, budget_bytes=10**9)
+    assert set(heard) == {"first", "second"}
+
+    plain = remat.make_solver("keep-all")
+    assert plain.telling(lambda moment: None) is plain
