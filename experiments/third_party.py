@@ -28,6 +28,8 @@ import random
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -86,10 +88,18 @@ def main(words: list[str]) -> None:
     print(save(known))
 
 
-def _asked_for(words: list[str], known: dict[str, object]) -> list[str]:
+def _asked_for(words: list[str], known: Container[str]) -> list[str]:
+    """Returns one model of each library, then the second of each: a stopped run has some of all."""
     if words == ["--missing"]:
-        return [name for name in ALL if name not in known]
-    return [name for name in ALL if not words or any(word in name for word in words)]
+        names = [name for name in ALL if name not in known]
+    else:
+        names = [name for name in ALL if not words or any(word in name for word in words)]
+    seen: Counter[str] = Counter()
+    turn = {}
+    for name in names:
+        turn[name] = seen[ALL[name].package]
+        seen[ALL[name].package] += 1
+    return sorted(names, key=turn.__getitem__)
 
 
 def installed_version(package: str) -> str:
@@ -212,7 +222,9 @@ def _tried(row: Row, plain: _Plain, budget: int, least: int) -> Row:
         try:
             return _at(row, plain, budget)[0]
         except remat.BudgetError as error:
-            row = replace(row, outcome=_first_line(error), budget_bytes=budget)
+            is_below = row.budget != "least" and error.minimum_bytes > budget
+            outcome = BELOW_LEAST if is_below else _first_line(error)
+            row = replace(row, outcome=outcome, budget_bytes=budget)
             budget = error.minimum_bytes
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
             return replace(row, outcome=_first_line(error), budget_bytes=budget)

@@ -18,7 +18,7 @@ from .steps import (
 )
 
 GRAPHS = Registry()
-_NODES, _EDGES, _FEATURES = 64, 256, 16
+_NODES, _EDGES, _FEATURES = 512, 2048, 16
 
 
 def _graph() -> dict[str, torch.Tensor]:
@@ -71,8 +71,8 @@ def _graph_unet() -> Workload:
 @GRAPHS.add("torch_geometric", "graphs", "torch_geometric SchNet")
 def _schnet() -> Workload:
     def connected(position: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        near = (torch.arange(16)[:, None] + torch.arange(1, 5)) % 16
-        edges = torch.stack([near.flatten(), torch.arange(16).repeat_interleave(4)])
+        near = (torch.arange(128)[:, None] + torch.arange(1, 5)) % 128
+        edges = torch.stack([near.flatten(), torch.arange(128).repeat_interleave(4)])
         return edges, (position[edges[0]] - position[edges[1]]).norm(dim=-1)
 
     model = load("torch_geometric.nn").SchNet(
@@ -87,8 +87,8 @@ def _schnet() -> Workload:
     return step(
         model,
         loss,
-        z=torch.randint(1, 10, (16,)),
-        pos=torch.randn(16, 3) * 3,
+        z=torch.randint(1, 10, (128,)),
+        pos=torch.randn(128, 3) * 3,
         energy=torch.randn(1, 1),
     )
 
@@ -103,7 +103,7 @@ def _attentive() -> Workload:
         "x": graph["x"],
         "edge_index": graph["edge_index"],
         "edge_attr": torch.randn(_EDGES, 8),
-        "batch": torch.arange(_NODES) // 16,
+        "batch": torch.arange(_NODES) // 128,
     }
 
     def loss(model: nn.Module, targets: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _gps() -> Workload:
     def loss(model: nn.Module, labels: torch.Tensor, **graph: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(**graph)[:, :4], labels)
 
-    return step(model, loss, **_graph(), batch=torch.arange(_NODES) // 16)
+    return step(model, loss, **_graph(), batch=torch.arange(_NODES) // 128)
 
 
 @GRAPHS.add("torch_geometric", "graphs", "torch_geometric graph autoencoder")
