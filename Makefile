@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types bench experiments clean
+.PHONY: demo test lint types docs bench experiments clean
 
 demo: $(STAMP)
 	$(BIN)/python -m remat demo
@@ -18,6 +18,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The documentation as a site in build/site; a broken link or reference fails it.
+docs: $(STAMP)
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/properdocs build --quiet -f mkdocs.yml
+
 bench: $(STAMP)
 	$(BIN)/python -m experiments.bench
 
@@ -31,5 +35,5 @@ clean:
 # A stamp, so that a second run installs nothing; constraints.txt pins every version, torch first of all.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fast]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fast,docs]'
 	touch $@

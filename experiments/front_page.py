@@ -1,9 +1,9 @@
-"""What the front page's Python blocks print, where it shows what they print.
+"""What Python blocks of the front page and the guide print, where they show it.
 
     python -m experiments.front_page
 
-Each block runs as it stands in the README, in a process of its own on a terminal of 80 columns.
-Writes `results/front_page.json`; a test compares the front page with it.
+Each block runs as it stands, in a process of its own on a terminal of 80 columns.
+Writes `results/front_page.json`; a test compares the pages with it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 
 from experiments.figures import write
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "README.md", ROOT / "docs" / "choose-a-budget.md"
 SHOWN = re.compile(r"^```python\n([^`]*?)^```\n\n```\n([^`]*?)^```$", re.MULTILINE)
 
 
 def shown() -> list[tuple[str, str]]:
     """Returns each block whose output is shown, and that output, shortened where it says `...`."""
-    return [(code, text) for code, text in SHOWN.findall(README.read_text())]
+    return [(code, text) for page in PAGES for code, text in SHOWN.findall(page.read_text())]
 
 
 def printed(code: str) -> str:

@@ -110,7 +110,7 @@ def blocks_plan(graph: Graph) -> Solution:
 
 
 def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yields the utilisation of the peak of the device, by way of planning."""
+    """Yields MFU (fraction of the device's peak FLOP/s) for each plan."""
     graph = step.graph
     model_flop = sum(row["flop"] for row in roofline(step))
     keep_all = make_solver("keep-all").solve(
@@ -159,7 +159,7 @@ def picture(record: Mapping[str, Any]) -> None:
     _draw_prices(left, prices)
     _draw_roofline(middle, operators)
     quiet(right, y_label="model FLOP utilisation, at most (%)")
-    titled(right, "utilisation, by way of planning")
+    titled(right, "MFU of each plan")
     ways = list(dict.fromkeys(row["way"] for row in shares))
     names = list(operators)
     for place, (way, colour) in enumerate(zip(ways, (GREY, ORANGE, BLUE), strict=True)):

@@ -17,7 +17,7 @@ class RematCallback(TrainerCallback):
         budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
             "60%".
         **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds if it is
-        not given.
+            not given.
     """
 
     def __init__(self, budget: int | str, **options: Any) -> None:

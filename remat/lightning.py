@@ -23,7 +23,7 @@ class RematCallback(Callback):
         module: the name of the module that `training_step` calls, such as "model" or
             "encoder.body".
         **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold if it is
-        not given.
+            not given.
     """
 
     def __init__(self, budget: int | str, *, module: str, **options: Any) -> None:

@@ -288,12 +288,12 @@ def test_eviction_mends_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> None
         value for value in range(len(graph.values)) if graph.producer[value] < first and value % 2
     ]
     needed = simulate(graph, Schedule.from_steps(graph, steps_on_demand(graph, plan))).peak_bytes
-    mended = [
+    moved = [
         steps_with_eviction(graph, needed * 9 // 10, rule, kept={first: plan}) for rule in Rule
     ]
     fitting = [
         simulate(graph, Schedule.from_steps(graph, steps.tolist()))
-        for steps in mended
+        for steps in moved
         if steps is not None
     ]
     assert fitting

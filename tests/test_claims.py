@@ -1,6 +1,6 @@
 """What `experiments/results/README.md` says of each figure is what its result file says.
 
-A new run shows which sentences to mend.
+A new run shows which sentences to correct.
 """
 
 from __future__ import annotations

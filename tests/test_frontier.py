@@ -1,6 +1,6 @@
 """The trade-off curve.
 
-Monotone, valid, bounded by the exact optimum, and no dearer than a few solves.
+Monotone, valid, bounded by the exact optimum, and in the time of a few solves.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from remat.torch_border.kernels import FakeTensorMode
 
 from .planned import UNLIMITED, planned
 
-# One a family, the cheapest to trace; and those whose causes of failure were found and mended.
+# One a family, the cheapest to trace; and those whose causes of failure were found and repaired.
 SAMPLE = (
     "Bloom",  # a custom autograd function, whose backward AOTAutograd does not mark
     "SqueezeBERT",

@@ -40,6 +40,10 @@ def rows_of(text: str) -> set[str]:
     return {re.sub(r"\s+", " ", line.strip()) for line in text.splitlines() if line.startswith("|")}
 
 
+def everything() -> str:
+    return "\n".join(path.read_text() for path in DOCUMENTS)
+
+
 def found_in(pattern: str) -> set[tuple[str, str]]:
     return {
         (path.relative_to(ROOT).as_posix(), match)
@@ -48,16 +52,16 @@ def found_in(pattern: str) -> set[tuple[str, str]]:
     }
 
 
-def test_the_front_pages_measured_peaks_are_those_of_the_result_file() -> None:
-    shown = rows_of((ROOT / "README.md").read_text())
+def test_measured_peaks_are_those_of_the_result_file() -> None:
+    shown = rows_of(everything())
     rows = [Row(**row) for model in read("predicted_vs_measured").values() for row in model["rows"]]
     assert rows
     for row in rows:
         assert f"| {' | '.join(_cells(row))} |".replace("|  |", "| |") in shown
 
 
-def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
-    page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+def test_the_coverage_is_that_of_the_result_file() -> None:
+    page = re.sub(r"\s+", " ", everything())
     rows = [coverage.Row(**row) for model in coverage.load().values() for row in model["rows"]]
     counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
     assert (
@@ -95,8 +99,8 @@ def test_the_front_pages_coverage_is_that_of_the_result_file() -> None:
     assert not modules
 
 
-def test_the_front_pages_published_graphs_are_those_of_the_result_file() -> None:
-    shown = rows_of((ROOT / "README.md").read_text())
+def test_published_graphs_are_those_of_the_result_file() -> None:
+    shown = rows_of(everything())
     for row in read("checkmate_published")["rows"]:
         ours = f"{row['cost']:,.0f} | {row['bound']:,.0f} | {row['seconds']:.1f}"
         numbers = f"| {ours} | {row['published_cost']:,} | {row['published_seconds']:g} |"
@@ -133,7 +137,7 @@ def test_the_front_page_shows_what_its_blocks_print() -> None:
 
 
 def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
-    page = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    page = re.sub(r"\s+", " ", everything())
     small, middle, large = read("speed")["step"]
     assert (
         f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times "

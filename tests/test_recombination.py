@@ -1,4 +1,4 @@
-"""Exact recombination: valid, no dearer than the best of the schedules it is made of, and exact."""
+"""Exact recombination: valid, exact, and at most the cost of the best it is made of."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_it_is_no_dearer_than_any_of_its_parts(seed: int, family: str, share: fl
     restarts = Restarts(graph, budget_bytes=budget, seed=seed, moves=200)
     restarts.run([least.steps, range(graph.num_operators)])
     parts = [np.array(least.steps, np.int64), *(steps for _, steps in restarts.pool)]
-    dearest = max(parts, key=lambda steps: cost_s(graph, steps))
-    part = Recombination(graph, budget_bytes=budget).improve(dearest, parts, time_limit_s=20)
+    costliest = max(parts, key=lambda steps: cost_s(graph, steps))
+    part = Recombination(graph, budget_bytes=budget).improve(costliest, parts, time_limit_s=20)
     if part is None:  # they differ in nothing
         assert all(
-            np.array_equal(recomputations(dearest), recomputations(other)) for other in parts
+            np.array_equal(recomputations(costliest), recomputations(other)) for other in parts
         )
         return
     assert part.is_finished

@@ -1,6 +1,6 @@
 """Persistent schedules of segments.
 
-Valid, within the budget, as dear as the table says, and optimal where theory says what that is.
+Valid, within the budget, as costly as the table says, and optimal where theory says what that is.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_a_snapshot_takes_room_where_what_reads_it_is_computed_again(
         "input": 0,
         "state": snapshot_bytes,
         "cheap": 3,
-        "dear": 3,
+        "expensive": 3,
         "loss": 10,
         "gradient": 1,
         "of_cheap": 1,
@@ -110,7 +110,7 @@ def test_a_snapshot_takes_room_where_what_reads_it_is_computed_again(
     operators = (
         Operator("snapshot", 0.0, (), (1,), pinned="state", is_snapshot=True),
         Operator("cheap", 1.0, (0, 1), (2,)),
-        Operator("dear", 8.0, (0,), (3,)),
+        Operator("expensive", 8.0, (0,), (3,)),
         Operator("loss", 1.0, (0,), (4,)),
         Operator("back", 1.0, (4,), (5,), phase=back),
         Operator("of_cheap", 1.0, (5, 2), (6,), phase=back),

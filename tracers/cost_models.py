@@ -17,7 +17,7 @@ def flops() -> Flops:
 
 
 def roofline(device: str | devices.Device = "") -> Roofline:
-    """Returns the roofline model of a device: a name of the table, or the device at hand if empty.
+    """Returns the roofline model of a device: a name of the table; this machine's if empty.
 
     Whether float32 products use TF32 is what torch's settings say now.
     """
@@ -38,7 +38,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
 
     Args:
         spec: a model, or "flops", "roofline", "roofline:DEVICE", "profile".
-        device_type: the type of the device at hand that "roofline" and "profile" mean,
+        device_type: the type of this machine's device that "roofline" and "profile" mean,
             `cpu` or `cuda`; its GPU, where there is one, if empty.
 
     Raises:

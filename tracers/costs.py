@@ -3,7 +3,7 @@
 - `flops()` counts floating-point operations and has no unit of time.
 - `roofline(device)` is the longer of arithmetic at the device's peak rate and bytes moved at its
   bandwidth, plus a launch. It plans for a device that is not there.
-- `profile()` runs every distinct operator call on the device at hand.
+- `profile()` runs every distinct operator call on this machine's device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What devices can do: peak arithmetic, memory bandwidth, memory, and where each figure comes from.
 
 Figures are the vendor's peaks, dense (without structured sparsity), with 32-bit accumulation where
-the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is the machine at hand,
+the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is this machine,
 measured.
 """
 

@@ -1,4 +1,4 @@
-"""Costs measured on the device at hand: every distinct operator call is run on fresh tensors.
+"""Costs measured on this machine's device: every distinct operator call is run on fresh tensors.
 
 The measured time is that of the operator alone, its inputs warm in the cache where they fit.
 Results are cached on disk by device, torch version and signature (operator, shapes, strides, types,

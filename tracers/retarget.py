@@ -1,4 +1,4 @@
-"""The graph of a step as another device would run it, where that device is not at hand.
+"""The graph of a step as another device would run it, where that device is not available.
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the
 CPU, and what is known to differ is changed: CUDA's allocator rounds sizes, the generator's state

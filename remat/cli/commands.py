@@ -48,7 +48,7 @@ EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Statu
 
 
 class _OneLineErrors(TyperGroup):
-    """Turns errors that the user can mend into one line on stderr and an exit status."""
+    """Turns errors that the user can correct into one line on stderr and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -340,7 +340,8 @@ def doctor(
     device: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="The device to fit on, such as H100; the one at hand by default."
+            metavar="NAME",
+            help="The device to fit on, such as H100; by default the one of this machine.",
         ),
     ] = "",
     budget: Annotated[
@@ -371,7 +372,7 @@ def doctor(
     """Look at this installation; or say whether a model's training step fits a device.
 
     Without a model: versions, devices, solvers, the cache, and a tiny problem solved. Exit status 0
-    where all is well, 1 where something needs mending.
+    where all is well, 1 where something needs repair.
 
     With a model: nothing is allocated and no device is needed. Exit status 0 it fits, 1 it fits
     with more overhead than asked for, 3 proved not to fit, 4 no plan found, 2 bad input.

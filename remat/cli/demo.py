@@ -1,8 +1,9 @@
-"""The demo: a GPT learns from the Python documentation, plain, checkpointed block by block, and
-inside a budget.
+"""The demo: a GPT learns from the Python documentation, with and without plans.
 
-Three times the same training from the same seeds, dropout on. What is compared: measured peak, step
-time, the loss after the last step, and the first step's gradients against the plain ones.
+Four times the same training from the same seeds, dropout on: plain, with a checkpoint per block,
+inside half of the plain step's activations, and inside the measured peak of the checkpoints. What
+is compared: measured peak, step time, the loss after the last step, and the first step's gradients
+against the plain ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from remat.core.budget import format_bytes
 from remat.face.api import checkpoint, report, unwrap
 from remat.look.plot import Timeline, plot_memory, save
 from remat.look.plot_schedule import plot_schedule
+from remat.look.report import Report
 from remat.look.tables import progress
 from remat.run.measure import Measurement, measure
 
@@ -124,9 +126,7 @@ class Run:
 
 
 def run_demo(output: Path, steps: int = 20) -> None:
-    """Trains three ways, prints the table, and writes two pictures and the numbers into
-    `output`.
-    """
+    """Trains four ways, prints the table, and writes two pictures and the numbers into `output`."""
     output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()
@@ -136,76 +136,91 @@ def run_demo(output: Path, steps: int = 20) -> None:
     )
     text = _text()
     sample = next(_batches(text, device))
-    plain, blocks, model = _model(device), _model(device), _model(device)
+    plain, blocks, half, equal = (_model(device) for _ in range(4))
     blocks.is_checkpointed = True
-    with progress("measuring the plain step"):
+
+    with progress("measuring the plain step, and one with a checkpoint per block"):
         held = _resident_bytes(plain, sample)
-        plain_peak = _measure(plain, sample).peak_bytes
-    budget_bytes = held + plain_peak // 2
-    with progress(f"planning for {format_bytes(budget_bytes)}"):
-        _measure(checkpoint(model, budget_bytes), sample)
-    told = report(model)
-    with progress("training three ways, step by step in turn"):
-        runs = _train(
-            [("plain PyTorch", plain), ("checkpoint a block", blocks), ("remat, half", model)],
-            steps,
-            device,
-            text,
+        budgets = (
+            held + _measure(plain, sample).peak_bytes // 2,
+            held + _measure(blocks, sample).peak_bytes,
         )
-    console.print(_table(runs, budget_bytes))
+    for model, budget_bytes in zip((half, equal), budgets, strict=True):
+        with progress(f"planning for {format_bytes(budget_bytes)}"):
+            _measure(checkpoint(model, budget_bytes), sample)
+    reports = [report(model) for model in (half, equal)]
+
+    with progress("training four ways, step by step in turn"):
+        ways = [
+            ("plain PyTorch", plain),
+            ("checkpoint per block", blocks),
+            ("remat, half", half),
+            ("remat, peak of blocks", equal),
+        ]
+        runs = _train(ways, steps, device, text)
+    console.print(_table(runs, budgets))
+    for told in reports:
+        console.print(_plan_line(told))
+
+    pictures = output / "memory.png", output / "schedule.png"
+    _draw(runs, held, reports[0], pictures)
+    numbers = output / "demo.json"
+    numbers.write_text(json.dumps(_record(runs, reports, device, steps), indent=1) + "\n")
+    console.print(f"Pictures: {pictures[0]}, {pictures[1]}. Numbers: {numbers}.")
+    for model in (half, equal):
+        unwrap(model)
+
+
+def _plan_line(told: Report) -> str:
     solution = told.solution
-    console.print(
-        f"The plan costs {100 * solution.overhead:.1f} % more compute; no schedule of this "
-        "order costs less than "
+    return (
+        f"In {format_bytes(solution.budget_bytes)} the plan costs {100 * solution.overhead:.1f} % "
+        "more compute; no schedule of this order costs less than "
         f"{100 * solution.overhead_bound:.1f} % (proved). Planned in {solution.wall_s:.1f} s."
     )
-    timelines = [_timeline(run, held) for run in runs]
-    save(
-        plot_memory(
-            timelines,
-            budget_bytes=budget_bytes,
-            x_label="time",
-            title="One training step, three ways",
-        ),
-        output / "memory.png",
+
+
+def _draw(runs: list[Run], held: int, told: Report, pictures: tuple[Path, Path]) -> None:
+    """Draws memory over time, and the schedule of the first plan."""
+    budget_bytes = told.solution.budget_bytes
+    memory = plot_memory(
+        [_timeline(run, held) for run in runs],
+        budget_bytes=budget_bytes,
+        x_label="time",
+        title="One training step, four ways",
     )
-    picture = plot_schedule(
+    save(memory, pictures[0])
+    schedule = plot_schedule(
         told.graph, told.schedule, budget_bytes=budget_bytes, title="The schedule that ran"
     )
-    save(picture, output / "schedule.png")
-    numbers = [
-        {key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs
+    save(schedule, pictures[1])
+
+
+def _record(runs: list[Run], reports: list[Report], device: str, steps: int) -> dict[str, object]:
+    """What `demo.json` has: machine, plans and runs."""
+    plans = [
+        {
+            "budget_bytes": told.solution.budget_bytes,
+            "predicted_peak_bytes": told.solution.peak_bytes,
+            "overhead": told.solution.overhead,
+            "gap": told.solution.gap,
+            "planned_s": told.solution.wall_s,
+        }
+        for told in reports
     ]
-    plan = {
-        "budget_bytes": budget_bytes,
-        "predicted_peak_bytes": solution.peak_bytes,
-        "overhead": solution.overhead,
-        "gap": solution.gap,
-    }
-    machine = {
+    rows = [{key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-    }
-    record: dict[str, object] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
-        **machine,
         "steps": steps,
         "seed": SEED,
+        "plans": plans,
+        "runs": rows,
     }
-    (output / "demo.json").write_text(
-        json.dumps(
-            {**record, "plan": {**plan, "planned_s": solution.wall_s}, "runs": numbers}, indent=1
-        )
-        + "\n"
-    )
-    console.print(
-        f"Pictures: {output / 'memory.png'}, {output / 'schedule.png'}. Numbers: "
-        f"{output / 'demo.json'}."
-    )
-    unwrap(model)
 
 
 def _text() -> torch.Tensor:
@@ -310,9 +325,12 @@ def _resident_bytes(model: nn.Module, batch: torch.Tensor) -> int:
     return sum(storages.values())
 
 
-def _table(runs: list[Run], budget_bytes: int) -> Table:
+def _table(runs: list[Run], budgets: tuple[int, int]) -> Table:
     table = Table(
-        title=f"budget {format_bytes(budget_bytes)}: half of the plain step's activations",
+        title=(
+            f"budgets {format_bytes(budgets[0])}, half of the plain step's activations, and "
+            f"{format_bytes(budgets[1])}, the peak with a checkpoint per block"
+        ),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -77,8 +77,8 @@ def checkpoint(
             sends a block's gradients while the backward goes on.
         reserve_bytes: kept free for what the step can't see, such as optimizer state.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        costs: "profile" times each distinct operator on the device at hand, once, and remembers it
-            on disk; "roofline", "roofline:H100" and "flops" compute; or a cost model.
+        costs: "profile" times each distinct operator on this machine's device, once, and remembers
+            it on disk; "roofline", "roofline:H100" and "flops" compute; or a cost model.
         time_limit_s: how long planning may take.
         gap: planning stops once the cost is proved to be within this fraction of the least.
         executor: "eager" runs the rewritten step operator by operator, in exactly the planned

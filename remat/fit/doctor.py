@@ -36,7 +36,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Yields the findings one by one; those with `is_ok` False need mending."""
+    """Yields the findings one by one; those with `is_ok` False need repair."""
     yield Finding("python", None, f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from _torch()
     for name, is_needed in _BACKENDS.items():

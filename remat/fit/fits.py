@@ -396,7 +396,7 @@ def fits(
         model: any module.
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
-        device: a name of the device table, "H100"; the device at hand if empty.
+        device: a name of the device table, "H100"; this machine's device if empty.
         budget: what the step may hold; all of the device's memory by default. A percentage is one
             of keeping everything.
         optimizer: "adamw", "sgd", "momentum", "adafactor", "adamw-8bit", ...

@@ -125,7 +125,7 @@ def max_batch(
         points: how many batches are planned, from the largest that needs no recomputation to the
             largest that fits.
         **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`,
-        `time_limit_s` for each plan, ...
+            `time_limit_s` for each plan, ...
 
     Raises:
         ValueError: a budget that is a percentage, an unknown device or optimizer.

@@ -20,11 +20,11 @@ coarse model with any cuts.
    (which converges sooner; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
    algorithms", 2007), then at its own, until the bound hardly rises.
 2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no
-   finer model says that a point is too dear, finer ones still are tried there: two at once of the
+   finer model says that a point costs too much, finer ones are tried there: two at once of the
    stages that cut most, then stages of the operators beside them.
 
 Memory rows of all of them are cut by rounding (`rounding_cuts`): the finer models, which have no
-integers, see through it that values are held as a whole. Few finer models have a say at one budget;
+integers, see through it that values are held as a whole. Few finer models are active at one budget;
 those whose cuts are not tight for a while are asked less often.
 
 Finer models are those with one stage of one operator, evenly spread over the backward, and one with
@@ -77,7 +77,7 @@ _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
 _NODES = 20_000
 _TIGHT = 1e-6  # of a cut's largest coefficient
-_NEW = 12  # finer models tried at a point that none says is too dear
+_NEW = 12  # finer models tried at a point that none says costs too much
 _PAIRED = 5  # of those that cut most, two at once
 
 
@@ -389,7 +389,7 @@ class Benders:
         _add(self._coarse.model.program, *self._cuts[-1])
 
     def _extend(self, point: Floats, own: Floats, deadline: float, cutoff: float) -> bool:
-        """Adds finer models at a point that none says is as dear as `cutoff`, until one does.
+        """Adds finer models at a point that none says costs as much as `cutoff`, until one does.
 
         False where none cuts it off.
         """

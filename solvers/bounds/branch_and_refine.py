@@ -6,7 +6,7 @@ A window model (`window`) sees what recomputing needs where it has stages of one
 model with such stages everywhere is too large. Its linear relaxation also splits what a schedule
 does as a whole: half of a value is kept and half of it computed again. But few decisions count, say
 whether the largest gradient is kept over the pass through the network's middle, and once they are
-taken, few stages show why either way is dear; which ones differs from one way to the other. So a
+taken, few stages show why either way is expensive; which ones differs between the two. So a
 *leaf* of the tree is
 
     choices   S[b, i] or R[w, j] fixed at 0 or 1: value i is in memory at boundary b, operator j is

@@ -51,7 +51,7 @@ _TOLERANCE = 1e-9
 _FEW_COLUMNS = 1_000  # are solved in no time
 # a schedule keeps what the point keeps more of; less, where that fits and it is to see what fails
 _HALF, _LITTLE = 0.5, 0.05
-# of the worst excess before an operator, that one at an operator must have to be mended first
+# of the worst excess before an operator, that one at an operator must have to be cut first
 _HELD_SHARE = 0.5
 
 

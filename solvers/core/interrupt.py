@@ -4,8 +4,8 @@ A second Ctrl-C is what it always is.
 
 Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its
 callbacks, which are such instructions; compiled loops return several times a second. So the handler
-only takes a note, no exception comes from the middle of anything, and whoever searches asks for the
-note where he asks for the time.
+only takes a note, no exception comes from the middle of anything, and search loops
+read the note wherever they read the clock.
 """
 
 from __future__ import annotations

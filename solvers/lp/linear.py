@@ -53,7 +53,7 @@ class Program:
     """Columns in [lower, 1], rows with few entries, minimised.
 
     Attributes:
-        starts_from_last: relaxations go on from the last one's basis, which dual simplex mends
+        starts_from_last: relaxations go on from the last one's basis, which dual simplex repairs
             where rows were added, without presolve; of use below some 10,000 columns.
     """
 

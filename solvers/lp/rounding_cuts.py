@@ -16,7 +16,7 @@ more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
 A point escapes such a cut by dropping a little of what is complemented, and there is much that is
 cheap to drop. So the same cut is given with few complements too: columns that are there in full are
 left as they are, those written first before the others, as long as the rest stays on its side of a
-multiple of the unit. Of these it then says nothing, and what remains is dear, such as gradients.
+multiple of the unit. Of these it then says nothing, and what remains is costly, such as gradients.
 
 Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same.
 Everything is computed in integers but the last quotient. Complexity: of one row, O(units *

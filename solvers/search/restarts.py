@@ -3,7 +3,7 @@
 Fresh ones first, then from what they found, warmed up and cooled again.
 
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `annealing` results.
-Where an annealing run ends depends on the valley it fell into while it was hot. Starting anew each
+Where an annealing run ends depends on the basin it fell into while it was hot. Starting anew each
 time throws away what was good elsewhere in the schedule; a run from one of the best, warmed up to
 0.1 or 0.03 % of the keep-all cost, changes a part of it. Wherever a run ends, what it does better
 than the best is taken over by `recombination`: a memetic algorithm (Moscato, 1989). Near the least

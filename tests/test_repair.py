@@ -1,6 +1,6 @@
-"""Mended schedules.
+"""Repaired schedules.
 
-Valid and within the budget, the same where nothing is to be mended, and better than the greedy
+Valid and within the budget, the same where nothing is to be repaired, and better than the greedy
 alone.
 """
 
