@@ -6,7 +6,6 @@ What `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` b
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from remat.torch_border.dynamo import (
     capture_settings,
     compile_reason,
     compile_whole,
+    failure_text,
     is_ddp_optimizer_on,
     is_graph_break,
     largest_shape,
@@ -112,6 +112,13 @@ class PlannedCall:
         """Runs the planned step, or the plain module under `no_grad`."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return call_plain(self.module, *args, **kwargs)
+        try:
+            return self._planned(args, kwargs)
+        except RematError as error:
+            # the frames in between say nothing
+            raise error.with_traceback(None) from error.__cause__
+
+    def _planned(self, args: Any, kwargs: Any) -> Any:
         if not self.pieces and self.piecewise is None:
             return self._first_call(args, kwargs)
         if self.is_inductor:
@@ -346,30 +353,23 @@ def run_compiled(
         if isinstance(cause, RematError):
             raise cause from None
         if is_graph_break(error):
-            first = str(error).strip().split("\n\n")[0]
+            why, place = failure_text(error)
             if not is_whole:
                 raise TraceError(
-                    "torch.compile fails on this step, whole and in pieces: "
-                    f"{first}{_place_in(str(error))}"
-                ) from error
+                    f"torch.compile fails on this step, whole and in pieces: {why}{place}"
+                ) from None
             raise GraphBreak(
-                f"torch.compile can't capture this step as one graph: {first}\n"
+                f"torch.compile can't capture this step as one graph: {why}{place}\n"
                 "Rewrite the line it names, or take it out of the forward (run with "
                 "TORCH_LOGS=graph_breaks for the place).",
-                first.split("\n")[0] + _place_in(str(error)),
-            ) from error
+                why.split("\n")[0] + place,
+            ) from None
         # a backend's failure: AOTAutograd could not trace the step, or we could not
         if cause is not error:
             raise TraceError(
                 f"this step can't be traced and planned: {type(cause).__name__}: {cause}"
             ) from error
         raise
-
-
-def _place_in(message: str) -> str:
-    """The innermost line of the user's code that dynamo's message names, as ` (file.py:12)`."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', message)
-    return f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
 
 
 @dataclass

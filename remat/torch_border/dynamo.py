@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  #
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
 
 from remat.narration.stages import stage
+
+_NOT_THE_MODEL = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def capture_settings() -> Iterator[None]:
         "allow_rnn": True,
         "ignore_logger_methods": _logging_functions(),
     }
-    with dynamo_config.patch(settings), _telling_of_captures():
+    with dynamo_config.patch(settings), _telling_of_captures(), _failures_said_once():
         yield
 
 
@@ -254,6 +258,43 @@ def is_graph_break(error: BaseException) -> bool:
     return isinstance(error, dynamo_exc.TorchDynamoException) and not isinstance(
         error, dynamo_exc.BackendCompilerFailed
     )
+
+
+def failure_text(error: BaseException) -> tuple[str, str]:
+    """Returns what ended a capture, and where as ` (file.py:12)`, for the one who wrote the step.
+
+    Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13), that error and the
+    line of the model, in place of dynamo's account of what it was doing; else dynamo's first
+    paragraph, and the line that it names.
+    """
+    if isinstance(error, dynamo_exc.TorchRuntimeError):
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__ or cause
+        places = [f for f in error.real_stack or () if not f.filename.startswith(_NOT_THE_MODEL)]
+        place = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
+        return f"{type(cause).__name__}: {cause}", place
+
+    lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    place = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
+    return str(error).strip().split("\n\n")[0], place
+
+
+class _SaidOnce(logging.Filter):
+    """Drops what torch logs of an error on fake tensors, which it raises as well (2.13)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+
+@contextmanager
+def _failures_said_once() -> Iterator[None]:
+    logger, said_once = logging.getLogger("torch._subclasses.fake_tensor"), _SaidOnce()
+    logger.addFilter(said_once)
+    try:
+        yield
+    finally:
+        logger.removeFilter(said_once)
 
 
 def compile_reason(module: fx.GraphModule) -> Any:
