@@ -26,7 +26,7 @@ from remat.solvers.checkmate.ordered_stage import add_ordered_stage
 from remat.solvers.checkmate.stage_form import stage_form
 from remat.solvers.checkmate.stage_plan import plans_of_point, point_of_steps
 from remat.solvers.core.progress import Progress
-from remat.solvers.lp.highs import Highs
+from remat.solvers.lp.backend import Highs
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step, unet
 from tests.oracles import brute_force, minimum_bytes
 

@@ -16,7 +16,7 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
 from remat.solvers.auto.minimum import minimum
-from remat.solvers.lp.highs import Highs
+from remat.solvers.lp.backend import Highs
 from remat.solvers.search.neighbourhood import Neighbourhood
 from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.restarts import Restarts

@@ -30,7 +30,7 @@ from remat.core.validate import validate
 from remat.solvers.checkmate.checkmate_model import stage_model
 from remat.solvers.checkmate.stage_form import StageForm, stage_form
 from remat.solvers.core.base import Solver
-from remat.solvers.lp.highs import Highs
+from remat.solvers.lp.backend import Highs
 
 ALLOWANCES = (0.0, 0.05, 0.1, 0.2, 0.3)
 # relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` sees to the

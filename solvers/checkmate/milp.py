@@ -34,7 +34,7 @@ from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.core.progress import ProgressCallback
-from remat.solvers.lp.highs import Backend, Highs
+from remat.solvers.lp.backend import Backend, Highs
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
 

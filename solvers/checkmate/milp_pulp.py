@@ -27,7 +27,7 @@ from remat.solvers.checkmate.stage_search import Limits
 from remat.solvers.core.base import Solver
 from remat.solvers.core.progress import ProgressCallback
 from remat.solvers.lp.arrays import ModelArrays
-from remat.solvers.lp.highs import Answer, Report
+from remat.solvers.lp.backend import Answer, Report
 
 _SMALLEST_GAP = 1e-9  # several of PuLP's interfaces take 0 for "not given"
 

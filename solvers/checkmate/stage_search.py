@@ -52,7 +52,7 @@ from remat.solvers.checkmate.stage_plan import (
 )
 from remat.solvers.core.interrupt import is_interrupted
 from remat.solvers.core.progress import Progress, ProgressCallback
-from remat.solvers.lp.highs import Answer, Backend
+from remat.solvers.lp.backend import Answer, Backend
 
 # relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
 TOLERANCE = 1e-7

@@ -1,218 +1,90 @@
-"""HiGHS behind the stage models.
+"""HiGHS through highspy: the one place that builds, passes and runs its models.
 
-Arrays in, points and a dual bound out, safe against its tolerances (`safe_bound`).
+Arrays and never expressions: a model of 20,000 rows takes milliseconds so. Bounds that leave this
+room are made safe against HiGHS's tolerances (`safe_bound`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from remat.core.errors import SolverError
 from remat.solvers.core.interrupt import stop_when_interrupted
-from remat.solvers.lp.arrays import ModelArrays
-from remat.solvers.lp.safe_bound import (
-    LinearProgram,
-    branching_margin,
-    proves_infeasible,
-    safe_bound,
-)
+from remat.solvers.lp.safe_bound import LinearProgram
 
-Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
-_MAX_POINTS = 20
+if TYPE_CHECKING:
+    import highspy
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a backend found.
+def new_solver(*, threads: int = 1, **options: Any) -> highspy.Highs:
+    """Returns a silent HiGHS that ends at Ctrl-C, with these options of its own.
 
-    Attributes:
-        bound: no point of the model has a smaller objective; infinite where it has none.
-        points: feasible points, best first.
-        is_finished: False where a limit stopped it.
-    """
-
-    bound: float
-    points: tuple[NDArray[np.float64], ...]
-    is_finished: bool
-
-
-class Backend(Protocol):
-    """A MILP solver."""
-
-    def minimise(
-        self,
-        model: ModelArrays,
-        *,
-        gap: float,
-        time_limit_s: float,
-        start: NDArray[np.float64] | None = None,
-        report: Report | None = None,
-    ) -> Answer:
-        """Returns an answer within `gap` (a fraction) or `time_limit_s`.
-
-        `start` may have NaN where it says nothing.
-        """
-
-
-@dataclass(frozen=True)
-class Highs:
-    """HiGHS through highspy.
-
-    Attributes:
+    Args:
         threads: 0 leaves the number to HiGHS.
-        max_nodes: of branch and bound; 0 for no limit.
-        tolerance: of rows and integrality.
+        **options: by HiGHS's names, such as `time_limit` in seconds.
+
+    Raises:
+        SolverError: highspy is not installed.
     """
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError(
+            "HiGHS is not installed; run `pip install highspy`, or use solver='milp-pulp'"
+        ) from error
 
-    threads: int = 1
-    max_nodes: int = 0
-    tolerance: float = 1e-6
-
-    def minimise(
-        self,
-        model: ModelArrays,
-        *,
-        gap: float,
-        time_limit_s: float,
-        start: NDArray[np.float64] | None = None,
-        report: Report | None = None,
-    ) -> Answer:
-        """Returns HiGHS's best points and its dual bound, never its objective, as the bound."""
-        if len(model.cost) == 0:
-            return _without_columns(model)
-        highspy, solver = self._solver(time_limit_s)
-        solver.setOptionValue("mip_rel_gap", gap)
-        solver.setOptionValue("mip_abs_gap", 1e-6)
-        _pass(highspy, solver, model, is_relaxed=False)
-        points: list[tuple[float, NDArray[np.float64]]] = []
-        _listen(solver, points, report)
-        if start is not None:
-            known = np.flatnonzero(~np.isnan(start))
-            solver.setSolution(len(known), known.astype(np.int32), start[known])
-        _run(highspy, solver)
-        status, info = solver.getModelStatus(), solver.getInfo()
-        if status in (
-            highspy.HighsModelStatus.kInfeasible,
-            highspy.HighsModelStatus.kUnboundedOrInfeasible,
-        ):
-            return Answer(math.inf, (), True)
-        is_finished = status == highspy.HighsModelStatus.kOptimal
-        if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-            points.append((info.objective_function_value, np.array(solver.getSolution().col_value)))
-        ranked = sorted(points[-_MAX_POINTS:], key=lambda pair: pair[0])
-        bound = self._bound(solver, model, ranked[0][0] if ranked else math.inf)
-        return Answer(bound, tuple(point for _, point in ranked), is_finished)
-
-    def _bound(self, solver: Any, model: ModelArrays, best: float) -> float:
-        """Returns the dual bound.
-
-        Columns without an upper bound are costs, and stay below the best point's.
-        """
-        if not model.is_integer.any():
-            return _dual_bound(solver, model)
-        largest = max(best - model.offset, 1.0)
-        return float(solver.getInfo().mip_dual_bound) - branching_margin(
-            np.zeros(len(model.cost)), model.column_upper, self.tolerance, largest
-        )
-
-    def relax(self, model: ModelArrays, *, time_limit_s: float) -> Answer:
-        """Returns the optimum of the LP relaxation, with the bound that its duals prove."""
-        if len(model.cost) == 0:
-            return _without_columns(model)
-        highspy, solver = self._solver(time_limit_s)
-        _pass(highspy, solver, model, is_relaxed=True)
-        _run(highspy, solver)
-        status = solver.getModelStatus()
-        if status in (
-            highspy.HighsModelStatus.kInfeasible,
-            highspy.HighsModelStatus.kUnboundedOrInfeasible,
-        ):
-            is_proved = proves_infeasible(solver, _program(model))
-            return Answer(math.inf if is_proved else -math.inf, (), is_proved)
-        if status != highspy.HighsModelStatus.kOptimal:
-            return Answer(-math.inf, (), False)
-        return Answer(_dual_bound(solver, model), (np.array(solver.getSolution().col_value),), True)
-
-    def _solver(self, time_limit_s: float) -> tuple[Any, Any]:
-        try:
-            import highspy
-        except ImportError as error:
-            raise SolverError(
-                "HiGHS is not installed; run `pip install highspy`, or use solver='milp-pulp'"
-            ) from error
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", self.threads)
-        solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
-        solver.setOptionValue("mip_feasibility_tolerance", self.tolerance)
-        solver.setOptionValue("primal_feasibility_tolerance", min(self.tolerance, 1e-7))
-        if self.max_nodes:
-            solver.setOptionValue("mip_max_nodes", self.max_nodes)
-        stop_when_interrupted(solver)
-        return highspy, solver
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in {"output_flag": False, "threads": threads, **options}.items():
+        solver.setOptionValue(name, value)
+    stop_when_interrupted(solver)
+    return solver  # type: ignore[no-any-return]
 
 
-def _program(model: ModelArrays) -> LinearProgram:
-    columns, rows = len(model.cost), len(model.row_upper)
-    return LinearProgram(
-        cost=model.cost,
-        lower=np.zeros(columns),
-        upper=model.column_upper,
-        row_lower=np.full(rows, -math.inf),
-        row_upper=model.row_upper,
-        row_start=model.row_start.astype(np.int64),
-        index=model.index.astype(np.int64),
-        value=model.value,
-    )
+def pass_program(
+    solver: highspy.Highs,
+    program: LinearProgram,
+    is_integer: NDArray[np.bool_] | None = None,
+    *,
+    offset: float = 0.0,
+) -> None:
+    """Gives a solver a program to minimise, row by row; linear where `is_integer` is None."""
+    import highspy
 
-
-def _dual_bound(solver: Any, model: ModelArrays) -> float:
-    solution = solver.getSolution()
-    return (
-        model.offset + safe_bound(_program(model), np.array(solution.row_dual))
-        if solution.dual_valid
-        else -math.inf
-    )
-
-
-def _without_columns(model: ModelArrays) -> Answer:
-    if (model.row_upper < 0).any():
-        return Answer(math.inf, (), True)
-    return Answer(model.offset, (np.zeros(0),), True)
-
-
-def _pass(highspy: Any, solver: Any, model: ModelArrays, *, is_relaxed: bool) -> None:
-    columns, rows = len(model.cost), len(model.row_upper)
-    integrality = np.zeros(columns, np.int32) if is_relaxed else model.is_integer.astype(np.int32)
+    columns = len(program.cost)
+    integer = np.zeros(columns, np.int32) if is_integer is None else is_integer.astype(np.int32)
     solver.passModel(
         columns,
-        rows,
-        len(model.index),
+        len(program.row_upper),
+        len(program.index),
         int(highspy.MatrixFormat.kRowwise),
         int(highspy.ObjSense.kMinimize),
-        model.offset,
-        model.cost,
-        np.zeros(columns),
-        model.column_upper,
-        np.full(rows, -math.inf),
-        model.row_upper,
-        model.row_start,
-        model.index,
-        model.value,
-        integrality,
+        offset,
+        program.cost,
+        program.lower,
+        program.upper,
+        program.row_lower,
+        program.row_upper,
+        program.row_start[:-1].astype(np.int32),
+        program.index.astype(np.int32),
+        program.value,
+        integer,
     )
 
 
-def _run(highspy: Any, solver: Any) -> None:
-    """Runs HiGHS; its threads are started once a process, and another number of them is an error
-    until they are reset.
+def run(solver: highspy.Highs) -> None:
+    """Runs a solver.
+
+    HiGHS starts its threads once per process, and another number of them is an error until they
+    are reset.
+
+    Raises:
+        SolverError: HiGHS fails on the model.
     """
+    import highspy
+
     if solver.run() != highspy.HighsStatus.kError:
         return
     highspy.Highs.resetGlobalScheduler(True)
@@ -223,21 +95,26 @@ def _run(highspy: Any, solver: Any) -> None:
         )
 
 
-def _listen(
-    solver: Any, points: list[tuple[float, NDArray[np.float64]]], report: Report | None
-) -> None:
-    """Collects every improving point and reports progress."""
+def is_infeasible(solver: highspy.Highs) -> bool:
+    """True where HiGHS says that its model has no point."""
+    import highspy
 
-    def improved(event: Any) -> None:
-        out = event.data_out
-        points.append((float(out.objective_function_value), np.array(out.mip_solution)))
+    status = highspy.HighsModelStatus
+    return solver.getModelStatus() in (status.kInfeasible, status.kUnboundedOrInfeasible)
 
-    def logged(event: Any) -> None:
-        out = event.data_out
-        cost = float(out.mip_primal_bound)
-        if report is not None:
-            report(cost if math.isfinite(cost) and cost < 1e29 else None, float(out.mip_dual_bound))
 
-    solver.cbMipImprovingSolution += improved
-    if report is not None:
-        solver.cbMipLogging += logged
+def is_finished(solver: highspy.Highs) -> bool:
+    """True where no limit stopped the last run, and there is an optimum."""
+    import highspy
+
+    return bool(solver.getModelStatus() == highspy.HighsModelStatus.kOptimal)
+
+
+def point_of(solver: highspy.Highs) -> NDArray[np.float64] | None:
+    """Returns the best point of the last run; None where there is none that is feasible."""
+    import highspy
+
+    is_feasible = highspy.SolutionStatus.kSolutionStatusFeasible
+    if solver.getInfo().primal_solution_status != is_feasible:
+        return None
+    return np.array(solver.getSolution().col_value)

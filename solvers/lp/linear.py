@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.solvers.core.accounting import Floats, Ints
-from remat.solvers.core.interrupt import stop_when_interrupted
+from remat.solvers.lp import highs
 from remat.solvers.lp.safe_bound import (
     LinearProgram,
     Support,
@@ -232,11 +232,9 @@ class Program:
             solver, columns, rows = self._last
             self._add_to(solver, program, columns, rows)
         else:
-            solver = highspy.Highs()  # type: ignore[no-untyped-call]
-            solver.setOptionValue("output_flag", False)
-            solver.setOptionValue("threads", 1)
-            self._pass_to(solver, program, is_relaxed=is_relaxed)
-            stop_when_interrupted(solver)
+            solver = highs.new_solver()
+            is_integer = None if is_relaxed else np.concatenate(self._is_integer)
+            highs.pass_program(solver, program, is_integer)
         if is_relaxed and self.starts_from_last:
             self._last = solver, self.num_columns, self.num_rows
         return solver
@@ -281,28 +279,6 @@ class Program:
             value=np.concatenate([*self._value, np.zeros(0)]),
         )
 
-    def _pass_to(self, solver: highspy.Highs, program: LinearProgram, *, is_relaxed: bool) -> None:
-        integer = (
-            np.zeros(self.num_columns, np.int64) if is_relaxed else np.concatenate(self._is_integer)
-        )
-        solver.passModel(
-            self.num_columns,
-            self.num_rows,
-            len(program.index),
-            int(highspy.MatrixFormat.kRowwise),
-            int(highspy.ObjSense.kMinimize),
-            0.0,
-            program.cost,
-            program.lower,
-            program.upper,
-            program.row_lower,
-            program.row_upper,
-            program.row_start[:-1].astype(np.int32),
-            program.index.astype(np.int32),
-            program.value,
-            integer.astype(np.int32),
-        )
-
 
 def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
     """What branch and bound left."""
@@ -313,8 +289,8 @@ def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
     margin = branching_margin(program.lower, program.upper, tolerance, 1.0)
     return Outcome(
         float(info.mip_dual_bound) - margin,
-        _point(solver),
-        status == highspy.HighsModelStatus.kOptimal,
+        highs.point_of(solver),
+        highs.is_finished(solver),
     )
 
 
@@ -328,11 +304,4 @@ def _read_relaxed(solver: highspy.Highs, program: LinearProgram) -> Outcome:
         return Outcome(math.inf if proves_infeasible(solver, program) else -math.inf, None, True)
     solution = solver.getSolution()
     bound = safe_bound(program, np.array(solution.row_dual)) if solution.dual_valid else -math.inf
-    return Outcome(bound, _point(solver), status == highspy.HighsModelStatus.kOptimal)
-
-
-def _point(solver: highspy.Highs) -> Floats | None:
-    is_feasible = (
-        solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    )
-    return np.array(solver.getSolution().col_value) if is_feasible else None
+    return Outcome(bound, highs.point_of(solver), highs.is_finished(solver))

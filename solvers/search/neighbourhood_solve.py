@@ -12,7 +12,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.core.accounting import Ints
-from remat.solvers.lp.highs import Highs
+from remat.solvers.lp.backend import Highs
 from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.slots import slots_around, stages_of
 
