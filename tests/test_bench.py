@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from experiments import bench
+from experiments import ablation, bench
 from experiments.bench_proof import is_proved
 from experiments.bench_published import best_published
 from experiments.bench_rows import Rows, geometric_mean, mean_seconds
 from experiments.peers import PEERS
-from remat.tracers.synthetic import transformer
+from remat.core.schedule import Schedule, simulate
+from remat.tracers.synthetic import random_layered, transformer
 
 REFEREE = Path(__file__).resolve().parents[2] / "shared" / "referee.py"
 INSTANCE = {
@@ -186,3 +187,23 @@ def test_rows_that_took_no_time_that_counts_have_a_mean() -> None:
 
 def test_geometric_mean() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None:
+    graph = random_layered(12, seed=3)
+    budget_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 6 // 10
+    point = ablation.Point("small", graph, budget_bytes)
+    rows = [
+        {"point": "small", "seed": seed, "without": name, **ablation._solve(point, name, seed, 1.0)}
+        for seed in ablation.SEEDS
+        for name in (ablation.NOTHING, "eviction")
+    ]
+    (change,) = ablation.changes(rows)["eviction"]
+    assert not change.helps and not change.harms  # solved exhaustively either way
+
+    worse = [row | {"cost": 1.01 * row["cost"]} for row in rows if row["without"] == "eviction"]
+    full = [row for row in rows if row["without"] == ablation.NOTHING]
+    assert ablation.change_of(full, worse).helps
+    assert ablation.change_of(worse, full).harms
+    unsolved = [row | {"cost": None, "gap_percent": None} for row in worse]
+    assert ablation.change_of(full, unsolved).helps

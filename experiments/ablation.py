@@ -1,0 +1,220 @@
+"""What each technique of `auto` is worth: each switched off, on points that seconds don't close.
+
+    python -m experiments.ablation FOLDER [--instances DIR] [--only NAME ...] [--seconds 20]
+
+FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published instances. Rows are
+written as they are made, so that a run that is cut goes on where it was; one commit and one machine
+a file: rows of another commit are made again. For each technique and point the change of cost, gap
+and time against the solve with everything, the median over the seeds.
+
+A technique *helps* a point that costs 0.1 % more, or has a gap that is 0.3 points wider, without
+it, and *harms* one where it is the other way round. What helps fewer than three points goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.bench_real import budgets_of
+from experiments.bench_rows import CONSOLE, Row, Rows, facts, new_table, warm_up
+from experiments.environment import environment
+from experiments.real_graphs import BENCHMARKED, cached_graph
+from remat.core.graph import Graph
+from remat.core.instance import read_instance
+from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.solver import NAMES, Auto
+from remat.tracers.synthetic import random_layered
+
+SEEDS = (0, 1)
+COST, GAP = 0.1, 0.3  # percent of the cost, and points of the gap, that count
+LEAST_HELPED = 3  # points
+NOTHING = "nothing"  # is switched off
+ALWAYS = ("keep-all", "window", "families", "annealing")  # what everything else stands on
+
+# points that were open after five seconds in `bench_published`, `bench_real` and `bench_random`
+PUBLISHED = {
+    "checkmate_resnet50": ("7GB", "6GB", "5GB"),
+    "checkmate_unet": ("7GB", "6GB", "5GB"),
+    "random_layered_100": ("70%",),
+    "random_layered_500": ("80%", "70%"),
+}
+TRACED = {
+    "gpt2_12": ("50%", "least"),
+    "bert_large": ("least",),
+    "t5_large": ("50%", "40%", "least"),
+    "vit_large": ("least",),
+    "resnet50": ("least",),
+    "densenet121": ("50%", "40%", "least"),
+    "unet": ("60%", "40%", "least"),
+    "mobilenet_v2": ("30%", "least"),
+}
+RANDOM = (1, 2)  # seeds of layered graphs of 100 nodes, at 70 % of keeping everything
+
+
+@dataclass(frozen=True)
+class Point:
+    """A graph and a budget."""
+
+    name: str
+    graph: Graph
+    budget_bytes: int
+
+
+def points(folder: Path, instances: Path | None, rows: Rows) -> Iterator[Point]:
+    """Yields the points, one graph after the other."""
+    for name, labels in PUBLISHED.items():
+        if instances is None:
+            break
+
+        path = instances / f"{name}.json"
+        graph, budgets = read_instance(path), _published_budgets(path)
+        for label in labels:
+            yield Point(f"{name} {label}", graph, budgets[label])
+
+    for seed in RANDOM:
+        graph = random_layered(100, seed=seed)
+        peak_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        yield Point(f"layered_100 seed {seed} 70%", graph, peak_bytes * 70 // 100)
+
+    for name, labels in TRACED.items():
+        assert name in BENCHMARKED
+        graph = cached_graph(name, folder)
+        budgets = budgets_of(rows, name, graph)
+        for label in labels:
+            yield Point(f"{name} {label}", graph, budgets[label])
+
+
+def _published_budgets(path: Path) -> dict[str, int]:
+    return {label: int(size) for label, size in json.loads(path.read_text())["budgets"].items()}
+
+
+def _solve(point: Point, without: str, seed: int, time_limit_s: float) -> Row:
+    solver = Auto(
+        gap=0.0,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        without=() if without == NOTHING else (without,),
+    )
+    solution = solver.solve(point.graph, budget_bytes=point.budget_bytes)
+    return facts(solution) | {
+        "seconds": round(solution.wall_s, 3),
+        "found_by": solution.found_by,
+        "proved_by": solution.proved_by,
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """What switching a technique off changes at one point: positive where it was of use.
+
+    Attributes:
+        cost_percent: of the cost with everything; infinite where nothing fits any more.
+        gap_points: of the gap.
+        seconds: of the solve.
+    """
+
+    cost_percent: float
+    gap_points: float
+    seconds: float
+
+    @property
+    def helps(self) -> bool:
+        """True where the technique is of use here."""
+        return self.cost_percent >= COST or self.gap_points >= GAP
+
+    @property
+    def harms(self) -> bool:
+        """True where the solve is better without it."""
+        return not self.helps and (self.cost_percent <= -COST or self.gap_points <= -GAP)
+
+
+def change_of(full: Sequence[Row], without: Sequence[Row]) -> Change:
+    """Returns what a technique changes, by medians over the seeds."""
+
+    def median(rows: Sequence[Row], field: str) -> float:
+        return statistics.median(float("inf") if row[field] is None else row[field] for row in rows)
+
+    cost, cost_without = median(full, "cost"), median(without, "cost")
+    return Change(
+        100 * (cost_without / cost - 1),
+        median(without, "gap_percent") - median(full, "gap_percent"),
+        median(without, "seconds") - median(full, "seconds"),
+    )
+
+
+def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
+    """Returns the changes of each technique, one per point where both were solved."""
+    found: dict[str, list[Change]] = {}
+    solved = [row for row in rows if "without" in row]
+    for name in dict.fromkeys(row["point"] for row in solved):
+        here = [row for row in solved if row["point"] == name]
+        full = [row for row in here if row["without"] == NOTHING and row["cost"] is not None]
+        for technique in dict.fromkeys(row["without"] for row in here):
+            without = [row for row in here if row["without"] == technique]
+            if technique != NOTHING and full:
+                found.setdefault(technique, []).append(change_of(full, without))
+    return found
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints a line per technique: points helped and harmed, and the largest changes."""
+    table = new_table(
+        f"Techniques of auto, each switched off; helps: {COST} % of cost or {GAP} points of gap",
+        ("without", "points", "helps", "harms", "cost %", "gap points", "s", "verdict"),
+    )
+    for technique, all_changes in changes(rows).items():
+        helps = sum(change.helps for change in all_changes)
+        harms = sum(change.harms for change in all_changes)
+        is_kept = technique in ALWAYS or helps >= LEAST_HELPED
+        table.add_row(
+            technique,
+            str(len(all_changes)),
+            str(helps),
+            str(harms),
+            f"{max(change.cost_percent for change in all_changes):+.2f}",
+            f"{max(change.gap_points for change in all_changes):+.2f}",
+            f"{statistics.median(change.seconds for change in all_changes):+.1f}",
+            "stays" if is_kept else "goes",
+        )
+    CONSOLE.print(table)
+
+
+def main() -> None:
+    """Solves, writes and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="keeps traced graphs")
+    parser.add_argument("--instances", type=Path, help="folder of published instances")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each solve")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--show", action="store_true", help="only print what is there")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    options = {"time_limit_s": asked.seconds, "commit": environment()["commit"]}
+    if not asked.show:
+        warm_up()
+    rows = Rows(asked.output, "ablation", options, is_fresh=False)
+    for point in () if asked.show else points(asked.folder, asked.instances, rows):
+        for seed in SEEDS:
+            for without in (NOTHING, *asked.only):
+                key = {"point": point.name, "seed": seed, "without": without}
+                rows.row(
+                    key,
+                    lambda point=point, without=without, seed=seed: _solve(  # type: ignore[misc]
+                        point, without, seed, asked.seconds
+                    ),
+                )
+    show(rows.rows)
+
+
+if __name__ == "__main__":
+    main()
