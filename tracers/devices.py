@@ -12,8 +12,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -187,7 +188,9 @@ def device_at_hand(device_type: str = "") -> Device:
     Its first GPU, or `cpu` without one (or where asked for).
     """
     if device_type != "cpu" and torch.cuda.is_available():
-        return device_of_cuda_name(torch.cuda.get_device_name())
+        known = device_of_cuda_name(torch.cuda.get_device_name())
+        _, total_bytes = torch.cuda.mem_get_info()  # of a MIG slice less than of the card
+        return replace(known, memory_bytes=total_bytes)
     return _cpu()
 
 
@@ -201,6 +204,26 @@ def machine() -> str:
         f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}"
     )
+
+
+def cuda_settings() -> str:
+    """Returns what a measurement on the current GPU depends on.
+
+    The card, versions, and the settings that choose kernels.
+    """
+    backends: Any = torch.backends
+    settings = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": backends.cudnn.version(),
+        "matmul": backends.cuda.matmul.fp32_precision,
+        "conv": backends.cudnn.conv.fp32_precision,
+        "benchmark": backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled()
+        or backends.cudnn.deterministic,
+    }
+    described = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return f"{torch.cuda.get_device_name()}, {described}"
 
 
 def _plain(name: str) -> str:

@@ -62,7 +62,7 @@ class Profile(CostModel):
     def _where(self) -> str:
         if self.device_type == "cpu":
             return devices.machine()
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        return devices.cuda_settings()
 
     def _measure(self, call: Call) -> tuple[float, float] | None:
         if call.device_type != self.device_type:

@@ -49,7 +49,8 @@ _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::_ctc_loss_backward",
     "aten::_scaled_dot_product_efficient_attention_backward",
     "aten::_scaled_dot_product_flash_attention_backward",
-    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_flash_attention_backward",
+    "aten::_efficient_attention_backward", "aten::_cudnn_attention_backward",
 })  # fmt: skip
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 

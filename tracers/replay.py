@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 
-from remat.torch_border.allocator import is_profiling, run_counting_allocations
+from remat.torch_border.allocator import (
+    hold_stream,
+    is_profiling,
+    run_counting_allocations,
+)
 from remat.torch_border.kernels import without_modes
 
 from .calls import Call, OpOverload, TensorSpec
 
 Run = Callable[[], Any]
+
+_QUEUED = 10  # runs between two events; they take some 0.2 ms to queue
 
 # Custom operators may wait for other processes, have effects, or trust their inputs: only torch's
 # own are run.
@@ -51,7 +57,8 @@ def workspace_of(call: Call) -> int | None:
 def seconds_of(call: Call, budget_s: float) -> float | None:
     """Returns the median time of a call.
 
-    3 to 25 runs after the first, within about `budget_s` seconds.
+    3 to 25 times after the first, within about `budget_s` seconds. On a GPU each is the mean of
+    runs that were queued behind one another, so that Python's dispatch is no part of it.
 
     None where it can't be run alone.
     """
@@ -136,9 +143,12 @@ def _seconds_cpu(run: Run) -> float:
 
 
 def _seconds_cuda(run: Run) -> float:
+    """The device waits while the runs are queued; else a small kernel costs its launch."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold_stream()
     start.record()
-    run()
+    for _ in range(_QUEUED):
+        run()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return float(start.elapsed_time(end)) / 1e3 / _QUEUED

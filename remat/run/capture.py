@@ -269,6 +269,22 @@ def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def device_type(module: nn.Module) -> str:
-    """The type of the device that a module's parameters and buffers are on, `cuda` where any is."""
-    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    """The type of the device that a module's parameters and buffers are on, `cuda` where any is.
+
+    Raises:
+        TraceError: on a kind of device that can't be planned for, or on several GPUs.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    types = {tensor.device.type for tensor in tensors}
+    if others := types - {"cpu", "cuda", "meta"}:
+        raise TraceError(
+            f"{type(module).__name__} is on {', '.join(sorted(others))}; remat plans steps on a "
+            "CPU or a CUDA device: move the module there, or train it plainly"
+        )
+    gpus = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    if len(gpus) > 1:
+        raise TraceError(
+            f"{type(module).__name__} is spread over {len(gpus)} GPUs of one process, and a budget "
+            "is for one; plan the part on each GPU by itself, or use one process per GPU"
+        )
     return "cuda" if "cuda" in types else "cpu"

@@ -1,4 +1,4 @@
-"""Private names of torch's profiler, which counts allocations on the CPU.
+"""Private names of torch that measure: its profiler counts allocations on the CPU.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -58,3 +58,8 @@ def stop_counting_allocations() -> list[tuple[float, int]]:
         if str(record.kind()) == "memory_alloc" and record.cpu_memory_usage()
     ]
     return found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
+
+
+def hold_stream(cycles: int = 2_000_000) -> None:
+    """Keeps the current CUDA stream busy for about a millisecond (`torch.cuda._sleep`, 2.13)."""
+    torch.cuda._sleep(cycles)

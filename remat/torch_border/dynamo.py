@@ -44,8 +44,33 @@ def capture_settings() -> Iterator[None]:
         "allow_rnn": True,
         "ignore_logger_methods": _logging_functions(),
     }
-    with dynamo_config.patch(settings), _telling_of_captures(), _failures_said_once():
+    with (
+        dynamo_config.patch(settings),
+        _telling_of_captures(),
+        _failures_said_once(),
+        without_settings_in_log(),
+    ):
         yield
+
+
+@contextmanager
+def without_settings_in_log(version: str = torch.__version__) -> Iterator[None]:
+    """Leaves dynamo's settings out of its metrics on torch 2.11 and 2.12.
+
+    There it writes them as JSON, a set of functions among them, and each compilation logs a
+    traceback (`_get_dynamo_config_for_logging`, removable once 2.13 is the least version).
+    """
+    if tuple(map(int, version.split(".")[:2])) >= (2, 13):
+        yield
+        return
+
+    utils: Any = torch._dynamo.utils
+    before = utils._get_dynamo_config_for_logging
+    utils._get_dynamo_config_for_logging = lambda: None
+    try:
+        yield
+    finally:
+        utils._get_dynamo_config_for_logging = before
 
 
 @contextmanager

@@ -1,0 +1,81 @@
+"""Devices that are not this machine's: refused where there is no plan for them, and told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.torch_border.dynamo import without_settings_in_log
+from remat.tracers import devices
+
+
+class Elsewhere(nn.Module):
+    """A module that says its parameters are on other devices."""
+
+    def __init__(self, *places: str) -> None:
+        super().__init__()
+        self.places = [torch.device(place) for place in places]
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        for place in self.places:
+            yield SimpleNamespace(device=place, is_cuda=place.type == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (["mps"], "is on mps; remat plans steps on a CPU or a CUDA device"),
+        (["cpu", "xpu"], "is on xpu"),
+        (["cuda:0", "cuda:1"], "spread over 2 GPUs of one process"),
+    ],
+)
+def test_what_can_not_be_planned_for_is_refused_at_the_front_door(
+    places: list[str], message: str
+) -> None:
+    with pytest.raises(remat.TraceError, match=message):
+        remat.checkpoint(Elsewhere(*places), "80%", costs="flops")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("torch.backends.cudnn.benchmark", True),
+        ("torch.backends.cudnn.deterministic", True),
+        ("torch.version.cuda", "12.0"),
+    ],
+)
+def test_times_measured_under_other_settings_are_others(
+    setting: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    before = devices.cuda_settings()
+    monkeypatch.setattr(setting, value)
+
+    assert devices.cuda_settings() != before
+
+
+def test_the_memory_of_a_card_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of a card (MIG) has its name, and less memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 << 30, 10 << 30))
+
+    assert devices.device_at_hand().name == "H100"
+    assert devices.device_at_hand().memory_bytes == 10 << 30
+
+
+@pytest.mark.parametrize(("version", "is_left_out"), [("2.12.1+cu130", True), ("2.13.0", False)])
+def test_settings_are_left_out_of_the_log_where_they_can_not_be_written(
+    version: str, is_left_out: bool
+) -> None:
+    utils: Any = torch._dynamo.utils
+    before = utils._get_dynamo_config_for_logging
+    with without_settings_in_log(version):
+        assert (utils._get_dynamo_config_for_logging is not before) == is_left_out
+    assert utils._get_dynamo_config_for_logging is before
