@@ -23,13 +23,19 @@ _UNDECLARED_VIEWS = {aten._unsafe_view.default}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its data. `shape` and `stride` count elements."""
+    """A tensor without its data. `shape` and `stride` count elements.
+
+    `is_conj` and `is_neg` say that what is read is the conjugate or the negative of what lies in
+    memory.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device_type: str = "cpu"
     layout: torch.layout = torch.strided
+    is_conj: bool = False
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -37,7 +43,13 @@ class TensorSpec:
         is_strided = tensor.layout == torch.strided
         stride = tuple(map(int, tensor.stride())) if is_strided else ()
         return cls(
-            tuple(map(int, tensor.shape)), stride, tensor.dtype, tensor.device.type, tensor.layout
+            tuple(map(int, tensor.shape)),
+            stride,
+            tensor.dtype,
+            tensor.device.type,
+            tensor.layout,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     @property
@@ -94,7 +106,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         layout = "" if self.layout == torch.strided else f":{self.layout}"
-        return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{layout}".removeprefix("torch.")
+        marks = layout + ":conj" * self.is_conj + ":neg" * self.is_neg
+        return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{marks}".removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,16 @@ class Call:
             _freeze(args),
             tuple(sorted((k, _freeze(v)) for k, v in kwargs.items())),
             outputs,
+        )
+
+    @classmethod
+    def made(cls, target: Any, args: Any, kwargs: Any, result: Any) -> Call:
+        """Returns the call of an operator that was given these tensors, real or fake ones."""
+        return cls(
+            target,
+            _freeze(args),
+            tuple(sorted((name, _freeze(value)) for name, value in kwargs.items())),
+            tuple(_tensors_in(_freeze(result))),
         )
 
     @property

@@ -39,12 +39,25 @@ _READ_OPAQUE_MEMORY = frozenset({
 _REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
+def results_of(call: Call) -> tuple[torch.Tensor, ...] | None:
+    """Returns the tensors that a call returns, flat; None where it can't be run alone."""
+    if not _can_run(call):
+        return None
+    with _without_traces(call.device_type):
+        try:
+            found = _run_of(call)()
+        except _REFUSALS:
+            return None
+    items = found if isinstance(found, list | tuple) else [found]
+    return tuple(item for item in items if isinstance(item, torch.Tensor))
+
+
 def workspace_of(call: Call) -> int | None:
     """Returns the most bytes a call holds at once beyond what its outputs hold at its end.
 
     None where it can't be run alone, and on the CPU while another profiler runs.
     """
-    if not _can_run(call):
+    if not _can_count(call):
         return None
     with _without_traces(call.device_type):
         try:
@@ -62,7 +75,7 @@ def seconds_of(call: Call, budget_s: float) -> float | None:
 
     None where it can't be run alone.
     """
-    if not _can_run(call):
+    if not _can_count(call):
         return None
     clock = _seconds_cuda if call.device_type == "cuda" else _seconds_cpu
     times: list[float] = []
@@ -81,12 +94,17 @@ def seconds_of(call: Call, budget_s: float) -> float | None:
 def _can_run(call: Call) -> bool:
     if not isinstance(call.target, OpOverload) or call.target.namespace not in _NAMESPACES:
         return False
-    if call.packet in _READ_OPAQUE_MEMORY or (call.device_type == "cpu" and is_profiling()):
+    if call.packet in _READ_OPAQUE_MEMORY:
         return False
     specs = (*call.inputs, *call.outputs)
     return all(
         spec.layout == torch.strided and spec.device_type in ("cpu", "cuda") for spec in specs
     )
+
+
+def _can_count(call: Call) -> bool:
+    """True where it can be run, and no other profiler is in the way."""
+    return _can_run(call) and not (call.device_type == "cpu" and is_profiling())
 
 
 @contextmanager
@@ -115,7 +133,10 @@ def _fresh(value: Any) -> Any:
         flat = torch.rand(num_elements, dtype=value.dtype, device=value.device_type)
     else:
         flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device_type)
-    return flat.as_strided(value.shape, value.stride)
+    tensor = flat.as_strided(value.shape, value.stride)
+    if value.is_conj:
+        tensor = tensor.conj()
+    return torch.ops.aten._neg_view(tensor) if value.is_neg else tensor
 
 
 def _workspace_cpu(run: Run) -> int:

@@ -10,23 +10,26 @@ or break the step:
   named below;
 - the strides that some operators have on fake tensors are not those that their kernels return, for
   inputs that are not contiguous. All that follows is traced for the wrong strides: a view can't be
-  made, or the next product reads another layout and rounds otherwise. `LAYOUTS` holds the real
-  ones, found by running every operator of torch's own test database both ways.
+  made, or the next product reads another layout and rounds otherwise. Results are traced here in
+  the layout that `tracers/layouts.py` finds by running each call once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat.torch_border.kernels import corrected_fakes, suggest_memory_format, with_python_kernels
+from remat.torch_border.kernels import corrected_fakes, is_dense, with_python_kernels
+from remat.tracers.calls import Call
+from remat.tracers.layouts import Layout, layouts_of
 
 aten = torch.ops.aten
-# (result on fake tensors, *arguments, **arguments) -> the result as the kernel lays it out
-Layout = Callable[..., Any]
 
 # Replaced by torch's tracing all the same: the fused dropout draws the same mask and keeps a byte
 # an element instead of a float; batch norm in functional form; and what only moves data or makes
@@ -45,7 +48,7 @@ def plain_kernels() -> Iterator[None]:
     """Traces as plain PyTorch runs; see above."""
     with (
         with_python_kernels(_KEPT, {aten.dropout.default: _plain_where_it_rounds}),
-        corrected_fakes(LAYOUTS),
+        corrected_fakes(as_the_kernel_lays_out),
     ):
         yield
 
@@ -69,120 +72,54 @@ def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
     return dropout
 
 
-def _contiguous(result: Any, *_: Any, **__: Any) -> Any:
-    return _with_first(result, lambda t: torch.empty_like(t, memory_format=torch.contiguous_format))
-
-
-def _contiguous_on_cpu(result: Any, *_: Any, **__: Any) -> Any:
-    """Every result is contiguous, where it is on the CPU."""
-    if result[0].device.type != "cpu":
+def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator on fake tensors, in the layout that its kernel returns."""
+    if not _may_differ(operator, result, args, kwargs):
         return result
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in result)
+    found = layouts_of(Call.made(operator, args, kwargs, result))
+    if found is None or len(found) != len(_tensors(result)):  # it could not be run, or not alike
+        return result
+    layouts = iter(found)
+    return tree_map_only(torch.Tensor, lambda t: _laid_out(t, next(layouts)), result)
 
 
-def _as_product(result: Any, first: Any, second: Any, *_: Any, **__: Any) -> Any:
-    """What all elementwise operators of two tensors do.
+def _may_differ(operator: Any, result: Any, args: Any, kwargs: Any) -> bool:
+    """False where a layout is certain, or is not the kernel's own to choose."""
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten" or operator.is_view:
+        return False
+    if operator._schema.is_mutable:
+        return False
+    inputs, results = _tensors((args, kwargs)), _tensors(result)
+    if not inputs or not results or not all(map(_is_plain, (*inputs, *results))):
+        return False
+    if torch.Tag.pointwise in operator.tags and all(t.is_contiguous() for t in inputs):
+        return False
+    memory = [t.untyped_storage()._cdata for t in results]
+    given = {t.untyped_storage()._cdata for t in inputs}
+    return len(set(memory)) == len(memory) and given.isdisjoint(memory)
 
-    One of them, or both (`torch.div(32, 4)`), may be numbers.
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for numbers side by side on a device, of sizes that are known."""
+    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        return False
+    return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+
+
+def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor in that layout; in its own where nothing would be read elsewhere.
+
+    With gaps between its elements a result lies in a copy of all its input's memory, of which a
+    layout says nothing.
     """
-    if not (isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)):
-        return result
-    with torch.no_grad():
-        return torch.empty_like(result) if first is second else (first * second).to(result.dtype)
-
-
-def _in_format_of(place: int) -> Layout:
-    """On the CPU the first result is channels-last where argument `place` is, contiguous
-    otherwise.
-    """
-
-    def layout(result: Any, *args: Any, **_: Any) -> Any:
-        memory_format = suggest_memory_format(args[place])
-        if args[place].device.type != "cpu":
-            return result
-        return _with_first(result, lambda t: torch.empty_like(t, memory_format=memory_format))
-
-    return layout
-
-
-def _channels_last_from_dense(
-    result: torch.Tensor, gradient: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """On the CPU the result is channels-last only where the gradient is so without gaps."""
-    is_dense = (
-        gradient.is_contiguous(memory_format=torch.channels_last) and not gradient.is_contiguous()
-    )
-    memory_format = torch.channels_last if is_dense else torch.contiguous_format
-    return (
-        torch.empty_like(result, memory_format=memory_format)
-        if gradient.device.type == "cpu"
-        else result
-    )
-
-
-def _in_larger_storage(
-    result: torch.Tensor, first: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """The result stays in memory that was taken for as many elements as the first argument has."""
-    if result.shape == first.shape:
-        return torch.empty_like(first)
-    if result.numel() >= first.numel():
-        return result
-    return result.new_empty(first.numel()).as_strided(result.shape, result.stride())
-
-
-def _with_first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(result, torch.Tensor):
-        return change(result)
-    return (None if result[0] is None else change(result[0]), *result[1:])
-
-
-LAYOUTS: dict[Any, Layout] = {
-    **dict.fromkeys(
-        (
-            aten.native_dropout_backward.default, aten.softplus_backward.default,
-            aten.div.Tensor_mode, aten.copysign.Tensor,
-            aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logaddexp.default,
-        ),
-        _as_product,
-    ),
-    **dict.fromkeys(
-        (
-            aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default,
-            aten.mse_loss_backward.default,
-            aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
-            aten.glu_backward.default, aten.pow.Scalar,
-            aten.nll_loss2d_forward.default,
-        ),
-        _contiguous,
-    ),
-    aten.log_sigmoid_forward.default: _contiguous_on_cpu,
-    aten.upsample_bilinear2d_backward.default: _channels_last_from_dense,
-    **dict.fromkeys(
-        (
-            aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
-            aten._native_batch_norm_legit.no_stats,
-            aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update.default,
-            aten._batch_norm_with_update_functional.default, aten.reflection_pad3d.default,
-            aten.replication_pad3d.default,
-            aten.max_unpool2d.default,
-        ),
-        _in_format_of(0),
-    ),
-    **dict.fromkeys(
-        (
-            aten.native_batch_norm_backward.default, aten.reflection_pad2d_backward.default,
-            aten.reflection_pad3d_backward.default,
-            aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default,
-        ),
-        _in_format_of(1),
-    ),
-    **dict.fromkeys(
-        (
-            aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default,
-            aten.soft_margin_loss.default,
-            aten.col2im.default,
-        ),
-        _in_larger_storage,
-    ),
-}  # fmt: skip
+    promised = Layout.of(tensor)
+    is_same = replace(promised, size_bytes=layout.size_bytes) == layout
+    if promised == layout or not tensor.numel() or (is_same and not is_dense(tensor)):
+        return tensor
+    num_elements = layout.size_bytes // layout.dtype.itemsize
+    memory = torch.empty(num_elements, dtype=layout.dtype, device=tensor.device)
+    return memory.as_strided(layout.shape, layout.stride)

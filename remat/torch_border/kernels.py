@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket  # 2.13
-from torch._prims_common import suggest_memory_format  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache  # 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.13
@@ -23,7 +22,6 @@ __all__ = [
     "StorageWeakRef",
     "corrected_fakes",
     "is_dense",
-    "suggest_memory_format",
     "with_kernel",
     "with_python_kernels",
     "without_modes",
@@ -103,15 +101,15 @@ def with_python_kernels(
 
 
 @contextmanager
-def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Gives the results of some operators on fake tensors another layout
-    (`FakeTensorMode.dispatch`, 2.13).
+def corrected_fakes(correct: Callable[[OpOverload, Any, Any, Any], Any]) -> Iterator[None]:
+    """Gives the results of operators on fake tensors another layout (`FakeTensorMode.dispatch`,
+    2.13).
 
     What lies in more memory than it reads is not taken from the cache of fake tensors, which
     forgets how much that was.
 
     Args:
-        layouts: operator -> function of its result and its arguments that returns the result to
+        correct: function of an operator, its result and its arguments that returns the result to
             take instead.
     """
     plain: Any = FakeTensorMode.dispatch
@@ -120,10 +118,8 @@ def corrected_fakes(layouts: Mapping[OpOverload, Callable[..., Any]]) -> Iterato
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = plain(self, func, types, args, kwargs or {})
-        if func not in layouts:
-            return result
         with self:
-            return layouts[func](result, *args, **(kwargs or {}))
+            return correct(func, result, args, kwargs or {})
 
     def validated(
         self: Any, state: Any, key: Any, func: OpOverload, args: Any, kwargs: Any, output: Any
