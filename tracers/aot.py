@@ -29,7 +29,7 @@ from .cleaning import clean
 from .costs import CostModel
 from .origin import module_of, source_of
 from .phases import execution_order, is_backward_input, mark_phases, phase_of
-from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
+from .recomputable import InPlaceForm, in_place_forms, is_inference, is_random, pinned_reason
 from .rounding import refuse_uneven_gates
 from .storages import Storages, tensors_of
 
@@ -131,6 +131,7 @@ class _Reader:
         self.snapshots: dict[fx.Node, int] = {}
         self.generator_states: dict[int, int] = {}
         self.in_place: dict[tuple[int, int], InPlaceForm] = {}
+        self.unsavable: set[int] = set()
         results = module.graph.output_node().args[0]
         assert isinstance(results, list | tuple)
         self.results = results
@@ -266,6 +267,8 @@ class _Reader:
                 assert isinstance(tensor, torch.Tensor)
                 self._add_value(node.name, tensor, self._input_kind(node, primals))
             self.value_of[node] = self.value_of_storage[key]
+            if is_inference(node):
+                self.unsavable.add(self.value_of[node])
 
     def _input_kind(self, node: fx.Node, place: int) -> ValueKind:
         if node.op == "get_attr":
@@ -349,6 +352,8 @@ class _Reader:
             if is_part(part) and isinstance(part.meta.get("val"), torch.Tensor):
                 self.value_of[part] = self.value_of_storage[self.storages.of(part) or 0]
         pinned = pinned_reason(node, self.device_type)
+        if not pinned and not self.unsavable.isdisjoint(reads):
+            pinned = "it reads an inference tensor, which autograd can't keep for the backward"
         if not pinned and any(key in self.kept_storages for key in fresh):
             pinned = "its result leaves the forward, and is kept anyway"
         cost = self.costs.measure(node)

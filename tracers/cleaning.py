@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from .recomputable import is_random, pinned_reason
+from .recomputable import is_inference, is_random, pinned_reason
 from .storages import Storages, tensors_of
 
 aten = torch.ops.aten
@@ -26,14 +26,15 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
 
     1. `detach` and `alias` go. 2. Copies that change nothing go (dropout with p = 0 leaves a
     `clone`, autocast redundant casts), except where a result would come to share memory with
-    another. 3. Constant parts of operators (lengths that attention kernels return) become
-    constants. 4. Equal computations of one phase merge where that prolongs no lifetime.
-    5. Views of views become one. 6. The backward of batch norm no longer holds the new running
-    statistics, which it does not use in training. 7. What nobody reads goes, except random
-    operators: they advance the generator.
+    another, and of inputs that autograd can't keep for the backward. 3. Constant parts of operators
+    (lengths that attention kernels return) become constants. 4. Equal computations of one phase
+    merge where that prolongs no lifetime. 5. Views of views become one. 6. The backward of batch
+    norm no longer holds the new running statistics, which it does not use in training. 7. What
+    nobody reads goes, except random operators: they advance the generator.
     """
     graph = module.graph
     output = graph.output_node()
+    unsavable = {storages.of(n) for n in graph.find_nodes(op="placeholder") if is_inference(n)}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -41,6 +42,7 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
             node.target in _COPIES
             and _changes_nothing(node)
             and not _would_share_a_result(node, storages)
+            and storages.of(node.args[0]) not in unsavable
         ):
             _replace(node, node.args[0], storages)
         elif isinstance(node.meta.get("val"), int | float | bool):
@@ -58,11 +60,14 @@ def _changes_nothing(node: fx.Node) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = source.meta["val"], node.meta["val"]
-    layouts = [
-        (t.dtype, t.device, t.stride(), t.layout, t.untyped_storage().nbytes())
-        for t in (before, after)
-    ]
-    return layouts[0] == layouts[1]
+    layouts = [(t.device, t.layout, t.untyped_storage().nbytes()) for t in (before, after)]
+    return layouts[0] == layouts[1] and _reads_alike(before, after)
+
+
+def _reads_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True where two tensors in the same memory would be the same tensor."""
+    marks = [(t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in (one, two)]
+    return marks[0] == marks[1]
 
 
 def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
@@ -137,11 +142,7 @@ def _views_alike(node: fx.Node, source: Any) -> bool:
 
 def _same_layout(first: fx.Node, second: fx.Node) -> bool:
     one, two = first.meta.get("val"), second.meta["val"]
-    return isinstance(one, torch.Tensor) and (one.shape, one.stride(), one.dtype) == (
-        two.shape,
-        two.stride(),
-        two.dtype,
-    )
+    return isinstance(one, torch.Tensor) and _reads_alike(one, two)
 
 
 def _drop_unread(graph: fx.Graph) -> None:

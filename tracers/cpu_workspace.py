@@ -17,6 +17,8 @@ from .calls import Call, TensorSpec, aten
 def formula_bytes(call: Call) -> int | None:
     """Returns the workspace on the CPU that follows from torch's source; None where it does not."""
     packet = call.packet
+    if any(t.is_neg or (t.is_conj and packet not in _PRODUCTS) for t in call.inputs):
+        return None
     if packet in _FORMULAS:
         return _FORMULAS[packet](call)
     if packet in _WITHOUT:
@@ -29,12 +31,14 @@ def _copy_bytes(*tensors: TensorSpec) -> int:
     return sum(t.nbytes for t in tensors if not t.is_contiguous)
 
 
-def _pointwise(call: Call) -> int:
+def _pointwise(call: Call) -> int | None:
     """TensorIterator.cpp, `compute_types`.
 
     Inputs of another type than the common one are cast to it first.
     """
     packet = call.packet
+    if not call.outputs[0].dtype.is_complex and any(t.dtype.is_complex for t in call.inputs):
+        return _real_of_complex(call)
     operands = (
         call.args[1:]
         if packet is aten.where
@@ -43,7 +47,8 @@ def _pointwise(call: Call) -> int:
         else call.args
     )
     tensors = [t for t in operands if isinstance(t, TensorSpec)]
-    numbers = [n for n in operands[: 1 if packet is aten.pow else 2] if isinstance(n, (int, float))]
+    operands = operands[: 1 if packet is aten.pow else 2]
+    numbers = [n for n in operands if isinstance(n, int | float | complex)]
     common = _common_dtype(call, tensors, numbers)
     casts = sum(t.numel for t in tensors if t.dtype != common) * common.itemsize
     if packet is aten.where:
@@ -54,6 +59,12 @@ def _pointwise(call: Call) -> int:
             for n in numbers
         )
     return casts
+
+
+def _real_of_complex(call: Call) -> int | None:
+    """UnaryOps.cpp, `unary_op_impl_with_complex_to_float_out`: complex first, real then."""
+    spec = call.args[0]
+    return int(spec.nbytes) if call.packet in (aten.abs, aten.angle) else None
 
 
 def _common_dtype(call: Call, tensors: list[TensorSpec], numbers: list[Any]) -> torch.dtype:
@@ -67,16 +78,19 @@ def _common_dtype(call: Call, tensors: list[TensorSpec], numbers: list[Any]) -> 
     return torch.get_default_dtype() if has_fraction and not common.is_floating_point else common
 
 
-def _dtype_of(number: float) -> torch.dtype:
+def _dtype_of(number: complex) -> torch.dtype:
     if isinstance(number, bool):
         return torch.bool
-    return torch.int64 if isinstance(number, int) else torch.float64
+    if isinstance(number, int):
+        return torch.int64
+    return torch.float64 if isinstance(number, float) else torch.complex128
 
 
 def _product(call: Call) -> int | None:
     """LinearAlgebra.cpp: BLAS wants one stride of 1.
 
-    Other matrices are copied, in a batch one by one.
+    Other matrices are copied, in a batch one by one. So is the conjugate of one, as BLAS takes the
+    conjugate of a transposed matrix only, and of no batch (`_suits_blas_conjugated`).
 
     Reduced precision goes to oneDNN (`use_mkldnn_bf16_matmul`).
     """
@@ -87,10 +101,28 @@ def _product(call: Call) -> int | None:
     )
     if left.dtype.itemsize < 4:
         return None
+    if left.is_conj or right.is_conj:
+        return _conjugate_product(left, right)
     if len(left.shape) == 3 and left.shape[1] * left.shape[2] * right.shape[2] < 400:
         return 0
     batch = left.shape[0] if len(left.shape) == 3 else 1
     return sum(t.nbytes // max(1, batch) for t in (left, right) if not _suits_blas(t))
+
+
+def _conjugate_product(left: TensorSpec, right: TensorSpec) -> int | None:
+    if 1 in (*left.shape[-2:], *right.shape[-2:]):  # which one counts as transposed is not said
+        return None
+    batch = left.shape[0] if len(left.shape) == 3 else 1
+    is_copied = [t.is_conj and not _suits_blas_conjugated(t) for t in (left, right)]
+    copies = sum(t.nbytes for t, copied in zip((left, right), is_copied, strict=True) if copied)
+    others = [t for t, copied in zip((left, right), is_copied, strict=True) if not copied]
+    return copies + sum(t.nbytes // max(1, batch) for t in others if not _suits_blas(t))
+
+
+def _suits_blas_conjugated(t: TensorSpec) -> bool:
+    """LinearAlgebra.cpp, `addmm_impl_cpu_`: BLAS takes a conjugate where it takes its transpose."""
+    (rows, _), (down, across) = t.shape[-2:], t.stride[-2:]
+    return len(t.shape) == 2 and down == 1 and across >= max(1, rows)
 
 
 def _bias(call: Call) -> Any:
@@ -268,8 +300,9 @@ def _gelu_backward(call: Call) -> int:
     )
 
 
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
-    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
+    **dict.fromkeys(_PRODUCTS, _product),
     aten.mean: _mean,
     **dict.fromkeys((aten.sum, aten.amax), _reduction),
     aten.logsumexp: _logsumexp,

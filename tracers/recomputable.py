@@ -5,7 +5,7 @@ Everything here is decided from operator schemas and tags, never from a node's n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,23 @@ _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::_efficient_attention_backward", "aten::_cudnn_attention_backward",
 })  # fmt: skip
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
+_COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
+
+
+def mark_inference_inputs(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Notes which inputs of a joint graph were made under `torch.inference_mode()`.
+
+    Fake tensors don't know it. Autograd can't keep such a tensor for the backward.
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    for node, tensor in zip(placeholders, inputs, strict=False):
+        if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+            node.meta["is_inference"] = True
+
+
+def is_inference(node: fx.Node) -> bool:
+    """True for an input that `mark_inference_inputs` marked."""
+    return bool(node.meta.get("is_inference"))
 
 
 def pinned_reason(node: fx.Node, device_type: str) -> str:
@@ -131,9 +148,33 @@ class InPlaceForm:
 def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
     """Yields the ways in which an elementwise operator may write over one of its inputs.
 
+    Each gives the same bits as the operator itself. Whether an input is read later is for the
+    caller to check.
+    """
+    if rounds_in_place_alike(node):
+        yield from candidate_forms(node, device_type)
+
+
+def rounds_in_place_alike(node: fx.Node) -> bool:
+    """True where an operator gives the same bits whether it writes over an input or not.
+
+    All on real numbers do. Products of complex ones are several roundings, and a compiler's
+    vectorised loop, which runs only where outputs and inputs don't overlap, fuses other steps than
+    the plain loop (`experiments/fake_kernels.py`, torch 2.13). Sums round once a component.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_complex():
+        return True
+    target = node.target
+    are_tensors = len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2
+    return isinstance(target, OpOverload) and target.name() in _COMPLEX_SUMS and are_tensors
+
+
+def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
+    """Yields the ways to write over an input that torch has kernels for, whatever their bits.
+
     Only kernels written for the device count: generated `out=` overloads of composite operators
-    compute aside and copy, which saves nothing. Whether an input's memory is as large as the
-    result's is for the caller to check.
+    compute aside and copy, which saves nothing.
     """
     target = node.target
     if (
@@ -174,11 +215,13 @@ def _has_same_layout(value: Any, output: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and isinstance(output, torch.Tensor)
+        and value.layout == output.layout == torch.strided
         and value.dtype == output.dtype
         and value.shape == output.shape
         and value.stride() == output.stride()
         and value.device == output.device
         and value.untyped_storage().nbytes() == output.untyped_storage().nbytes()
+        and not (value.is_conj() or value.is_neg() or output.is_conj() or output.is_neg())
     )
 
 

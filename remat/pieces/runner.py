@@ -43,6 +43,7 @@ from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.kernels import StorageWeakRef
 from remat.torch_border.sharded import is_sharded
 from remat.tracers.costs import CostModel
+from remat.tracers.recomputable import mark_inference_inputs
 
 _LOG = logging.getLogger(__name__)
 Path = tuple[Piece, ...]  # the pieces that a forward ran, in order
@@ -233,6 +234,7 @@ class Piecewise:
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_opaque_memory(joint)
+            mark_inference_inputs(joint, example_inputs)
             static = static_lifetime_input_indices or ()
             piece = Piece(
                 joint,

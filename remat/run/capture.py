@@ -26,6 +26,7 @@ from remat.torch_border.autograd import aot_autograd, backward_without_autocast,
 from remat.torch_border.dynamo import is_associative_scan
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
+from remat.tracers.recomputable import mark_inference_inputs
 
 
 class Step(Protocol):
@@ -102,6 +103,7 @@ def make_backend(
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_opaque_memory(joint)
+            mark_inference_inputs(joint, example_inputs)
             step = read_joint(
                 joint,
                 num_fwd_outputs,
