@@ -299,7 +299,7 @@ def test_a_broken_cache_is_ignored_and_written_anew(
     cache = DiskCache(path)
     assert "can't be read" in caplog.text
     cache.put("key", (1.0, 2.0))
-    assert DiskCache(path).get("key") == (1.0, 2.0)
+    assert DiskCache(path).get("key", (0, 2), (0, 2)) == (1.0, 2.0)
 
 
 def test_an_unwritable_cache_stays_in_memory(
@@ -308,7 +308,7 @@ def test_an_unwritable_cache_stays_in_memory(
     (tmp_path / "file").write_text("")
     cache = DiskCache(tmp_path / "file" / "cache.json")
     cache.put("key", (1.0,))
-    assert cache.get("key") == (1.0,)
+    assert cache.get("key", (0, 2)) == (1.0,)
     assert "can't be written" in caplog.text
 
 
@@ -316,7 +316,8 @@ def test_two_writers_keep_each_others_entries(tmp_path: Path) -> None:
     one, other = DiskCache(tmp_path / "cache.json"), DiskCache(tmp_path / "cache.json")
     one.put("a", (1.0,))
     other.put("b", (2.0,))
-    assert [DiskCache(tmp_path / "cache.json").get(key) for key in "ab"] == [(1.0,), (2.0,)]
+    cache = DiskCache(tmp_path / "cache.json")
+    assert [cache.get(key, (0, 2)) for key in "ab"] == [(1.0,), (2.0,)]
 
 
 @pytest.mark.cuda

@@ -92,7 +92,12 @@ def test_a_plan_is_found_again_by_the_next_job(tmp_path: Path, solved: list[floa
     torch._dynamo.reset()
     checkpointed(second)(batch(64)).backward()
     assert len(solved) == 1
-    assert call_of(second).pieces[0].solution == call_of(first).pieces[0].solution
+    made, read = (call_of(model).pieces[0].solution for model in (first, second))
+    assert (read.schedule, read.peak_bytes, read.cost_s, read.lower_bound_s) == (
+        *(made.schedule, made.peak_bytes, made.cost_s, made.lower_bound_s),
+    )
+    assert not made.is_bound_stated
+    assert read.is_bound_stated == (read.lower_bound_s > read.keep_all_cost_s)
 
 
 def test_what_a_plan_depends_on_is_its_key() -> None:

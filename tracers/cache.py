@@ -45,9 +45,21 @@ class DiskCache:
         self._entries = _read(self.path)
         weakref.finalize(self, _write, self.path, self._fresh)
 
-    def get(self, key: str) -> tuple[float, ...] | None:
-        """Returns the numbers of `key`, or None."""
-        return self._entries.get(key)
+    def get(self, key: str, *ranges: tuple[float, float]) -> tuple[float, ...] | None:
+        """Returns the numbers of `key`, or None.
+
+        Args:
+            key: what was measured.
+            ranges: the least and most that each number can be; others are a damaged file's, and
+                are measured again.
+        """
+        numbers = self._entries.get(key)
+        if numbers is None or len(numbers) != len(ranges):
+            return None
+        is_possible = all(
+            least <= number <= most for number, (least, most) in zip(numbers, ranges, strict=True)
+        )
+        return numbers if is_possible else None
 
     def put(self, key: str, numbers: tuple[float, ...]) -> None:
         """Keeps the numbers of `key`, and writes them when the last write is a second ago."""
@@ -62,11 +74,11 @@ class DiskCache:
 
 
 def _read(path: Path) -> dict[str, tuple[float, ...]]:
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         return serialize.load(dict[str, tuple[float, ...]], path, TraceError)
-    except TraceError as reason:
+    except (TraceError, OSError) as reason:
         _LOG.warning("ignoring a cache that can't be read; it will be written anew: %s", reason)
         return {}
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from remat.core.limits import printable
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 # calls the model: the innermost frame of what torch's own modules compute
 _OWN = ("torch_border", "modules.py")
@@ -33,7 +35,7 @@ def module_of(node: fx.Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     path = _INDEXED.sub(lambda match: "." + (match[1] or match[2] or match[3]), _ROOT.sub("", path))
-    return path.strip(".")
+    return printable(path.strip("."))
 
 
 def source_of(node: fx.Node) -> str:
@@ -48,4 +50,4 @@ def source_of(node: fx.Node) -> str:
     if not frames:
         return ""
     frame = frames[-1]
-    return f"{Path(frame['file']).name}:{frame['line']}: {frame['code'].strip()}"
+    return printable(f"{Path(frame['file']).name}:{frame['line']}: {frame['code'].strip()}")

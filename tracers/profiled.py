@@ -19,8 +19,10 @@ from .calls import Call
 from .costs import CostModel, OperatorCost, Roofline
 from .counts import bytes_moved, flop_of
 from .replay import seconds_of, workspace_of
+from .workspace import MOST_WORKSPACE_BYTES
 
 _LOG = logging.getLogger(__name__)
+_MOST_SECONDS = 1e6  # of one operator, in a file that is not damaged
 
 
 @final
@@ -50,8 +52,8 @@ class Profile(CostModel):
     def cost_of(self, call: Call) -> OperatorCost:
         """Returns seconds and workspace of a call, from the cache or from running it."""
         key = f"{self._where}: {call}"
-        known = self.store.get(key)
-        if known is None or len(known) != 2:
+        known = self.store.get(key, (0.0, _MOST_SECONDS), (0.0, MOST_WORKSPACE_BYTES))
+        if known is None:
             known = self._measure(call)
             if known is None:
                 return self._estimate(call)

@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 # Calls above either are not run for their workspace: about a quarter of a second on two cores.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
+MOST_WORKSPACE_BYTES = float(1 << 50)  # of one operator, in a file that is not damaged
 
 
 def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
@@ -52,7 +53,7 @@ def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
 def measured_bytes(call: Call) -> int:
     """Returns the workspace of a call that was run on this machine's CPU, now or before."""
     key = f"{machine()}: {call}"
-    known = _store().get(key)
+    known = _store().get(key, (0.0, MOST_WORKSPACE_BYTES))
     if known is not None:
         return int(known[0])
     measured = _measure(call)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from remat.core import serialize
 from remat.core.budget import parse_budget
-from remat.core.errors import RematError, ScheduleError
+from remat.core.errors import BudgetError, RematError, ScheduleError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
 from remat.core.schedule import Schedule, simulate
@@ -73,28 +73,27 @@ def installed_extra() -> Iterator[None]:
         raise Refused(str(reason)) from None
 
 
-def check_folder(path: Path) -> None:
-    """Refuses an output path whose folder does not exist, before any work is done for it."""
-    if not path.resolve().parent.is_dir():
-        raise Refused(f"--output {path}: there is no folder {path.resolve().parent}")
+def check_output(path: Path) -> None:
+    """Refuses an output path that can't be written, before any work is done for it."""
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
+        raise Refused(f"--output {path}: there is no folder {place.parent}")
+    if place.is_dir():
+        raise Refused(f"--output {path}: this is a folder, and a file is needed")
+    is_file = place.is_file() or not place.exists()
+    if not os.access(place.parent if is_file else place, os.W_OK):
+        raise Refused(f"--output {path}: this user may not write in {place.parent}")
 
 
 def load_solutions(path: Path, graph: Graph) -> list[Solution]:
-    """Returns what `solve --output` or `frontier --output` saved for `graph`."""
+    """Returns what `solve --output` or `frontier --output` saved for `graph`, its numbers found
+    anew.
+    """
+    found = Solution.load_all(path)
     try:
-        is_list = path.read_bytes()[:1] == b"["
-        found = (
-            serialize.load(list[Solution], path, ScheduleError)
-            if is_list
-            else [Solution.load(path)]
-        )
-    except OSError as reason:
-        raise Refused(f"{path}: {reason.strerror}") from None
-    except ScheduleError as reason:
-        raise Refused(str(reason)) from None
-    if any(s.fingerprint != graph.fingerprint for s in found):
-        raise Refused(f"{path} was solved for another graph")
-    return found
+        return [solution.on(graph) for solution in found]
+    except (ScheduleError, BudgetError) as reason:
+        raise Refused(f"{path}: {reason}") from None
 
 
 def bench_graphs(paths: list[Path]) -> list[tuple[str, Graph]]:

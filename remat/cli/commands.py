@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `solve` starts without tor
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from remat.cli.arguments import (
     Refused,
     bench_graphs,
     budget_bytes,
-    check_folder,
+    check_output,
     free_order_solver,
     import_callable,
     keep_all_bytes,
@@ -37,7 +38,7 @@ from remat.cli.options import (
 )
 from remat.cli.picture_commands import export, plot, report
 from remat.core.budget import parse_budget
-from remat.core.errors import BudgetError, GraphError, SolverError, TraceError
+from remat.core.errors import BudgetError, RematError, SolverError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
 from remat.core.solution import Solution, Status
@@ -53,7 +54,13 @@ class _OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (Refused, GraphError, TraceError, SolverError, BudgetError) as error:
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads on: click ends quietly
+                raise
+            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            typer.echo(f"remat: {text}", err=True)
+            raise typer.Exit(2) from None
+        except RematError as error:
             typer.echo(f"remat: {' '.join(str(error).split())}", err=True)
             is_proved = isinstance(error, BudgetError) and error.is_proved
             raise typer.Exit(
@@ -131,7 +138,7 @@ def trace(
     """
     from remat.look.tables import progress, show_graph
 
-    check_folder(output)
+    check_output(output)
     make = import_callable(factory)
     model, args = make()
     with progress(f"tracing {factory}"):
@@ -173,7 +180,7 @@ def solve(
     if without and solver != "auto":
         raise Refused(f"--without: techniques are those of auto, and the solver is {solver!r}")
     if output is not None:
-        check_folder(output)
+        check_output(output)
     graph = read_instance(instance)
     solution = _solve(
         graph,
@@ -217,7 +224,7 @@ def frontier(
     from remat.look.tables import progress, show_solutions, solution_record, write_json
 
     if output is not None:
-        check_folder(output)
+        check_output(output)
     graph = read_instance(instance)
     method = solver_named(solver, time_limit_s=time_limit, gap=gap)
     with progress(f"{solver}, {instance.stem} in {points} budgets"):

@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpoint_block
 
 from remat.core.budget import format_bytes
+from remat.core.files import write_whole
 from remat.face.api import checkpoint, report, unwrap
 from remat.look.plot import Timeline, plot_memory, save
 from remat.look.plot_schedule import plot_schedule
@@ -165,7 +166,8 @@ def run_demo(output: Path, steps: int = 20) -> None:
     pictures = output / "memory.png", output / "schedule.png"
     _draw(runs, held, reports[0], pictures)
     numbers = output / "demo.json"
-    numbers.write_text(json.dumps(_record(runs, reports, device, steps), indent=1) + "\n")
+    record = json.dumps(_record(runs, reports, device, steps), indent=1)
+    write_whole(numbers, f"{record}\n".encode())
     console.print(f"Pictures: {pictures[0]}, {pictures[1]}. Numbers: {numbers}.")
     for model in (half, equal):
         unwrap(model)

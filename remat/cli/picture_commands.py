@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from remat.cli.arguments import Refused, check_folder, installed_extra, load_solutions, solver_named
+from remat.cli.arguments import Refused, check_output, installed_extra, load_solutions, solver_named
 from remat.cli.options import InstanceArgument, Picture
 from remat.core.instance import read_instance
 
@@ -29,7 +29,7 @@ def plot(
     """
     from remat.look.plot import PLOT_SUFFIXES, draw
 
-    check_folder(output)
+    check_output(output)
     if output.suffix.lower() not in PLOT_SUFFIXES:
         raise Refused(f"--output {output}: a picture ends in {', '.join(PLOT_SUFFIXES)}")
     graph = read_instance(instance)
@@ -75,7 +75,7 @@ def report(
     from remat.look.report import Report
     from remat.look.tables import progress
 
-    check_folder(output)
+    check_output(output)
     graph = read_instance(instance)
     chosen = [solution for solution in load_solutions(plan, graph) if solution.is_solved]
     if not chosen:
@@ -115,7 +115,7 @@ def export(
     from remat.core.schedule import Schedule
     from remat.look.export import EXPORT_SUFFIXES, save
 
-    check_folder(output)
+    check_output(output)
     if output.suffix not in EXPORT_SUFFIXES:
         raise Refused(f"--output {output}: an export ends in {' or '.join(EXPORT_SUFFIXES)}")
     graph = read_instance(instance)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from remat.core import limits
+from remat.core.limits import shown
+
 _UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -36,28 +39,30 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
     (8589934592, 7500000000, 600)
     """
     if isinstance(budget, bool) or not isinstance(budget, int | str):
-        raise TypeError(f"budget {budget!r} is a {type(budget).__name__}; {_HELP}")
+        raise TypeError(f"budget {shown(budget)} is a {type(budget).__name__}; {_HELP}")
     size_bytes = budget if isinstance(budget, int) else _parse_text(budget, keep_all_bytes)
     if size_bytes <= 0:
-        raise ValueError(f"budget {budget!r} is not positive; {_HELP}")
+        raise ValueError(f"budget {shown(budget)} is not positive; {_HELP}")
+    if fault := limits.budget_fault(size_bytes):
+        raise ValueError(fault)
     return size_bytes
 
 
 def _parse_text(text: str, keep_all_bytes: int | None) -> int:
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise ValueError(f"budget {text!r} does not parse; {_HELP}")
+        raise ValueError(f"budget {shown(text)} does not parse; {_HELP}")
     number, unit = Decimal(match[1]), match[2].lower()
     if unit == "%":
         if keep_all_bytes is None:
             raise ValueError(
-                f"budget {text!r} is a percentage, and nothing says of what; write it in bytes"
+                f"budget {shown(text)} is a percentage, and nothing says of what; write it in bytes"
             )
         return int(number * keep_all_bytes / 100)
     if unit not in _UNITS:
         known = ", ".join(["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"])
         raise ValueError(
-            f"budget {text!r} has the unknown unit {match[2]!r} (known: {known}); {_HELP}"
+            f"budget {shown(text)} has the unknown unit {shown(match[2])} (known: {known}); {_HELP}"
         )
     return int(number * _UNITS[unit])
 

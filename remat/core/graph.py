@@ -15,14 +15,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.core import serialize
+from remat.core import limits, serialize
 from remat.core.errors import GraphError
+from remat.core.limits import shown
 
 FORMAT_VERSION = 1
 
@@ -54,8 +56,8 @@ class Value:
     dtype: str = ""
 
     def __post_init__(self) -> None:
-        if self.size_bytes < 0:
-            raise GraphError(f"value {self.name!r} has the negative size {self.size_bytes:,} bytes")
+        if fault := limits.size_fault(self.size_bytes):
+            raise GraphError(f"value {shown(self.name)} has {fault}")
 
     @property
     def is_resident(self) -> bool:
@@ -102,22 +104,20 @@ class Operator:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.cost_s) and self.cost_s >= 0):
-            raise GraphError(
-                f"operator {self.name!r} has the cost {self.cost_s}; a cost is finite and not "
-                "negative"
-            )
-        if self.workspace_bytes < 0:
-            raise GraphError(
-                f"operator {self.name!r} has a negative workspace of {self.workspace_bytes:,} bytes"
-            )
+        fault = (
+            limits.cost_fault(self.cost_s)
+            or limits.size_fault(self.workspace_bytes).replace("the size", "the workspace", 1)
+            or (limits.index_fault(self.region) and f"the region {limits.index_fault(self.region)}")
+        )
+        if fault:
+            raise GraphError(f"operator {shown(self.name)} has {fault}")
         if len(set(self.reads)) != len(self.reads) or len(set(self.writes)) != len(self.writes):
-            raise GraphError(f"operator {self.name!r} names a value twice")
+            raise GraphError(f"operator {shown(self.name)} names a value twice")
         if not set(self.reuses) <= set(self.reads):
-            raise GraphError(f"operator {self.name!r} reuses a value that it does not read")
+            raise GraphError(f"operator {shown(self.name)} reuses a value that it does not read")
         if self.reuses and len(self.writes) != 1:
             raise GraphError(
-                f"operator {self.name!r} works in place and writes {len(self.writes)} values; "
+                f"operator {shown(self.name)} works in place and writes {len(self.writes)} values; "
                 "one is needed"
             )
 
@@ -174,13 +174,35 @@ class Graph:
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
             raise GraphError(
-                f"this graph has format version {self.version}; this remat reads version "
-                f"{FORMAT_VERSION}"
+                f"this graph has format version {shown(self.version)}; this remat reads "
+                f"version {FORMAT_VERSION}"
             )
         self._check_operators()
+        self._check_together()
         for value in self.outputs:
             if not 0 <= value < len(self.values):
-                raise GraphError(f"output {value} is no value of 0..{len(self.values) - 1}")
+                raise GraphError(f"output {shown(value)} is no value of 0..{len(self.values) - 1}")
+
+    def _check_together(self) -> None:
+        """Checks what is cheaper for all values and operators at once, or only holds for all."""
+        workspace = max((op.workspace_bytes for op in self.operators), default=0)
+        total = sum(value.size_bytes for value in self.values) + workspace
+        if total > limits.MOST_BYTES:
+            raise GraphError(
+                f"sizes and the largest workspace add up to {shown(total)}, and at most "
+                f"{limits.MOST_BYTES:,} (2**53 - 1) can be counted exactly; use a larger unit"
+            )
+        dimensions = chain.from_iterable(value.shape for value in self.values)
+        if fault := next(filter(None, map(limits.size_fault, set(dimensions))), ""):
+            raise GraphError(f"a value's shape has {fault}")
+
+        texts = [self.device, self.costs]
+        for value in self.values:
+            texts += (value.name, value.dtype)
+        for op in self.operators:
+            texts += (op.name, op.pinned, op.target, op.module, op.source)
+        if fault := limits.texts_fault(texts):
+            raise GraphError(f"the graph has {fault}")
 
     def _check_operators(self) -> None:
         if len({operator.name for operator in self.operators}) != len(self.operators):
@@ -190,25 +212,25 @@ class Graph:
             for value in (*operator.reads, *operator.writes):
                 if not 0 <= value < len(self.values):
                     raise GraphError(
-                        f"operator {operator.name!r} names value {value}, which is none of "
-                        f"0..{len(self.values) - 1}"
+                        f"operator {shown(operator.name)} names value {shown(value)}, which is "
+                        f"none of 0..{len(self.values) - 1}"
                     )
             for value in operator.reads:
                 if not is_written[value]:
                     raise GraphError(
-                        f"operator {operator.name!r} reads {self.values[value].name!r} before "
-                        "it is written"
+                        f"operator {shown(operator.name)} reads "
+                        f"{shown(self.values[value].name)} before it is written"
                     )
             for value in operator.writes:
                 if is_written[value]:
                     raise GraphError(
-                        f"operator {operator.name!r} writes {self.values[value].name!r}, "
-                        "which is resident or written before"
+                        f"operator {shown(operator.name)} writes "
+                        f"{shown(self.values[value].name)}, which is resident or written before"
                     )
                 is_written[value] = True
         if not all(is_written):
             raise GraphError(
-                f"value {self.values[is_written.index(False)].name!r} is neither resident nor "
+                f"value {shown(self.values[is_written.index(False)].name)} is neither resident nor "
                 "written by an operator"
             )
 
@@ -245,7 +267,7 @@ class Graph:
         reads: list[set[int]] = [set() for _ in range(count)]
         for u, v in edges:
             if not (0 <= u < count and 0 <= v < count):
-                raise GraphError(f"edge ({u}, {v}) leaves the nodes 0..{count - 1}")
+                raise GraphError(f"edge ({shown(u)}, {shown(v)}) leaves the nodes 0..{count - 1}")
             if u >= v:
                 raise GraphError(
                     f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution "
@@ -254,7 +276,12 @@ class Graph:
             reads[v].add(u)
         boundary = count if first_backward is None else first_backward
         if not 0 <= boundary <= count:
-            raise GraphError(f"first_backward {boundary} is none of the nodes 0..{count - 1}")
+            raise GraphError(
+                f"first_backward {shown(boundary)} is none of the nodes 0..{count - 1}"
+            )
+        for node in range(count):
+            if fault := limits.cost_fault(cost[node]) or limits.size_fault(size[node]):
+                raise GraphError(f"node {node} has {fault}")
         return cls(
             values=tuple(Value(str(i), int(size[i])) for i in range(count)),
             operators=tuple(

@@ -7,15 +7,15 @@ are for people. This module knows neither torch nor a solver.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
 
+from remat.core import serialize
 from remat.core.errors import GraphError
 from remat.core.graph import Graph
 
-_EXACT_INT = 2**53  # sums of sizes are exact in floating point up to here
+_WHAT = "instance (an object with `cost`, `size` and `edges`)"
 
 
 class _Plain(msgspec.Struct):
@@ -31,37 +31,17 @@ def read_instance(path: str | Path) -> Graph:
     Raises:
         GraphError: the file can't be read or breaks a rule; one line names it and says how.
     """
-    try:
-        content = Path(path).read_bytes()
-        keys = msgspec.json.decode(content, type=dict[str, msgspec.Raw]).keys()
-        return (
-            Graph.load(path)
-            if "operators" in keys
-            else _from_plain(msgspec.json.decode(content, type=_Plain))
-        )
-    except OSError as reason:
-        raise GraphError(f"{path}: {reason.strerror or reason}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
-        raise GraphError(
-            f"{path} is no instance (an object with `cost`, `size` and `edges`): {reason}"
-        ) from None
-    except GraphError as reason:
-        message = str(reason)
-        raise GraphError(message if str(path) in message else f"{path}: {message}") from None
+    content = serialize.read(path, GraphError)
+    keys = serialize.decode(dict[str, msgspec.Raw], content, path, GraphError, _WHAT).keys()
+    if "operators" in keys:
+        return serialize.decode(Graph, content, path, GraphError)
 
-
-def _from_plain(plain: _Plain) -> Graph:
+    plain = serialize.decode(_Plain, content, path, GraphError, _WHAT)
     if not plain.cost:
-        raise GraphError("the graph has no nodes; `cost` is empty")
-    for node, (cost, size) in enumerate(zip(plain.cost, plain.size, strict=False)):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise GraphError(f"node {node} has the cost {cost}; a cost is finite and not negative")
-        if size < 0:
-            raise GraphError(f"node {node} has the size {size:,}; a size is not negative")
-    if sum(plain.size) >= _EXACT_INT or not math.isfinite(sum(plain.cost)):
-        raise GraphError(
-            "costs or sizes add up to more than can be counted exactly (2**53); use a larger unit"
+        raise GraphError(f"{path}: the graph has no nodes; `cost` is empty")
+    try:
+        return Graph.from_arrays(
+            plain.cost, plain.size, plain.edges, first_backward=plain.first_backward
         )
-    return Graph.from_arrays(
-        plain.cost, plain.size, plain.edges, first_backward=plain.first_backward
-    )
+    except GraphError as reason:
+        raise GraphError(f"{path}: {reason}") from None

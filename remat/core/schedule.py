@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.core import serialize
+from remat.core import limits, serialize
 from remat.core.errors import ScheduleError
 from remat.core.graph import FORMAT_VERSION, Arrays, Graph
+from remat.core.limits import shown
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
             raise ScheduleError(
-                f"this schedule has format version {self.version}; this remat reads version "
+                f"this schedule has format version {shown(self.version)}; this remat reads version "
                 f"{FORMAT_VERSION}"
             )
+        if fault := limits.indices_fault(self.steps):
+            raise ScheduleError(f"a schedule names the operator {fault}")
         if not 0 <= self.num_forward_steps <= len(self.steps):
             raise ScheduleError(
-                f"{self.num_forward_steps} forward steps were given, and only "
+                f"{shown(self.num_forward_steps)} forward steps were given, and only "
                 f"{len(self.steps)} steps in all"
             )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from remat.core import serialize
-from remat.core.errors import ScheduleError
+from remat.core import limits, serialize
+from remat.core.budget import describe_bytes
+from remat.core.errors import BudgetError, ScheduleError
 from remat.core.graph import FORMAT_VERSION, Graph
+from remat.core.limits import shortened, shown
 from remat.core.schedule import Schedule, simulate
-from remat.core.validate import validate
+from remat.core.validate import Rule, validate
 
 
 class Status(StrEnum):
@@ -34,7 +38,8 @@ class Solution:
         peak_bytes: simulated peak; for `INFEASIBLE` and `NO_SOLUTION` 0.
         cost_s: cost of all steps, recomputations included.
         keep_all_cost_s: cost of computing every operator once.
-        lower_bound_s: proved: no schedule of the class within the budget costs less.
+        lower_bound_s: no schedule of the class within the budget costs less; proved, or stated by
+            the file that it was read from (`is_bound_stated`).
         minimum_bytes: the smallest budget for which a schedule is known; 0 where the solver
             did not look.
         solver: the configuration that found it.
@@ -46,6 +51,7 @@ class Solution:
         is_free_order: True where first computations may leave the graph's order.
         cut_short: what ended the search before its own limits, such as Ctrl-C; empty where nothing
             did, or where it was proved to be good enough.
+        is_bound_stated: True where a file says the bound and nothing here proved it.
     """
 
     status: Status
@@ -64,18 +70,31 @@ class Solution:
     found_by: str = ""
     proved_by: str = ""
     version: int = field(default=FORMAT_VERSION)
+    is_bound_stated: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
             raise ScheduleError(
-                f"this solution has format version {self.version}; this remat reads version "
+                f"this solution has format version {shown(self.version)}; this remat reads version "
                 f"{FORMAT_VERSION}"
             )
+        self._check_numbers()
         if (self.schedule is not None) != self.is_solved:
             raise ScheduleError(
                 f"a solution with status {self.status} has "
                 f"{'no' if self.schedule is None else 'a'} schedule"
             )
+
+    def _check_numbers(self) -> None:
+        for size in (self.peak_bytes, self.minimum_bytes):
+            if fault := limits.size_fault(size):
+                raise ScheduleError(f"a solution has {fault}")
+        for name in ("cost_s", "keep_all_cost_s", "lower_bound_s", "wall_s"):
+            if fault := limits.sum_fault(getattr(self, name)):
+                raise ScheduleError(f"a solution has {name} {fault}")
+        texts = [self.solver, self.fingerprint, self.cut_short, self.found_by, self.proved_by]
+        if fault := limits.budget_fault(self.budget_bytes) or limits.texts_fault(texts):
+            raise ScheduleError(f"a solution has {fault}")
 
     @property
     def is_solved(self) -> bool:
@@ -92,8 +111,13 @@ class Solution:
         )
 
     @property
+    def bound_source(self) -> str:
+        """Who says the bound: `proved`, or `stated by the file`."""
+        return "stated by the file" if self.is_bound_stated else "proved"
+
+    @property
     def overhead_bound(self) -> float:
-        """The least overhead that any schedule can have, as a fraction; proved."""
+        """The least overhead that any schedule can have, as a fraction; see `bound_source`."""
         return self.lower_bound_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s else 0.0
 
     @property
@@ -150,9 +174,7 @@ class Solution:
         simulation = simulate(graph, schedule)
         # solvers count in NumPy
         bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
-        is_optimal = (
-            simulation.cost_s - bound_s <= gap * simulation.cost_s + 1e-9 * simulation.cost_s
-        )
+        is_optimal = _is_within(simulation.cost_s, bound_s, gap)
         return cls(
             status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
             budget_bytes=budget_bytes,
@@ -162,7 +184,7 @@ class Solution:
             keep_all_cost_s=graph.cost_s,
             lower_bound_s=bound_s,
             minimum_bytes=minimum_bytes,
-            solver=solver,
+            solver=limits.printable(solver),
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
             is_free_order=is_free_order,
@@ -195,7 +217,7 @@ class Solution:
             keep_all_cost_s=graph.cost_s,
             lower_bound_s=float(max(lower_bound_s, graph.cost_s)),
             minimum_bytes=minimum_bytes,
-            solver=solver,
+            solver=limits.printable(solver),
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
             cut_short="" if status is Status.INFEASIBLE else cut_short,
@@ -208,5 +230,89 @@ class Solution:
 
     @classmethod
     def load(cls, path: str | Path) -> Solution:
-        """Reads a solution that `save` wrote, or raises `ScheduleError` with one line."""
-        return serialize.load(cls, path, ScheduleError)
+        """Reads a solution that `save` wrote, or raises `ScheduleError` with one line.
+
+        Its numbers are what the file says; `on` has those of the simulator.
+        """
+        return replace(serialize.load(cls, path, ScheduleError), is_bound_stated=True)
+
+    @classmethod
+    def load_all(cls, path: str | Path) -> list[Solution]:
+        """Reads one solution, or the list of them that `remat frontier --output` wrote."""
+        content = serialize.read(path, ScheduleError)
+        is_list = content.lstrip()[:1] == b"["
+        what = "solution, and no list of them, that this remat reads"
+        kind: Any = list[Solution] if is_list else Solution
+        found = serialize.decode(kind, content, path, ScheduleError, what)
+        return [
+            replace(solution, is_bound_stated=True) for solution in (found if is_list else [found])
+        ]
+
+    def on(self, graph: Graph) -> Solution:
+        """Returns this solution with the numbers that the simulator finds for it in `graph`.
+
+        Nothing of a file is believed: peak, costs and status follow from the schedule. The bound
+        stays where it can be true of the present costs, and is not proved by that; a solution
+        without a schedule proves nothing.
+
+        Raises:
+            ScheduleError: it was made for another graph, or breaks a rule.
+            BudgetError: it holds more than its own budget.
+        """
+        if self.fingerprint != graph.fingerprint:
+            raise ScheduleError(
+                "this plan is for another step: it was made for graph "
+                f"{shortened(self.fingerprint)}, and here is another graph, "
+                f"{graph.fingerprint} ({graph.num_operators} operators); trace and solve again "
+                "with this model, these shapes, this precision and this torch version"
+            )
+        if self.schedule is None:
+            return Solution.without_schedule(
+                graph, self.budget_bytes, Status.NO_SOLUTION, solver=self.solver, wall_s=self.wall_s
+            )
+        self._check_on(graph, self.schedule)
+        simulation = simulate(graph, self.schedule)
+        bound_s = self._bound_on(graph, simulation.cost_s)
+        is_stated = self.is_bound_stated and bound_s > graph.cost_s
+        is_kept = self.status is Status.OPTIMAL and bound_s == self.lower_bound_s
+        is_best = _is_within(simulation.cost_s, bound_s, 0.0) or is_kept
+        return replace(
+            self,
+            status=Status.OPTIMAL if is_best and not is_stated else Status.FEASIBLE,
+            peak_bytes=simulation.peak_bytes,
+            cost_s=simulation.cost_s,
+            keep_all_cost_s=graph.cost_s,
+            lower_bound_s=bound_s,
+            proved_by=self.proved_by if bound_s == self.lower_bound_s else "",
+            minimum_bytes=min(self.minimum_bytes, simulation.peak_bytes),
+            is_bound_stated=is_stated,
+        )
+
+    def _check_on(self, graph: Graph, schedule: Schedule) -> None:
+        found = validate(
+            graph, schedule, budget_bytes=self.budget_bytes, is_free_order=self.is_free_order
+        )
+        if found and found[0].rule is Rule.BUDGET:
+            peak_bytes = simulate(graph, schedule).peak_bytes
+            raise BudgetError(
+                f"this plan holds {describe_bytes(peak_bytes)}, more than its own budget of "
+                f"{describe_bytes(self.budget_bytes)}; solve again",
+                budget_bytes=self.budget_bytes,
+                minimum_bytes=peak_bytes,
+                is_proved=False,
+            )
+        if found:
+            raise ScheduleError(
+                f"this plan is broken: {found[0].rule} (step {found[0].step}: "
+                f"{shortened(found[0].detail)})"
+            )
+
+    def _bound_on(self, graph: Graph, cost_s: float) -> float:
+        """The bound, where it can be true: of these costs, and not above what the plan costs."""
+        is_same = math.isclose(self.keep_all_cost_s, graph.cost_s, rel_tol=1e-9)
+        is_possible = is_same and self.lower_bound_s <= cost_s * (1 + 1e-9)
+        return min(max(self.lower_bound_s if is_possible else 0.0, graph.cost_s), cost_s)
+
+
+def _is_within(cost_s: float, bound_s: float, gap: float) -> bool:
+    return cost_s - bound_s <= (gap + 1e-9) * cost_s

@@ -21,10 +21,11 @@ import numpy as np
 
 from remat.analysis.arena import Blocks, in_time_order
 from remat.analysis.composition import Category, Composition
+from remat.core.files import write_whole
 from remat.core.graph import Graph, Phase
 from remat.core.schedule import Schedule
 from remat.core.units import Units
-from remat.look.labels import shape_text, short_target
+from remat.look.labels import shape_text, short_target, source_parts
 from remat.look.plot_schedule import is_first_time
 
 EXPORT_SUFFIXES = (".pickle", ".json")
@@ -41,9 +42,9 @@ def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
     """
     path = Path(path)
     if path.suffix == ".pickle":
-        path.write_bytes(pickle.dumps(memory_snapshot(graph, schedule), protocol=4))
+        write_whole(path, pickle.dumps(memory_snapshot(graph, schedule), protocol=4))
     elif path.suffix == ".json":
-        path.write_text(json.dumps(chrome_trace(graph, schedule)))
+        write_whole(path, json.dumps(chrome_trace(graph, schedule)).encode())
     else:
         raise ValueError(
             f"{path}: an export ends in .pickle (memory snapshot) or .json (Chrome trace)"
@@ -133,11 +134,10 @@ def _block_frames(
         if value >= 0
         else "workspace"
     )
-    filename, _, rest = op.source.partition(":")
-    line, _, code = rest.partition(":")
+    filename, line, code = source_parts(op.source)
     made_by = f"{op.phase} {short_target(op.target) or op.name} {op.module}".rstrip()
     frames = [_frame(held), _frame(made_by)]
-    return [*frames, _frame(code.strip(), filename, int(line))] if line.isdigit() else frames
+    return [*frames, _frame(code, filename, line)] if line else frames
 
 
 def _frame(name: str, filename: str = "remat", line: int = 0) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale, Units
-from remat.look.labels import shape_text, short_target
+from remat.look.labels import bound_source, shape_text, short_target
 from remat.look.plot_schedule import is_first_time, module_groups
 from remat.look.plot_style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED
 
@@ -535,7 +535,7 @@ def _frontier(
     gap.level = "underlay"
     return {
         "found": [found, points],
-        "proved: less is impossible": proved,
+        f"{bound_source(solved)}: less is impossible": proved,
         "not known: between found and proved": gap,
     }
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from remat.analysis.composition import Category, Composition
 from remat.analysis.decisions import Decision, decide
+from remat.core.files import write_whole
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.core.units import Units
@@ -24,7 +25,7 @@ from remat.look.html_charts import (
     tradeoff_chart,
 )
 from remat.look.html_table import value_table
-from remat.look.labels import shape_text, short_target
+from remat.look.labels import bound_source, shape_text, short_target
 from remat.look.report import Group, Report
 
 _LARGEST = 12  # values at the peak that are listed one by one
@@ -68,9 +69,8 @@ def write_html(
     Raises:
         ImportError: Bokeh is not installed; the message names the extra.
     """
-    Path(path).write_text(
-        render_html(report, curve=curve, title=title or Path(path).stem), encoding="utf-8"
-    )
+    page = render_html(report, curve=curve, title=title or Path(path).stem)
+    write_whole(path, page.encode("utf-8", "replace"))
 
 
 def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = "") -> str:
@@ -116,6 +116,7 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
         lead=_lead(report),
         peak=_peak(report, parts, decisions),
         has_curve=bool(curve),
+        bound_source=bound_source([*curve, report.solution]),
         saved=[_group_row(graph, group) for group in report.saved_groups()[:_GROUPS]],
         recomputed=[_group_row(graph, group) for group in report.recomputed_groups()[:_GROUPS]],
         pinned=sorted(report.pinned.items(), key=lambda item: -item[1]),
@@ -137,7 +138,7 @@ def _figures(report: Report) -> list[Figure]:
         Figure(
             "extra compute",
             f"{100 * solution.overhead:.2f} %",
-            f"at least {100 * solution.overhead_bound:.2f} %: proved",
+            f"at least {100 * solution.overhead_bound:.2f} %: {solution.bound_source}",
         ),
         Figure(
             "recomputations",
@@ -171,7 +172,7 @@ def _lead(report: Report) -> str:
         f"{units.size_text(solution.peak_bytes)} and computes {100 * solution.overhead:.2f} % "
         "more; no schedule in this order of operators "
         f"and within {units.size_text(solution.budget_bytes)} can do with less than "
-        f"{100 * solution.overhead_bound:.2f} %."
+        f"{100 * solution.overhead_bound:.2f} % ({solution.bound_source})."
     )
 
 

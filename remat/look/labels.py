@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from remat.core.solution import Solution
+
+_SOURCE = re.compile(r"([^:]*):([0-9]{1,9}):?\s*(.*)", re.DOTALL)
 SOURCE_WIDTH = 12  # columns for file and line
+
+
+def bound_source(solutions: Sequence[Solution]) -> str:
+    """Returns who says the bounds of these solutions: all are proved, or a file states some."""
+    return next((s.bound_source for s in solutions if s.is_bound_stated), "proved")
 
 
 def short_target(target: str) -> str:
@@ -26,7 +35,18 @@ def short_source(source: str, width: int = SOURCE_WIDTH) -> str:
     """
     place = source.split(": ")[0]
     name, _, line = place.rpartition(":")
-    return place if len(place) <= width else f"{name[: max(0, width - len(line) - 2)]}…:{line}"
+    short = f"{name[: max(0, width - len(line) - 2)]}…:{line}"
+    return place if len(place) <= width else short[:width]
+
+
+def source_parts(source: str) -> tuple[str, int, str]:
+    """Returns the file, the line and the code of a source; line 0 where it names none.
+
+    >>> source_parts("model.py:31: return x"), source_parts("model.py:²: x")
+    (('model.py', 31, 'return x'), ('model.py:²: x', 0, ''))
+    """
+    match = _SOURCE.fullmatch(source)
+    return (match[1], int(match[2]), match[3]) if match else (source, 0, "")
 
 
 def shape_text(dtype: str, shape: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ Each function returns a `matplotlib.figure.Figure` of its own and touches no glo
 writes it as PNG, SVG or PDF.
 
 >>> from remat.core.graph import Graph
->>> from remat.schedule import Schedule
+>>> from remat.core.schedule import Schedule
 >>> graph = Graph.from_arrays([1, 1, 2], [8, 8, 4], [(0, 1), (1, 2)], first_backward=2)
 >>> timeline = Timeline.of_schedule("keep everything", graph, Schedule.keep_all(graph))
 >>> figure = plot_memory([timeline], units=Units.of(graph))
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
+from remat.core.files import write_whole
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale, Units
+from remat.look.labels import bound_source
 from remat.look.plot_schedule import plot_schedule
 from remat.look.plot_style import (
     BLUE,
@@ -312,7 +315,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         color=GREEN,
         linewidth=1.4,
         linestyle=(0, (4, 2)),
-        label="proved: less is impossible",
+        label=f"{bound_source(solved)}: less is impossible",
     )
 
 
@@ -366,4 +369,6 @@ def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, 
 
 def save(figure: Figure, path: str | Path) -> None:
     """Writes a figure; the suffix of `path` says the format (`.png`, `.svg`, `.pdf`)."""
-    figure.savefig(path)
+    content = BytesIO()
+    figure.savefig(content, format=Path(path).suffix.lower().removeprefix("."))
+    write_whole(path, content.getvalue())

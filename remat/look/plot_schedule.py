@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from remat.core.graph import Graph
+from remat.core.limits import shortened
 from remat.core.schedule import Schedule, lifetimes, simulate
 from remat.core.units import Scale, Units
 from remat.look.plot_style import (
@@ -179,7 +180,9 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
         axes.axhline(stop - 0.5, color=PALE, linewidth=0.6, zorder=0)
     named = [group for group in groups if group[2] - group[1] > graph.num_operators * _LEAST_NAMED]
     axes.set_yticks(
-        [(start + stop - 1) / 2 for _, start, stop in named], [name for name, _, _ in named]
+        [(start + stop - 1) / 2 for _, start, stop in named],
+        [shortened(name) for name, _, _ in named],
+        parse_math=False,
     )
     axes.tick_params(axis="y", length=0, labelsize=8)
 

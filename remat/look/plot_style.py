@@ -21,7 +21,9 @@ def new_figure(title: str, *, width: float = 9.0, height: float = 4.8) -> Figure
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
     figure = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     if title:
-        figure.suptitle(title, x=0.015, ha="left", fontsize=12.5, fontweight="bold", color=INK)
+        figure.suptitle(
+            title, x=0.015, ha="left", fontsize=12.5, fontweight="bold", color=INK, parse_math=False
+        )
     return figure
 
 
@@ -53,13 +55,15 @@ def scale_axis(axes: Axes, which: str, scale: Scale) -> None:
 
 def legend(figure: Figure, axes: Axes) -> None:
     """Adds the legend below the picture, where it hides nothing."""
-    figure.legend(
+    shown = figure.legend(
         *axes.get_legend_handles_labels(),
         loc="outside lower left",
         ncols=3,
         fontsize=9,
         frameon=False,
     )
+    for text in shown.get_texts():
+        text.set_parse_math(False)  # a dollar in a file's name is no formula
 
 
 def mark_forward_end(axes: Axes, x: float, colour: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from remat.core.budget import describe_bytes, format_bytes
 from remat.core.graph import Graph, Phase, Value
@@ -189,7 +190,7 @@ class Report:
                     "the step at"
                 )
                 for place in self.breaks:
-                    console.print(f"- {place}")
+                    console.print(f"- {place}", markup=False)
             if self.unplanned_bytes:
                 console.print(
                     f"{describe_bytes(self.unplanned_bytes)} between the pieces are not "
@@ -197,7 +198,8 @@ class Report:
                 )
             for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
                 console.print(
-                    f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}"
+                    f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}",
+                    markup=False,
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
@@ -225,7 +227,7 @@ class Report:
             ),
             (
                 "lower bound",
-                f"{100 * solution.overhead_bound:.2f} % (proved)",
+                f"{100 * solution.overhead_bound:.2f} % ({solution.bound_source})",
             ),
             ("gap", f"{100 * solution.gap:.2f} % ({solution.status})"),
             (
@@ -237,8 +239,8 @@ class Report:
         ]
         if solution.cut_short:
             rows.append(("cut short", f"{solution.cut_short}; not kept for later jobs"))
-        for row in rows:
-            table.add_row(*row)
+        for name, text in rows:
+            table.add_row(name, Text(text))
         return table
 
 
@@ -264,7 +266,7 @@ def _group_table(title: str, groups: list[Group]) -> Table:
     for group in groups[:_ROWS]:
         shape, target = shape_text(group.dtype, group.shape), short_target(group.target)
         module = group.module if len(group.module) <= _MODULE else "…" + group.module[1 - _MODULE :]
-        table.add_row(
+        cells = (
             module or "(top)",
             target,
             shape,
@@ -272,6 +274,7 @@ def _group_table(title: str, groups: list[Group]) -> Table:
             str(group.count),
             format_bytes(group.size_bytes),
         )
+        table.add_row(*map(Text, cells))  # a name in brackets is no markup
     rest = groups[_ROWS:]
     if rest:
         table.add_row(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from remat.core.graph import Graph, Phase
@@ -131,7 +132,7 @@ def show_solutions(
             if title
             else f"budget {units.size_text(budgets.pop())}"
         )
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False)
     for name in (
         "",
         "status",
@@ -153,7 +154,7 @@ def show_solutions(
             numbers = [units.size_text(solution.peak_bytes), *percents]
         budget = [] if is_shared else [units.size_text(solution.budget_bytes)]
         table.add_row(
-            label,
+            escape(label),
             f"[{_COLOUR[solution.status]}]{solution.status}[/]",
             *budget,
             *numbers,
@@ -201,7 +202,7 @@ def _show_pairs(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(name, text if name == "status" else escape(text))
     Console().print(table)
 
 

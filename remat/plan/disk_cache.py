@@ -19,10 +19,10 @@ from pathlib import Path
 
 import platformdirs
 
-from remat.core.errors import ScheduleError
+from remat.core.errors import RematError
+from remat.core.files import collect_parts
 from remat.core.graph import Graph
 from remat.core.solution import Solution
-from remat.core.validate import validate
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "v1"
@@ -77,20 +77,16 @@ class PlanCache:
                 continue
 
     def _read(self, path: Path, graph: Graph, budget_bytes: int) -> Solution | None:
-        if not path.exists():
-            return None
         try:
-            solution = Solution.load(path)
+            if not path.exists():
+                return None
+            solution = Solution.load(path).on(graph)
             os.utime(path)
-        except (ScheduleError, OSError) as reason:
-            _LOG.warning("a cached plan can't be read, and is made again: %s", reason)
+        except (RematError, OSError) as reason:
+            _LOG.warning("the cached plan %s can't be used, and is made again: %s", path, reason)
             return None
-        is_ours = solution.schedule is not None and solution.fingerprint == graph.fingerprint
-        if (
-            not is_ours
-            or solution.schedule is None
-            or validate(graph, solution.schedule, budget_bytes=budget_bytes)
-        ):
+        is_asked = solution.budget_bytes == budget_bytes and not solution.is_free_order
+        if not (is_asked and solution.is_solved):
             _LOG.warning("the cached plan %s does not fit its step, and is made again", path)
             return None
         return solution
@@ -99,18 +95,25 @@ class PlanCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             solution.save(path)
-            self._trim()
+            self._trim(path)
         except OSError as reason:
             _LOG.warning("a plan stays in memory, its cache can't be written: %s", reason)
 
-    def _trim(self) -> None:
+    def _trim(self, fresh: Path) -> None:
+        """Removes the plans that were not used for longest, and what killed writers left behind.
+
+        Not the one just written: the clocks of machines that share a folder disagree, and its date
+        may be the oldest.
+        """
         files = sorted(self.files(), key=lambda item: item[1].st_mtime)
         total = sum(status.st_size for _, status in files)
         for path, status in files:
             if total <= self.limit_bytes:
-                return
-            path.unlink(missing_ok=True)
-            total -= status.st_size
+                break
+            if path != fresh:
+                path.unlink(missing_ok=True)
+                total -= status.st_size
+        collect_parts(self.folder, now_s=fresh.stat().st_mtime)
 
 
 def key_of(graph: Graph, budget_bytes: int, how: str) -> str:

@@ -288,28 +288,26 @@ class FixedPlan:
     solution: Solution
 
     def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0) -> Solution:
-        """Returns the solution where it was made for this very step."""
-        extra_bytes = unplanned_bytes + gap_bytes
-        if extra_bytes:
-            raise BudgetError(
-                f"this plan predicts {describe_bytes(self.solution.peak_bytes)}, and between "
-                "its compiled pieces the step holds "
-                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; "
-                "solve for a budget that is smaller by so much",
-                budget_bytes=self.solution.budget_bytes,
-                minimum_bytes=self.solution.peak_bytes + extra_bytes,
-                is_proved=False,
-            )
+        """Returns the solution where it was made for this very step, its numbers found anew.
+
+        Raises:
+            ScheduleError: it has no schedule, is for another step or is broken.
+            BudgetError: it holds more than its own budget.
+        """
         if self.solution.schedule is None:
             raise ScheduleError(
                 f"this solution has no schedule to run: its status is {self.solution.status}"
             )
-        if step.graph.fingerprint != self.solution.fingerprint:
-            raise ScheduleError(
-                "this plan is for another step: it was made for graph "
-                f"{self.solution.fingerprint}, and this model with this input is "
-                f"graph {step.graph.fingerprint} ({step.graph.num_operators} operators); "
-                "trace and solve again with this model, "
-                "these shapes, this precision and this torch version"
+        solution = self.solution.on(step.graph)
+        extra_bytes = unplanned_bytes + gap_bytes
+        if extra_bytes:
+            raise BudgetError(
+                f"this plan predicts {describe_bytes(solution.peak_bytes)}, and between "
+                "its compiled pieces the step holds "
+                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; "
+                "solve for a budget that is smaller by so much",
+                budget_bytes=solution.budget_bytes,
+                minimum_bytes=solution.peak_bytes + extra_bytes,
+                is_proved=False,
             )
-        return self.solution
+        return solution

@@ -1,0 +1,357 @@
+"""Damaged files before every reader and command.
+
+    python -m experiments.fuzz [--files 20000] [--seed 0] [--output FILE]
+
+Each file (`damage.py`) goes to a reader of its kind and to a command. What must not happen, and is
+counted: a traceback, a hang of more than 20 s, an exit status that is not documented, several lines
+of error, an output that is half there, an invalid graph or schedule that is accepted, and a number
+of a file that is believed. Everything runs in this process; a case repeats with its number,
+`--first 1234 --files 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import joblib
+from typer.testing import CliRunner, Result
+
+from experiments import damage
+from experiments.environment import environment
+from remat.cli import commands
+from remat.cli.arguments import load_solutions
+from remat.core.budget import parse_budget
+from remat.core.errors import RematError
+from remat.core.graph import Graph
+from remat.core.instance import read_instance
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.core.validate import validate
+from remat.plan.disk_cache import PlanCache, key_of
+from remat.plan.planner import FixedPlan
+from remat.tracers.cache import DiskCache
+
+RESULT = Path(__file__).resolve().parent / "results" / "fuzz.json"
+_HANG_S = 20.0
+_STATUSES = (0, 2, 3, 4)
+_QUICK = ["keep-all", "chen-sqrt", "chen-greedy", "recompute-cheap", "articulation", "revolve"]
+_METHODS = [*_QUICK, "pytorch-knapsack", "lp-rounding", "auto", "free-order"]
+
+
+class Hang(BaseException):
+    """A case took longer than it may."""
+
+
+class Wrong(AssertionError):
+    """A case came out as it must not; the first word says of which kind."""
+
+
+@dataclass
+class Outcome:
+    """What came of many files.
+
+    Attributes:
+        counts: of each end: refused by a reader, exit statuses of a command.
+        wrong: a line for each case that came out as it must not.
+        slowest_s: the longest that a case took.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+
+class Fuzzer:
+    """Valid files, and what is tried on their damaged copies."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder, self.seed = folder, seed
+        self.graph, self.seeds = damage.seeds(folder)
+        for kind, content in self.seeds.items():
+            (folder / f"{kind}.json").write_bytes(content)
+        self.runner = CliRunner()
+        self.told = ""
+
+    def run(self, numbers: range, *, tell: Callable[[str], None] = lambda line: None) -> Outcome:
+        """Returns what came of the cases of these numbers."""
+        outcome = Outcome()
+        for number in numbers:
+            began = time.monotonic()
+            chance = random.Random(f"{self.seed}:{number}")
+            kind, path = chance.choice(damage.KINDS), self.folder / "damaged.json"
+            content, how = damage.damaged(self.seeds[kind], chance)
+            path.write_bytes(content)
+            self.told = f"{number}: {kind}, {how}"
+            for part in (self._read, self._command):
+                wrong = self._attempt(part, kind, path, chance, outcome.counts)
+                if wrong:
+                    outcome.wrong.append(wrong)
+                    tell(wrong)
+            outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
+        return outcome
+
+    def _attempt(
+        self, part: Any, kind: str, path: Path, chance: random.Random, counts: Counter[str]
+    ) -> str:
+        """Runs a reader or a command and counts its end; a line where it is wrong."""
+        try:
+            with _limit(_HANG_S), joblib.parallel_config("sequential"):
+                counts[part(kind, path, chance)] += 1
+        except (Exception, Hang) as error:  # noqa: BLE001 - what a fuzzer looks for
+            end = str(error).split()[0] if isinstance(error, Wrong) else type(error).__name__
+            counts[f"wrong: {end}"] += 1
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            return f"{self.told}: {end} at {place}: {error}"[:600]
+        return ""
+
+    def _read(self, kind: str, path: Path, chance: random.Random) -> str:
+        if kind == "measured":
+            _check_measured(path)
+            return "measured read"
+        try:
+            if kind in ("plain", "graph"):
+                _check_graph(read_instance(path))
+            elif kind == "schedule":
+                _check_schedule(self.graph, Schedule.load(path))
+            elif kind == "plan":
+                self._check_cache(path)
+                self._check_fixed(Solution.load(path))
+            else:
+                for solution in load_solutions(path, self.graph):
+                    _check_numbers(self.graph, solution)
+        except RematError as refusal:
+            _check_line(str(refusal))
+            return f"{kind} refused"
+        return f"{kind} accepted"
+
+    def _check_fixed(self, solution: Solution) -> None:
+        step: Any = SimpleNamespace(graph=self.graph)
+        _check_numbers(self.graph, FixedPlan(solution)(step))
+
+    def _check_cache(self, path: Path) -> None:
+        budget_bytes, made = self.graph.resident_bytes * 100, list[bool]()
+        target = self.folder / f"{key_of(self.graph, budget_bytes, 'fuzz')}.json"
+        target.write_bytes(path.read_bytes())
+
+        def solve() -> Solution:
+            made.append(True)
+            steps = range(self.graph.num_operators)
+            return Solution.of_steps(
+                self.graph, budget_bytes, steps, lower_bound_s=0.0, solver="fuzz", wall_s=0.0
+            )
+
+        found = PlanCache(self.folder).get_or_solve(self.graph, budget_bytes, "fuzz", solve)
+        target.unlink()
+        _check_numbers(self.graph, found, budget_bytes=budget_bytes)
+
+    def _command(self, kind: str, path: Path, chance: random.Random) -> str:
+        if kind in ("schedule", "measured"):
+            return "read by no command"
+        name, arguments = self._arguments(kind, path, chance)
+        output = self.folder / name if name else None
+        if output is not None:
+            arguments = [*arguments, "--output", str(output)]
+        self.told += f"; remat {' '.join(arguments)[:120]}"
+        result = self.runner.invoke(commands.app, arguments)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        _check_end(result)
+        if output is not None:
+            is_there = output.exists()
+            output.unlink(missing_ok=True)
+            if is_there != (result.exit_code == 0) and result.exit_code not in (3, 4):
+                raise Wrong(f"output: it is {'' if is_there else 'not '}there: {result.stderr}")
+        if arguments[0] == "solve" and result.exit_code == 0:
+            self._check_answer(path, arguments, json.loads(result.stdout))
+        return f"exit status {result.exit_code}"
+
+    def _arguments(self, kind: str, path: Path, chance: random.Random) -> tuple[str, list[str]]:
+        file, graph = str(path), str(self.folder / "graph.json")
+        if kind == "plan":
+            command = chance.choice(["plot", "schedule", "report", "export", "trace"])
+            files = [graph, file]
+        elif kind == "curve":
+            command = chance.choice(["tradeoff", "curve"])
+            files = [graph, file]
+        else:
+            solving = ["solve"] * 6 + ["frontier", "bench", "sweep"]
+            command = chance.choice([*solving, "plot", "schedule", "report", "export", "trace"])
+            files = [file]
+        size, method = damage.budget(chance), chance.choice(_METHODS)
+        limit = ["--time-limit", "0.3"]
+        plan = str(self.folder / "plan.json")
+        return {
+            "solve": (
+                chance.choice(("", "answer.json")),
+                ["solve", file, "--budget", size, "--solver", method, *limit, "--format", "json"],
+            ),
+            "frontier": (
+                "front.json",
+                ["frontier", file, "--points", "3", "--solver", method, *limit],
+            ),
+            "bench": ("", ["bench", file, "--budget", size, "--solver", method, *limit]),
+            "sweep": (
+                "",
+                ["sweep", file, "--budget", size, "--solver", method, *limit, "--jobs", "1"],
+            ),
+            "plot": ("picture.png", ["plot", *files]),
+            "schedule": ("picture.png", ["plot", *files, "--picture", "schedule"]),
+            "tradeoff": ("picture.png", ["plot", *files, "--picture", "tradeoff"]),
+            "report": (
+                "page.html",
+                ["report", *(files if kind == "plan" else [file, plan]), "--points", "0"],
+            ),
+            "curve": ("page.html", ["report", graph, plan, file]),
+            "export": ("memory.pickle", ["export", *files]),
+            "trace": ("trace.json", ["export", *files]),
+        }[command]  # fmt: skip
+
+    def _check_answer(self, path: Path, arguments: list[str], answer: dict[str, Any]) -> None:
+        graph = read_instance(path)
+        keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        budget_bytes = parse_budget(arguments[3], keep_all_bytes=keep_all)
+        schedule = Schedule.from_steps(graph, answer["order"])
+        broken = validate(
+            graph, schedule, budget_bytes=budget_bytes, is_free_order=arguments[5] == "free-order"
+        )
+        if broken:
+            raise Wrong(f"invalid: {broken[0]}")
+        cost_s = math.fsum(graph.operators[i].cost_s for i in schedule.steps)
+        if not math.isclose(cost_s, answer["cost"], rel_tol=1e-9):
+            raise Wrong(f"believed: the cost {answer['cost']} is {cost_s}")
+        if not 0 <= answer["lower_bound"] <= answer["cost"] * (1 + 1e-9):
+            raise Wrong(f"believed: the bound {answer['lower_bound']} of {answer['cost']}")
+
+
+def _check_graph(graph: Graph) -> None:
+    """Raises `Wrong` where a graph breaks a rule; written down a second time on purpose."""
+    sizes = [value.size_bytes for value in graph.values]
+    workspaces = [op.workspace_bytes for op in graph.operators]
+    costs = [op.cost_s for op in graph.operators]
+    if min([*sizes, *workspaces, 0]) < 0 or sum(sizes) + max([*workspaces, 0]) >= 2**53:
+        raise Wrong("invalid: sizes that can't be counted")
+    if not all(0 <= cost <= 1e100 for cost in costs):
+        raise Wrong("invalid: a cost")
+    if not all(0 <= op.region < 2**31 for op in graph.operators):
+        raise Wrong("invalid: a region")
+    texts = [v.name for v in graph.values] + [
+        text for op in graph.operators for text in (op.name, op.module, op.source, op.target)
+    ]
+    if any(ord(letter) < 32 or len(text) > 10_000 for text in texts for letter in text):
+        raise Wrong("invalid: a text")
+    simulate(graph, Schedule.keep_all(graph))
+
+
+def _check_schedule(graph: Graph, schedule: Schedule) -> None:
+    """Raises where the simulator takes a schedule that the validator names broken."""
+    broken = validate(graph, schedule)
+    if not broken and simulate(graph, schedule).peak_bytes < 0:
+        raise Wrong("invalid: a negative peak")
+
+
+def _check_numbers(graph: Graph, solution: Solution, budget_bytes: int | None = None) -> None:
+    """Raises `Wrong` where a number of a solution is not what the simulator says."""
+    if solution.schedule is None:
+        return
+    limit = solution.budget_bytes if budget_bytes is None else budget_bytes
+    broken = validate(graph, solution.schedule, budget_bytes=limit)
+    if broken:
+        raise Wrong(f"invalid: {broken[0]}")
+    simulation = simulate(graph, solution.schedule)
+    said = (solution.peak_bytes, solution.cost_s, solution.keep_all_cost_s)
+    true = (simulation.peak_bytes, simulation.cost_s, graph.cost_s)
+    if said != true:
+        raise Wrong(f"believed: {said} is {true}")
+    if not graph.cost_s <= solution.lower_bound_s <= solution.cost_s * (1 + 1e-9):
+        raise Wrong(f"believed: the bound {solution.lower_bound_s} of {solution.cost_s}")
+    is_trivial = solution.lower_bound_s <= graph.cost_s
+    if not (is_trivial or solution.is_bound_stated):
+        raise Wrong("believed: a bound counts as proved")
+    if solution.status == "optimal" and solution.cost_s > graph.cost_s * (1 + 1e-9):
+        raise Wrong("believed: a status counts as proved")
+
+
+def _check_measured(path: Path) -> None:
+    store = DiskCache(path)
+    for key in ("cpu: mm", "cpu: sin"):
+        numbers = store.get(key)
+        if numbers is not None and not all(0 <= number <= 1e100 for number in numbers):
+            raise Wrong(f"invalid: {numbers} as a measurement")
+
+
+def _check_end(result: Result) -> None:
+    if result.exit_code not in _STATUSES:
+        raise Wrong(f"status {result.exit_code}: {result.stderr[-200:]}")
+    if result.exit_code == 2:
+        _check_line(result.stderr.rstrip("\n"))
+
+
+def _check_line(text: str) -> None:
+    if len(text.splitlines()) != 1 or len(text) > 2000:
+        raise Wrong(f"lines: an error has {len(text.splitlines())} lines, {len(text)} letters")
+
+
+@contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> int:
+    """Runs the cases and writes what came of them; 1 where one came out as it must not."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", type=int, default=20_000, help="how many (default: 20000)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = range(options.first, options.first + options.files)
+        outcome = Fuzzer(Path(folder), options.seed).run(numbers, tell=print)
+    result = {
+        "environment": environment(seed=options.seed),
+        "files": options.files,
+        "wrong": len(outcome.wrong),
+        "counts": dict(sorted(outcome.counts.items())),
+        "slowest_s": round(outcome.slowest_s, 1),
+        "seconds": round(time.monotonic() - began, 1),
+        "cases": outcome.wrong[:100],
+    }
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({**result, "cases": []}, indent=1))
+    return 1 if outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
