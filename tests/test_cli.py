@@ -27,6 +27,8 @@ KEYS = [
     "lower_bound",
     "gap_percent",
     "solver",
+    "found_by",
+    "proved_by",
     "wall_s",
     "order",
 ]
