@@ -33,6 +33,7 @@ from remat.run.capture import (
     needs_gradient,
 )
 from remat.run.idle_hooks import IdleHooks
+from remat.run.refusals import nested_is_refused
 from remat.run.transformers_paths import install_capturing_hooks, plain_paths
 from remat.torch_border.dynamo import (
     capture_settings,
@@ -46,6 +47,7 @@ from remat.torch_border.dynamo import (
     without_dynamic_marks,
 )
 from remat.torch_border.fakes import on_fakes
+from remat.torch_border.layouts import dense_parts
 from remat.torch_border.modules import call_plain
 from remat.torch_border.sharded import held_bytes, local_part
 from remat.tracers.aot import TracedStep
@@ -277,7 +279,8 @@ def model_bytes(module: nn.Module) -> int:
     allocator rounds them.
     """
     kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type == kind]
+    held = (part for t in (*module.parameters(), *module.buffers()) for part in dense_parts(t))
+    tensors = [tensor for tensor in held if tensor.device.type == kind]
     sizes = {local_part(t).untyped_storage()._cdata: held_bytes(t) for t in tensors}
     return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
 
@@ -319,6 +322,8 @@ def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
             "a first batch; "
             "run it once under torch.no_grad() before it is planned"
         )
+    if any(tensor.is_nested for tensor in tensors_in(args, kwargs)):
+        raise TraceError(nested_is_refused("an argument"))
     if not needs_gradient(module, tensors_in(args, kwargs)):
         raise TraceError(nothing_to_differentiate(module))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from remat.core.errors import BudgetError
+from remat.torch_border.modules import has_backward_hook
 
 NOT_COMPILED = (
     "torch.compile ran none of the pieces of this planned step, which so was plain, and held "
@@ -22,12 +23,24 @@ NOT_COMPILED = (
 
 def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
     """The message for a step of which `torch.compile` finds no piece."""
+    places = ", ".join(breaks)
+    found = f"torch.compile finds no piece of {type(module).__name__} to plan"
+    hooked = [name or "itself" for name, part in module.named_modules() if has_backward_hook(part)]
+    if hooked:
+        return (
+            f"{found}: it captures nothing around a module with a backward hook, and "
+            f"{', '.join(hooked)} has one ({places}). Remove the hook, or hook the parameters "
+            "(parameter.register_hook), or put what is to be planned into modules beside it"
+        )
+    if "sparse Tensor" in places:
+        return (
+            f"{found}: it captures nothing that reads a sparse tensor ({places}). Take the line "
+            "that does into a function or module of its own, so that the rest is planned"
+        )
     return (
-        f"torch.compile finds no piece of {type(module).__name__} to plan: a graph break "
-        "inside of a loop or a `with` makes it "
-        "leave the whole function around it to plain Python. Take the loop's body into a "
-        "function or module of its own, or the line "
-        f"that breaks out of the loop: {', '.join(breaks)}"
+        f"{found}: a graph break inside of a loop or a `with` makes it leave the whole function "
+        "around it to plain Python. Take the loop's body into a function or module of its own, or "
+        f"the line that breaks out of the loop: {places}"
     )
 
 

@@ -34,9 +34,10 @@ from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, residen
 from remat.plan.distributed import Agreement, bucket_bytes
 from remat.plan.planner import Plans
 from remat.run.autocast_cache import autocast_cache
-from remat.run.capture import Step, device_type, refuse_opaque_memory, refuse_scans
+from remat.run.capture import Step, cut_at_sizes, device_type
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.plain_kernels import plain_kernels
+from remat.run.refusals import refuse_nested, refuse_scans, refuse_what_has_no_size
 from remat.run.rewrite import split
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
@@ -222,6 +223,8 @@ class Piecewise:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The `torch.compile` backend: makes a piece of each graph."""
         refuse_scans(module)
+        refuse_nested(module)
+        cut_at_sizes(module)
         self._note_break(compile_reason(module))
         pieces: list[Piece] = []
 
@@ -233,7 +236,7 @@ class Piecewise:
             static_lifetime_input_indices: Any = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            refuse_opaque_memory(joint)
+            refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, example_inputs)
             static = static_lifetime_input_indices or ()
             piece = Piece(

@@ -16,6 +16,7 @@ from remat.core.graph import Value, ValueKind
 from remat.pieces.joined_step import Kept
 from remat.plan.distributed import bucket_bytes
 from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
+from remat.torch_border.layouts import dense_parts
 from remat.torch_border.sharded import held_bytes, local_part
 from remat.tracers.aot import CUDA_GRANULARITY_BYTES
 
@@ -35,16 +36,14 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
     ]
     found: dict[int, Value] = {}
     for name, tensor, value_kind in named:
-        if tensor.layout == torch.strided:
+        for part in dense_parts(tensor):
             size_bytes = (
-                -(-held_bytes(tensor) // rounded_to) * rounded_to
-                if tensor.device.type == kind
-                else 0
+                -(-held_bytes(part) // rounded_to) * rounded_to if part.device.type == kind else 0
             )
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            storage = local_part(tensor).untyped_storage()
+            dtype = str(part.dtype).removeprefix("torch.")
+            storage = local_part(part).untyped_storage()
             found.setdefault(
-                storage._cdata, Value(name, size_bytes, value_kind, tuple(tensor.shape), dtype)
+                storage._cdata, Value(name, size_bytes, value_kind, tuple(part.shape), dtype)
             )
     return found
 
@@ -55,8 +54,7 @@ def gradient_bytes(module: nn.Module) -> int:
     """
     found: dict[int, int] = {}
     for parameter in module.parameters():
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
+        for gradient in dense_parts(parameter.grad) if parameter.grad is not None else ():
             storage = local_part(gradient).untyped_storage()
             is_alone = storage.nbytes() == local_part(gradient).nbytes
             if is_alone or not bucket_bytes():

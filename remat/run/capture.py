@@ -21,11 +21,18 @@ from remat.run.autocast_cache import autocast_cache
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.measure import FirstStepMeter
 from remat.run.plain_kernels import plain_kernels
+from remat.run.refusals import (
+    named,
+    refuse_nested,
+    refuse_scans,
+    refuse_what_has_no_size,
+    size_that_data_decides,
+)
 from remat.run.rewrite import SplitStep, split
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_graph_kept
-from remat.torch_border.dynamo import is_associative_scan
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
+from remat.tracers.origin import source_of
 from remat.tracers.recomputable import mark_inference_inputs
 
 
@@ -91,6 +98,8 @@ def make_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_scans(module)
+        refuse_nested(module)
+        cut_at_sizes(module)
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
@@ -102,7 +111,7 @@ def make_backend(
             static_lifetime_input_indices: Any = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            refuse_opaque_memory(joint)
+            refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, example_inputs)
             step = read_joint(
                 joint,
@@ -142,32 +151,16 @@ def make_backend(
     return backend
 
 
-def refuse_scans(module: fx.GraphModule) -> None:
-    """Refuses a scan that is one operator, which runs where Inductor compiled it and nowhere
-    else.
-    """
-    if any(
-        is_associative_scan(node)
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    ):
-        raise TraceError(
-            'an associative_scan with combine_mode="pointwise" is one operator that only Inductor '
-            'runs, and can\'t be planned; write combine_mode="generic", or a loop'
-        )
-
-
-def refuse_opaque_memory(joint: fx.GraphModule) -> None:
-    """Refuses oneDNN's LSTM.
-
-    What it keeps for its backward has no size before it ran, and none without autograd around it.
-    """
-    if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in joint.graph.nodes):
-        raise TraceError(
-            "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be "
-            "planned; build and train the model with "
-            "`torch.backends.mkldnn.set_flags(False)`, or on a GPU"
+def cut_at_sizes(module: fx.GraphModule) -> None:
+    """Raises `GraphBreak` at the first size that data decides: pieces end there."""
+    node = size_that_data_decides(module)
+    if node is not None:
+        line = source_of(node).split(": ")[0]
+        raise GraphBreak(
+            f"data decides the size of what {named(node)} returns, so this step is no one graph "
+            "with sizes known beforehand; pad to a size that is known, such as by torch.where, or "
+            "let remat.checkpoint plan the pieces before and after it",
+            f"Dynamic shape operator ({line})",  # as dynamo says where it cuts
         )
 
 

@@ -21,11 +21,11 @@ from remat.run.capture import (
     Planner,
     detach_non_scalars,
     refuse_gradients,
-    refuse_opaque_memory,
     runs_once,
 )
 from remat.run.fusion import fuse
 from remat.run.measure import FirstStepMeter
+from remat.run.refusals import refuse_what_has_no_size
 from remat.run.rewrite import split
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import inductor_compilers, inductor_partitioner
@@ -92,7 +92,7 @@ def _partitioner(
         static_lifetime_input_indices: Any = None,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        refuse_opaque_memory(joint)
+        refuse_what_has_no_size(joint)
         static = tuple(static_lifetime_input_indices or ())
         fused = fuse(
             read_joint(joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes)

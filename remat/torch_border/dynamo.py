@@ -21,7 +21,10 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.callback import callback_handler  # 2.13
 from torch._dynamo.comptime import ComptimeContext, comptime  # 2.13
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.13
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,  # 2.13
+    free_unbacked_symbols,  # 2.13
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
 
 from remat.narration.stages import stage
@@ -42,6 +45,8 @@ def capture_settings() -> Iterator[None]:
         **limits,
         "skip_nnmodule_hook_guards": False,
         "allow_rnn": True,
+        "capture_scalar_outputs": False,
+        "capture_dynamic_output_shape_ops": False,
         "ignore_logger_methods": _logging_functions(),
     }
     with (
@@ -263,6 +268,18 @@ def _logging_functions() -> set[Callable[..., Any]]:
         if callable(method) and not name.startswith("_")
     }
     return public | {warnings.warn}
+
+
+SIZE_CHECK: Any = torch.ops.aten._assert_scalar.default  # what dynamo adds where data decides
+
+
+def is_decided_by_data(value: Any) -> bool:
+    """True for a tensor whose shape is known at run time only, and for such a whole number, which
+    may be one (`free_unbacked_symbols`, 2.13). A float is no size, and read anew in each step.
+    """
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested and any(map(is_decided_by_data, value.shape))
+    return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))
 
 
 def unwrap_failure(error: BaseException) -> BaseException:

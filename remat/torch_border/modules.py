@@ -53,3 +53,10 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     2.13).
     """
     return module._forward_hooks
+
+
+def has_backward_hook(module: nn.Module) -> bool:
+    """True for a module with a hook around its backward, before or after it (`_backward_hooks`,
+    2.13).
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)

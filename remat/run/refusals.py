@@ -1,0 +1,141 @@
+"""What can't be planned, found when a step is captured, and said with the line it comes from.
+
+A plan needs every size beforehand. Sizes that data decides, sparse and nested tensors, and memory
+that a library keeps for itself have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.core.errors import TraceError
+from remat.torch_border.dynamo import SIZE_CHECK, is_associative_scan, is_decided_by_data
+from remat.tracers.origin import module_of, source_of
+from remat.tracers.storages import tensors_of
+
+
+def refuse_scans(module: fx.GraphModule) -> None:
+    """Refuses a scan that is one operator, which runs where Inductor compiled it and nowhere
+    else.
+    """
+    if any(
+        is_associative_scan(node)
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    ):
+        raise TraceError(
+            'an associative_scan with combine_mode="pointwise" is one operator that only Inductor '
+            'runs, and can\'t be planned; write combine_mode="generic", or a loop'
+        )
+
+
+def size_that_data_decides(module: fx.GraphModule) -> fx.Node | None:
+    """Returns the operator of a captured forward whose result only data can tell the size of, None
+    where there is none.
+
+    Dynamo captures these where a step is to be one graph (`fullgraph=True`, torch 2.13), and cuts
+    there otherwise.
+    """
+    for node in module.graph.nodes:
+        if node.target is SIZE_CHECK or is_decided_by_data(node.meta.get("example_value")):
+            return _first_source(node) if node.target is SIZE_CHECK else node
+    return None
+
+
+def _first_source(node: fx.Node) -> fx.Node:
+    """The operator whose size a check is about."""
+    while node.all_input_nodes and not _returns_a_tensor(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _returns_a_tensor(node: fx.Node) -> bool:
+    """True for a node of what dynamo captured that returns a tensor."""
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def refuse_what_has_no_size(joint: fx.GraphModule) -> None:
+    """Refuses tensors whose memory is no storage of a size known beforehand.
+
+    Raises:
+        TraceError: it names the operator and its line.
+    """
+    for node in joint.graph.nodes:
+        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            raise TraceError(_ONEDNN)
+
+        for tensor in tensors_of(node):
+            if tensor.layout is not torch.strided:
+                raise TraceError(_no_storage(joint, node, tensor))
+            if not all(isinstance(size, int) for size in tensor.shape):
+                raise TraceError(_no_size(node, tensor))
+
+
+_ONEDNN = (
+    "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be planned; build "
+    "and train the model with `torch.backends.mkldnn.set_flags(False)`, or on a GPU"
+)
+
+
+def _no_storage(joint: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> str:
+    sparse = [named(each) for each in joint.graph.nodes if _has_sparse_gradient(each)]
+    if sparse:
+        return (
+            f"the gradient of {sparse[0]} is sparse, and its memory can't be planned: data decides "
+            "its size; build the embedding with sparse=False, or keep it outside of what is planned"
+        )
+
+    layout = str(tensor.layout).removeprefix("torch.")
+    return (
+        f"{named(node)} is a {layout} tensor, whose memory can't be planned; make it dense "
+        "(.to_dense()), or keep it outside of what is planned"
+    )
+
+
+def _has_sparse_gradient(node: fx.Node) -> bool:
+    """True for an embedding that was asked for one, the forward's operator."""
+    target: Any = node.target
+    if "embedding" not in str(target) or "backward" in str(target):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return bool(given.get("sparse"))
+
+
+def _no_size(node: fx.Node, tensor: torch.Tensor) -> str:
+    return (
+        f"data decides the size of {named(node)}, {tuple(tensor.shape)}, and a plan needs it "
+        "beforehand; pad to a size that is known, or keep it outside of what is planned"
+    )
+
+
+def nested_is_refused(what: str) -> str:
+    """The message for a nested tensor."""
+    return (
+        f"{what} is a nested tensor, and data decides the sizes of its parts, which a plan needs "
+        "beforehand; pad it (torch.nested.to_padded_tensor), or plan what gets its values"
+    )
+
+
+def refuse_nested(module: fx.GraphModule) -> None:
+    """Refuses nested tensors in what dynamo captured, made in it or given to it."""
+    for node in module.graph.nodes:
+        value: Any = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise TraceError(nested_is_refused(named(node)))
+
+
+def named(node: fx.Node) -> str:
+    """An input by its name, an operator with the line of code it comes from."""
+    if node.op == "placeholder":
+        return f"the input {node.name}"
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    module = module_of(node)
+    place = source_of(node) or (f"module {module}" if module else "")
+    operator = name.split(".")[0]  # without its overload
+    return f"{operator} ({place})" if place else operator
