@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from remat.face.planned_module import (
     run_compiled,
     tensors_in,
 )
+from remat.face.step_function import PlannedFunction, StepFunction, as_step, planned_step
 from remat.look.report import Report
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
@@ -32,15 +33,16 @@ from remat.solvers import Solver, make_solver
 from remat.solvers.auto.frontier import frontier_solutions
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.modules import get_call, set_call
+from remat.torch_border.sharded import called_directly, ddps_in
 from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
-Module = TypeVar("Module", bound=nn.Module)
+Model = TypeVar("Model", bound=Callable[..., Any])  # a module, or a step function
 
 
 def checkpoint(
-    model: Module,
+    model: Model,
     budget: Budget,
     *,
     blocks: Iterable[nn.Module] | None = None,
@@ -52,8 +54,12 @@ def checkpoint(
     executor: str = "eager",
     differentiate: str = "scalars",
     plan_cache: bool = True,
-) -> Module:
+) -> Model:
     """Makes `model` train inside a memory budget, and returns it: the same object.
+
+    A function is given where the loss is computed outside of the module, or a step calls several
+    modules, or one several times: `step = checkpoint(lambda x, y: criterion(model(x), y), "8GiB")`.
+    All that it calls is one plan. It stays as it is, and a callable with its signature is returned.
 
     The step is captured, planned and rewritten at the first call with gradients enabled. Outputs,
     gradients, buffers and the random stream stay those of the plain model. Under `torch.no_grad()`
@@ -65,7 +71,9 @@ def checkpoint(
     planned for at their largest, and smaller ones take over that schedule at once.
 
     Args:
-        model: any module. Its class, parameters and `state_dict` keys stay.
+        model: any module; its class, parameters and `state_dict` keys stay. Or a function, bound
+            method or `functools.partial` that returns the loss: its modules are found from what it
+            closes over, is bound to, is given and names.
         budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest
             shape so far). It bounds the peak of everything the step holds: parameters, buffers,
             inputs, activations, gradients, workspace.
@@ -92,62 +100,77 @@ def checkpoint(
         BudgetError: at the first call, where the budget can't be met; it says what can.
         TraceError: at the first call, where the step can't be captured.
     """
-    _check_module(model)
+    step = as_step(model)
     options = Options(
         budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache
     )
-    part = planned_part(model)
+    part = planned_part(step)
     if blocks is None:
         set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
     else:
+        _refuse_blocks(step)
         set_call(part, PlannedBlocks(part, blocks, Plans(options), costs))
-    return model
+    return _runs(model, step)
 
 
 def wrap(
-    model: Module,
+    model: Model,
     solution: Solution,
     *,
     costs: str | CostModel = "roofline",
     differentiate: str = "scalars",
-) -> Module:
+) -> Model:
     """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
+
+    Of a function, a callable with its signature is returned.
 
     Raises:
         ScheduleError: the solution has no schedule, at once; or it was made for another model,
             shape, precision or torch version, at the first call.
     """
-    _check_module(model)
+    step = as_step(model)
     if solution.schedule is None:
         raise ScheduleError(
             f"this solution has no schedule to run: its status is {solution.status}"
         )
-    part = planned_part(model)
+    part = planned_part(step)
     set_call(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
+    return _runs(model, step)
+
+
+def unwrap(model: Model) -> Model:
+    """Undoes `checkpoint` or `wrap`, and returns the plain model or function: the same object."""
+    step = planned_step(model)
+    if step is not None:
+        remove_blocks(step)
+        set_call(planned_part(step), None)
+    return cast(Model, model.__wrapped__) if isinstance(model, PlannedFunction) else model
+
+
+def _runs(model: Model, step: nn.Module) -> Model:
+    """What runs the step: the module that was given, or a callable for the function."""
+    if isinstance(step, StepFunction) and not isinstance(model, PlannedFunction):
+        return cast(Model, PlannedFunction(step))
     return model
 
 
-def unwrap(model: Module) -> Module:
-    """Undoes `checkpoint` or `wrap`, and returns the plain model: the same object."""
-    remove_blocks(model)
-    set_call(planned_part(model), None)
-    return model
-
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+def _refuse_blocks(step: nn.Module) -> None:
+    if isinstance(step, StepFunction):
+        raise ValueError(
+            "blocks= plans the blocks of one module, and a function was given; give the module "
+            "that the blocks are in, or leave blocks= out to plan all that the function calls"
+        )
 
 
 def trace(
-    model: nn.Module,
+    model: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     costs: str | CostModel = "roofline",
     differentiate: str = "scalars",
 ) -> Graph:
-    """Returns the graph of one training step of `model(*args, **kwargs)`.
+    """Returns the graph of one training step of `model(*args, **kwargs)`, a module or a function.
 
     Runs on fake copies of parameters, buffers and inputs: nothing is allocated, nothing of the
     model changes. Where `torch.compile` cuts the step into pieces, they are joined to one graph;
@@ -164,7 +187,7 @@ def trace(
 
 
 def trace_step(
-    model: nn.Module,
+    model: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -176,25 +199,26 @@ def trace_step(
 
     `on_device_type` moves the fake copies to `cpu` or `cuda`, wherever the model is.
     """
-    _check_module(model)
     if not isinstance(args, list | tuple):
         raise TypeError(
             f"args must be a tuple of the model's arguments, and a {type(args).__name__} was "
             "given; write args=(batch,)"
         )
-    check_module(model, args, kwargs or {})
-    return captured_step(
-        model,
-        args,
-        kwargs or {},
-        costs=costs,
-        differentiate=differentiate,
-        on_device_type=on_device_type,
-    )
+    step = as_step(model, args, kwargs)
+    check_module(step, args, kwargs or {})
+    with called_directly(ddps_in(step)):
+        return captured_step(
+            step,
+            args,
+            kwargs or {},
+            costs=costs,
+            differentiate=differentiate,
+            on_device_type=on_device_type,
+        )
 
 
 def trace_pieces(
-    model: nn.Module,
+    model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     *,
@@ -205,9 +229,13 @@ def trace_pieces(
 
     `found` says why it can't.
     """
-    runner = Piecewise(model, None, resolve_costs(costs, device_type(model)))
-    with on_fakes(model, args, kwargs or {}) as (fake_args, fake_kwargs):
-        compiled = compile_call(model, runner.backend, is_whole=False)
+    step = as_step(model, args, kwargs)
+    runner = Piecewise(step, None, resolve_costs(costs, device_type(step)))
+    with (
+        called_directly(ddps_in(step)),
+        on_fakes(step, args, kwargs or {}) as (fake_args, fake_kwargs),
+    ):
+        compiled = compile_call(step, runner.backend, is_whole=False)
         try:
             runner.run(
                 lambda: run_compiled(compiled, fake_args, fake_kwargs),
@@ -221,7 +249,7 @@ def trace_pieces(
                 found.place,
             ) from error
     if runner.joined is None:
-        raise TraceError(nothing_to_differentiate(model))
+        raise TraceError(nothing_to_differentiate(step))
     return runner.joined
 
 
@@ -290,16 +318,20 @@ def frontier(
     )
 
 
-def report(model: nn.Module) -> Report:
-    """Returns the report of a model after its first step: print it, or read its fields.
+def report(model: Callable[..., Any]) -> Report:
+    """Returns the report of a model, or of what `checkpoint` made of a function, after its first
+    step: print it, or read its fields.
 
     Raises:
         TraceError: the model was not planned, or has not run a step yet.
     """
-    call = get_call(planned_part(model))
+    step = planned_step(model)
+    call = None if step is None else get_call(planned_part(step))
+    name = getattr(model, "__qualname__", type(model).__name__)
     if not isinstance(call, PlannedCall):
         raise TraceError(
-            f"{type(model).__name__} has no plan; call remat.checkpoint(model, budget=...) first"
+            f"{name} has no plan; call remat.checkpoint(model, budget=...) first, and of a "
+            "function give what it returns"
         )
     if call.piecewise is not None and call.piecewise.plan is not None:
         plan = call.piecewise.plan
@@ -315,8 +347,7 @@ def report(model: nn.Module) -> Report:
         )
     if not call.pieces:
         raise TraceError(
-            f"{type(model).__name__} has not run yet; its plan is made at the first call with "
-            "gradients enabled"
+            f"{name} has not run yet; its plan is made at the first call with gradients enabled"
         )
     piece = call.pieces[-1]
     return Report(piece.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)

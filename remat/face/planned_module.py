@@ -78,7 +78,7 @@ class PlannedCall:
     ) -> None:
         self.module, self.plan = module, plan
         self.device_type, self.differentiate = device_type(module), differentiate
-        self.costs = resolve_costs(costs, self.device_type)
+        self._costs_asked, self.costs = costs, resolve_costs(costs, self.device_type)
         self.pieces: list[Piece] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
@@ -126,6 +126,12 @@ class PlannedCall:
         if self.is_inductor:
             self._keep_within_budget()
         return self._run(args, kwargs)
+
+    def anew(self) -> PlannedCall:
+        """Returns one for the same module, whose parts or their devices changed."""
+        return PlannedCall(
+            self.module, self.plan, self._costs_asked, differentiate=self.differentiate
+        )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copied or pickled it is None.

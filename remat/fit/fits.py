@@ -7,7 +7,7 @@ activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale
 from remat.face.api import trace_step
+from remat.face.step_function import as_step
 from remat.fit.footprint import Footprint, Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
 from remat.solvers import Solver, make_solver
@@ -221,7 +222,7 @@ class Question:
     """What is asked of every batch: a model, a device, an optimizer, and how a step is planned.
 
     Attributes:
-        model: any module.
+        model: any module, of a function the one that stands for it.
         device: what to plan for.
         budget: what the step may hold; None for all of the device's memory.
         optimizer: its memory.
@@ -245,7 +246,7 @@ class Question:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
+        model: Callable[..., Any],
         *,
         device: str = "",
         budget: Budget | None = None,
@@ -257,14 +258,13 @@ class Question:
         time_limit_s: float = 20.0,
     ) -> Question:
         """Returns the question in the words of `fits`, whatever is wrong with them refused."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+        step = as_step(model)
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
         target = device_named(device) if device else device_at_hand()
-        memory = optimizer_memory(optimizer, model.parameters(), device_type=target.type)
+        memory = optimizer_memory(optimizer, step.parameters(), device_type=target.type)
         return cls(
-            model,
+            step,
             target,
             budget,
             memory,
@@ -373,7 +373,7 @@ def keep_all_bytes(graph: Graph) -> int:
 
 
 def fits(
-    model: nn.Module,
+    model: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -393,7 +393,7 @@ def fits(
     torch.device("meta"):`), so that one of 70 billion parameters can be asked about on a laptop.
 
     Args:
-        model: any module.
+        model: any module, or a step function.
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
         device: a name of the device table, "H100"; this machine's device if empty.
@@ -413,7 +413,7 @@ def fits(
         TraceError: the step can't be captured as one graph.
     """
     question = Question.of(
-        model,
+        as_step(model, args, kwargs),
         device=device,
         budget=budget,
         optimizer=optimizer,

@@ -15,7 +15,6 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from remat.core.budget import Budget, format_bytes
 from remat.core.errors import BudgetError
@@ -105,7 +104,7 @@ class Batches:
 
 
 def max_batch(
-    model: nn.Module,
+    model: Callable[..., Any],
     make_args: MakeArgs,
     budget: Budget | None = None,
     *,
@@ -117,7 +116,7 @@ def max_batch(
     throughput.
 
     Args:
-        model: any module; as for `fits`, it may be on the meta device.
+        model: any module, or a step function; as for `fits`, it may be on the meta device.
         make_args: batch -> the tuple of the model's inputs; called under fake tensors, so it
             allocates nothing.
         budget: what the step may hold; all of the device's memory by default.

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from remat.core.errors import BudgetError, SolverError, TraceError
 from remat.core.graph import Graph
 from remat.core.solution import Solution
-from remat.torch_border.sharded import active_ddp, is_first_fsdp, is_fully_sharded, rank_store
+from remat.torch_border.sharded import (
+    active_ddps,
+    called_directly,
+    ddps_in,
+    inside_ddp,
+    is_first_fsdp,
+    is_fully_sharded,
+    rank_store,
+)
 
 _SOLVING_S = 600.0  # beyond the solver's own limit: reading models, loaded machines
 
@@ -170,14 +179,24 @@ def planned_part(model: nn.Module) -> nn.Module:
     return model
 
 
+def run_around_ddp(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Runs a step that calls what is wrapped in `DistributedDataParallel` somewhere inside.
+
+    Each does once a step, around all of it, what it does around its module's forward.
+    """
+    ddps = ddps_in(module)
+    for ddp in ddps:
+        run = partial(inside_ddp, ddp, run)
+    with called_directly(ddps):
+        return run()
+
+
 def bucket_bytes() -> int:
-    """Bytes of the buckets in which the `DistributedDataParallel` around the present forward
+    """Bytes of the buckets in which each `DistributedDataParallel` around the present forward
     reduces gradients; 0 outside of one.
     """
-    active = active_ddp()
-    if active is None:
-        return 0
-    return sum(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
+    parameters = {id(p): p for ddp in active_ddps() for p in ddp.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad)
 
 
 def refuse_sharded(module: nn.Module) -> None:
@@ -185,7 +204,7 @@ def refuse_sharded(module: nn.Module) -> None:
     if any(is_fully_sharded(part) for part in module.modules()):
         raise TraceError(
             f"{type(module).__name__} is sharded by fully_shard, whose parameters are "
-            "gathered block by block and not for the model as a "
-            "whole; plan the blocks under one budget, remat.checkpoint(model, budget, "
-            "blocks=model.layers), then shard them and the model"
+            "gathered block by block and not for the step as a "
+            "whole; plan the blocks of the module under one budget, remat.checkpoint(model, "
+            "budget, blocks=model.layers), then shard them and the model"
         )

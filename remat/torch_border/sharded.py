@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -53,11 +58,54 @@ def rank_store(prefix: str) -> Any:
     return PrefixStore(prefix, _get_default_store())
 
 
-def active_ddp() -> nn.Module | None:
-    """Returns the `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`,
-    2.13).
+def active_ddps() -> list[nn.Module]:
+    """Returns each `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`,
+    2.13), or stands around a step function.
     """
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
+    inner = DistributedDataParallel._get_active_ddp_module()
+    found = {id(ddp): ddp for ddp in (*_AROUND_STEPS, inner) if ddp is not None}
+    return list(found.values())
+
+
+_AROUND_STEPS: list[nn.Module] = []
+
+
+def ddps_in(module: nn.Module) -> list[DistributedDataParallel]:
+    """Returns what is wrapped in `DistributedDataParallel` inside of a module."""
+    return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+
+
+@contextmanager
+def called_directly(ddps: list[DistributedDataParallel]) -> Iterator[None]:
+    """Has each call what it wraps, to be captured together with what is around it."""
+    for ddp in ddps:
+        vars(ddp)["forward"] = MethodType(_forward_alone, ddp)
+    try:
+        yield
+    finally:
+        for ddp in ddps:
+            vars(ddp).pop("forward", None)
+
+
+def _forward_alone(ddp: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if ddp.device_ids:  # it moves its inputs there
+        device = torch.device(ddp.device_type, ddp.device_ids[0])
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    return ddp.module(*args, **kwargs)
+
+
+def inside_ddp(ddp: Any, run: Callable[[], Any]) -> Any:
+    """Does around `run()` what `DistributedDataParallel` does around its module's forward: sends
+    buffers, and makes ready to reduce gradients (`_pre_forward` and `_post_forward`, 2.13).
+    """
+    ddp._pre_forward(None)
+    _AROUND_STEPS.append(ddp)
+    try:
+        with ddp._inside_ddp_forward():
+            result = run()
+    finally:
+        _AROUND_STEPS.remove(ddp)
+    return ddp._post_forward(result)
 
 
 def is_first_fsdp(module: nn.Module) -> bool:

@@ -1,0 +1,149 @@
+"""The modules that a function reaches: what it closes over, is bound to, was given, or names.
+
+A function says nowhere which modules it calls. They are found from its closure, defaults and bound
+object, from the arguments of a `functools.partial`, from its own arguments, and from the globals
+and attributes that its code names, in the functions of the user that it calls too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_MOST_ITEMS = 1000  # of a container that is looked through: longer ones are data
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+
+
+def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
+    """Returns name -> module for the modules that a call of `function` reaches, outermost ones.
+
+    What only running the function can tell, such as an entry of a registry that a library looks up,
+    is not found.
+
+    >>> import functools
+    >>> model = nn.Linear(2, 1)
+    >>> reached_modules(lambda x: model(x).sum())
+    {'model': Linear(in_features=2, out_features=1, bias=True)}
+    """
+    walk = _Walk()
+    walk.look(function, "function")
+    walk.look(list(args), "argument")
+    walk.look(dict(kwargs or {}), "argument")
+    walk.follow_names()
+    return walk.found
+
+
+class _Walk:
+    """Goes from a function to what it refers to, each object once."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, nn.Module] = {}
+        self._seen: dict[int, Any] = {}  # refers to them: an id is one object's while it lives
+        self._names: dict[str, None] = {}  # of globals and attributes, in the code so far
+        self._objects: list[Any] = []  # whose attributes may be among the names
+
+    def look(self, value: Any, name: str) -> None:
+        """Goes on from `value`, which is called `name` where it was found."""
+        if isinstance(value, MethodType):
+            self.look(value.__self__, "self")
+            self.look(value.__func__, name)
+        if isinstance(value, (MethodType, *_PLAIN)) or id(value) in self._seen:
+            return
+
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._add(name, value)
+        elif isinstance(value, FunctionType):
+            self._look_into(value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.look(part, name)
+        elif isinstance(value, list | tuple | set | frozenset | Mapping):
+            for key, item in _items(value):
+                self.look(item, f"{name}_{key}")
+        elif not _is_torchs(value):
+            self._objects.append(value)
+            self.look(inspect.getattr_static(value, "__call__", None), name)
+
+    def follow_names(self) -> None:
+        """Looks up the names that the code mentions among the attributes of what was reached."""
+        tried: set[tuple[int, str]] = set()
+        while True:
+            waiting = [
+                (owner, name)
+                for owner in self._objects
+                for name in self._names
+                if (id(owner), name) not in tried
+            ]
+            if not waiting:
+                return
+            for owner, name in waiting:
+                tried.add((id(owner), name))
+                self.look(_attribute(owner, name), name)
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        free = name
+        while free in self.found:
+            free += "_"
+        self.found[free] = module
+        self._objects.append(module)
+
+    def _look_into(self, function: FunctionType) -> None:
+        if _is_torchs(function):
+            return
+        names = list(_names_in(function.__code__))
+        self._names |= dict.fromkeys(names)
+
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            self.look(_contents(cell), name)
+        for name in names:
+            self.look(function.__globals__.get(name), name)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self.look(value, name)
+        self.look(function.__defaults__, "default")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes that a function mentions, and those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    if len(container) > _MOST_ITEMS:
+        return []
+    return list(container.items() if isinstance(container, Mapping) else enumerate(container))
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # assigned later, or never
+        return None
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What `owner.name` is made of, without running anything: a value, or the code behind it."""
+    own = getattr(owner, "__dict__", {})
+    if name in own or isinstance(owner, ModuleType):
+        return own.get(name)
+    found = inspect.getattr_static(owner, name, None)
+    if isinstance(found, property):
+        return found.fget
+    return getattr(owner, name, None) if inspect.ismemberdescriptor(found) else found
+
+
+def _is_torchs(value: Any) -> bool:
+    """True for what belongs to torch itself or is built in: it names nothing of a user's."""
+    is_named = isinstance(value, FunctionType | type)
+    home = value.__name__ if isinstance(value, ModuleType) else (value if is_named else type(value))
+    return str(getattr(home, "__module__", home)).split(".")[0] in ("torch", "builtins")

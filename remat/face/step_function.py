@@ -1,0 +1,124 @@
+"""Step functions: whatever a function calls is one step, planned as a module is.
+
+A function is made a module of the modules that it reaches, and from there on there is one way for
+both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.face.planned_module import PlannedCall
+from remat.face.reached_modules import reached_modules
+from remat.plan.distributed import planned_part, run_around_ddp
+from remat.torch_border.modules import get_call, set_call
+
+
+class StepFunction(nn.Module):
+    """A function as a module: its children are the modules that the function reaches."""
+
+    function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        vars(self)["function"] = function  # no child, be it a module's method
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> StepFunction:
+        """Returns the step of `function`, of a class that has its name for what is said of it."""
+        whole: Any = function
+        while isinstance(whole, functools.partial):
+            whole = whole.func
+        name = getattr(whole, "__qualname__", type(whole).__name__)
+        named: Any = type(name.rpartition("<locals>.")[2], (cls,), {})
+        return named(function)  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+    def reach(self, args: Any, kwargs: Any) -> bool:
+        """Takes the modules that a call reaches as children; true where they are others now."""
+        found = reached_modules(self.function, args, kwargs)
+        if found == dict(self.named_children()):
+            return False
+        for module in found.values():
+            planned_part(module)  # refuses what can't be planned
+        self._modules.clear()
+        for name, module in found.items():
+            self.add_module(name, module)
+        return True
+
+
+class PlannedFunction:
+    """What `checkpoint` and `wrap` return for a function: a callable with its signature.
+
+    Copied or pickled it is the plain function.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, step: StepFunction) -> None:
+        functools.update_wrapper(self, step.function)
+        self.step = step
+        self._given: tuple[int, ...] | None = None  # the modules among the last call's arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the planned step, or the plain function under `no_grad`."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        self._reach(args, kwargs)
+        return run_around_ddp(self.step, functools.partial(self.step, *args, **kwargs))
+
+    def __repr__(self) -> str:
+        return f"<planned {self.__wrapped__!r}>"
+
+    def __get__(self, owner: Any, _: type | None = None) -> Any:
+        """Is bound like a function where it is an attribute of a class."""
+        return self if owner is None else MethodType(self, owner)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _itself, (self.__wrapped__,)
+
+    def _reach(self, args: Any, kwargs: Any) -> None:
+        given = tuple(id(v) for v in (*args, *kwargs.values()) if isinstance(v, nn.Module))
+        if given == self._given:
+            return
+        call = get_call(self.step)
+        if self.step.reach(args, kwargs) and isinstance(call, PlannedCall):
+            set_call(self.step, call.anew())
+        self._given = given
+
+
+def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
+    """Returns what is captured of a model: a module itself, a function as one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, type) or not callable(model):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"a torch.nn.Module or a function is needed, and {given} was given")
+    step = planned_step(model) or StepFunction.of(model)
+    if isinstance(step, StepFunction):
+        step.reach(args, kwargs)
+    return step
+
+
+def planned_step(model: Any) -> nn.Module | None:
+    """Returns the module behind what `checkpoint` or `wrap` returned, None for a plain function."""
+    if isinstance(model, nn.Module):
+        return model
+    return model.step if isinstance(model, PlannedFunction) else None
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
