@@ -383,18 +383,12 @@ class Graph:
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.size_bytes},{value.kind};".encode())
+        text_of = {phase: repr(phase) for phase in Phase}  # an enum's own takes most of the time
         for op in self.operators:
-            parts = (
-                op.target,
-                op.reads,
-                op.writes,
-                op.phase,
-                op.region,
-                op.pinned,
-                op.reuses,
-                op.is_snapshot,
+            digest.update(
+                f"({op.target!r}, {op.reads!r}, {op.writes!r}, {text_of[op.phase]}, {op.region!r}, "
+                f"{op.pinned!r}, {op.reuses!r}, {op.is_snapshot!r})".encode()
             )
-            digest.update(repr(parts).encode())
         digest.update(repr(self.outputs).encode())
         return digest.hexdigest()[:32]
 

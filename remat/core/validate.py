@@ -46,6 +46,8 @@ def validate(
     """
     found: list[Violation] = []
     first_step: dict[int, int] = {}
+    newest = -1  # the last operator that was computed for the first time
+    is_there = bytearray(value.is_resident for value in graph.values)
     # (region, phase) -> steps of its first and last first computation
     span: dict[tuple[int, Phase], tuple[int, int]] = {}
     for step, index in enumerate(schedule.steps):
@@ -55,32 +57,37 @@ def validate(
                     Rule.UNKNOWN_OPERATOR, step, f"{index} is none of 0..{graph.num_operators - 1}"
                 )
             ]
-        op, is_known = graph.operators[index], index in first_step
-        missing = [
-            graph.operators[parent].name
-            for parent in graph.parents_of[index]
-            if parent not in first_step
-        ]
-        found += [
-            Violation(Rule.UNCOMPUTED_READ, step, f"{op.name} reads what {name} writes")
-            for name in missing
-        ]
-        if is_known and op.pinned:
-            found.append(Violation(Rule.PINNED, step, f"{op.name}: {op.pinned}"))
-        if not is_known and not is_free_order and first_step and index < next(reversed(first_step)):
+        op = graph.operators[index]
+        if not all(map(is_there.__getitem__, op.reads)):
+            missing = {graph.producer[value] for value in op.reads if not is_there[value]}
+            found += [
+                Violation(
+                    Rule.UNCOMPUTED_READ,
+                    step,
+                    f"{op.name} reads what {graph.operators[parent].name} writes",
+                )
+                for parent in sorted(missing)
+            ]
+        if index in first_step:
+            if op.pinned:
+                found.append(Violation(Rule.PINNED, step, f"{op.name}: {op.pinned}"))
+            continue
+        if not is_free_order and index < newest:
             found.append(Violation(Rule.ORDER, step, f"{op.name} is first computed too late"))
-        if not is_known and (op.phase is Phase.FORWARD) != (step < schedule.num_forward_steps):
+        if (op.phase is Phase.FORWARD) != (step < schedule.num_forward_steps):
             found.append(Violation(Rule.FORWARD_MARK, step, f"{op.name} belongs to the {op.phase}"))
-        if not is_known:
-            first_step[index] = step
-            span[op.region, op.phase] = (span.get((op.region, op.phase), (step, step))[0], step)
+        first_step[index], newest = step, index
+        for value in op.writes:
+            is_there[value] = True
+        span[op.region, op.phase] = (span.get((op.region, op.phase), (step, step))[0], step)
     for index in sorted(set(range(graph.num_operators)) - set(first_step)):
         found.append(Violation(Rule.MISSING_OPERATOR, -1, graph.operators[index].name))
-    for step, index in enumerate(schedule.steps if len({region for region, _ in span}) > 1 else ()):
+    halves: dict[int, list[tuple[int, int]]] = {}
+    for (region, _), steps in span.items():
+        halves.setdefault(region, []).append(steps)
+    for step, index in enumerate(schedule.steps if len(halves) > 1 else ()):
         region = graph.operators[index].region
-        if not any(
-            low <= step <= high for (owner, _), (low, high) in span.items() if owner == region
-        ):
+        if not any(low <= step <= high for low, high in halves.get(region, ())):
             found.append(
                 Violation(Rule.REGION, step, f"{graph.operators[index].name} of region {region}")
             )
@@ -107,27 +114,29 @@ def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
         0 if value in is_idle or v.is_resident else v.size_bytes
         for value, v in enumerate(graph.values)
     ]
-    born: dict[int, int] = {}  # value -> step of its latest computation
-    # (value, step that computed it) -> last step that reads it
-    dies: dict[tuple[int, int], int] = {}
+    born, last = [-1] * len(size), [-1] * len(size)  # of each value's latest computation
+    dying: dict[int, list[tuple[int, int]]] = {}  # step -> (value, step that computed it)
     for step, index in enumerate(schedule.steps):
-        dies |= {
-            (value, born[value]): step for value in graph.operators[index].reads if value in born
-        }
-        born |= dict.fromkeys(graph.operators[index].writes, step)
-        dies |= {(value, step): step for value in graph.operators[index].writes}
-    dies |= {(value, born[value]): len(schedule.steps) for value in graph.outputs if value in born}
-    dying: dict[int, list[tuple[int, int]]] = {}
-    for instance, step in dies.items():
-        dying.setdefault(step, []).append(instance)
+        for value in graph.operators[index].reads:
+            last[value] = step
+        for value in graph.operators[index].writes:
+            if born[value] >= 0:
+                dying.setdefault(last[value], []).append((value, born[value]))
+            born[value] = last[value] = step
+    for value in graph.outputs:
+        last[value] = len(schedule.steps)
+    for value, step in enumerate(born):
+        if step >= 0:
+            dying.setdefault(last[value], []).append((value, step))
     held, result = graph.resident_bytes, []
     for step, index in enumerate(schedule.steps):
-        op, ending = graph.operators[index], dying.get(step, [])
-        held += sum(size[value] for value in op.writes)
-        taken = max(
-            (size[value] for value, start in ending if value in op.reuses and start < step),
-            default=0,
-        )
+        op, ending, taken = graph.operators[index], dying.get(step, ()), 0
+        for value in op.writes:
+            held += size[value]
+        if op.reuses:
+            reused = (size[v] for v, start in ending if v in op.reuses and start < step)
+            taken = max(reused, default=0)
         result.append(held + op.workspace_bytes - taken)
-        held -= sum(size[value] for value, _ in ending)
+        for value, _ in ending:
+            held -= size[value]
     return result

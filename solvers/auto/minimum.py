@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -30,8 +31,9 @@ from remat.solvers.bounds.window import WindowModel
 from remat.solvers.core.accounting import Ints, working_set_bytes
 from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
 from remat.solvers.core.incumbent import keeps_regions
-from remat.solvers.core.interrupt import is_past
+from remat.solvers.core.interrupt import is_past, until
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.core.pace import pace_s, work_of
 from remat.solvers.exhaustive import states
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
@@ -41,6 +43,7 @@ _PRECISION = 1 / 1_000  # of the least peak so far, where the search for a small
 _OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets at a time
 _LIMIT_S = 1.0
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
+_BLIND_PASSES = 110  # over the graph (`pace`): of the longest that looks at no clock
 _CANDIDATES = 3  # are annealed
 _MOVES = 30_000 if IS_COMPILED else 1_000
 
@@ -84,9 +87,14 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
         return exact
 
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    deadline -= _BLIND_PASSES * pace_s(graph)  # what looks at no clock is not begun later
     left_s = deadline - time.perf_counter()
-    floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
-    candidates = _leanest_simple(graph, families)
+    floor = (
+        peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
+        if left_s > 0
+        else min(working_set_bytes(graph), keep_all)
+    )
+    candidates = _leanest_simple(graph, families, deadline)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
         candidates += [lean] if lean else []
@@ -140,18 +148,26 @@ def _leanest_evicted(
     return best
 
 
-def _leanest_simple(graph: Graph, families: Families) -> list[tuple[int, Ints]]:
+def _leanest_simple(graph: Graph, families: Families, deadline: float) -> list[tuple[int, Ints]]:
     """Returns peaks and steps of the schedules that take no search.
 
     The leanest of the simplest, and leaner ones of the families.
     """
-    simple = [list(range(graph.num_operators)), steps_on_demand(graph, ()), *block_schedules(graph)]
-    valid = [steps for k, steps in enumerate(simple) if k == 0 or keeps_regions(graph, steps)]
+    others = chain([()], block_schedules(graph))
+    simple = (steps or steps_on_demand(graph, ()) for steps in until(others, deadline))
+    valid = [
+        list(range(graph.num_operators)),
+        *(steps for steps in simple if keeps_regions(graph, steps)),
+    ]
     best = min(
         ((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid),
         key=lambda candidate: candidate[0],
     )
-    leaner = [steps for steps in families.leanest(best[0]) if keeps_regions(graph, steps)]
+    leaner = [
+        steps
+        for steps in families.leanest(best[0], deadline=deadline)
+        if keeps_regions(graph, steps)
+    ]
     return [best, *((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in leaner)]
 
 
@@ -195,8 +211,8 @@ def peak_bound(
 
     Working sets, and the window model (its LP).
 
-    On large graphs the memory rows of the backward alone, with all that can be recomputed: none can
-    be met with less.
+    On large graphs, whose model takes seconds to be read, the memory rows of the backward
+    alone, with all that can be recomputed: none can be met with less.
     """
     floor = min(working_set_bytes(graph), keep_all_bytes)
     boundary = forward_length(graph)
@@ -204,7 +220,7 @@ def peak_bound(
         return floor
     windows = [(0, boundary), (boundary, graph.num_operators)]
     model = WindowModel(graph, windows, priced=windows, budget_bytes=keep_all_bytes, is_peak=True)
-    if graph.num_operators > MOST_OPERATORS_TO_EVICT:
+    if work_of(graph) > MOST_OPERATORS_TO_EVICT:
         again = model.again[windows[1]]
         point = np.zeros(model.program.num_columns)
         point[again[again >= 0]] = 1.0

@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from remat.core.graph import Graph
 from remat.core.solution import Solution, Status
+from remat.solvers.auto.minimum import Minimum
 from remat.solvers.auto.raising import BOUNDING, FirstModel, Prices, Relaxations
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.searching import (
@@ -83,7 +85,7 @@ PARTS = ("margins", "rounding-cuts", "recombination")
 NAMES = tuple(dict.fromkeys([*(technique.name for technique in TECHNIQUES), *PARTS]))
 
 _SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9  # of the time left; beside search the second
-_LEAST_TIME_FOR_MINIMUM_S = 0.1  # where the limit is over
+_LEAST_TIME_FOR_MINIMUM_S = 0.5  # where the limit is over
 
 
 @final
@@ -162,15 +164,17 @@ class Auto(Solver):
 
         shared = shared or Shared(graph)
         with heeding_interrupts() as heeded:
-            if not search.is_over:
-                self._run(search, shared)
-            if search.steps is None:
-                left_s = max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S)
-                with search.by("least-budget"):
-                    search.offer(shared.least(time_limit_s=left_s).steps)
-        return self._solution(search, shared, cut_short=heeded.cut_short or search.cut_short)
+            self._run(search, shared)
+        # after Ctrl-C too, where nothing fits yet
+        least = partial(shared.least, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
+        if search.steps is None:
+            with search.by("least-budget"):
+                search.offer(least().steps)
+        return self._solution(search, least, cut_short=heeded.cut_short or search.cut_short)
 
-    def _solution(self, search: Search, shared: Shared, *, cut_short: str) -> Solution:
+    def _solution(
+        self, search: Search, least: Callable[[], Minimum], *, cut_short: str
+    ) -> Solution:
         if search.steps is not None:
             return Solution.of_steps(
                 search.graph,
@@ -191,7 +195,7 @@ class Auto(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
-            minimum_bytes=shared.least().peak_bytes,
+            minimum_bytes=least().peak_bytes,
             cut_short=cut_short,
             proved_by=search.proved_by,
         )
@@ -200,6 +204,7 @@ class Auto(Solver):
         """Runs the techniques in order, until the gap is closed or nothing brings more."""
         if search.budget_bytes < working_set_bytes(search.graph):
             search.refute()
+        if search.is_over:
             return
 
         solve = self.begin(search, shared)

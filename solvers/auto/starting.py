@@ -71,7 +71,7 @@ class Families(Technique):
     def run(self, solve: Solve) -> None:
         """Offers their schedules, cheapest first."""
         search = solve.search
-        families = solve.shared.families.cheapest(search.budget_bytes)
+        families = solve.shared.families.cheapest(search.budget_bytes, deadline=search.deadline_s)
         while not search.is_over and (steps := next(families, None)) is not None:
             search.offer(steps)
 
@@ -174,7 +174,8 @@ class Repair(Technique):
         search = solve.search
         deadline, work = time.perf_counter() + search.left_s * self.share, 0
         for rule in _REPAIR_RULES:
-            for cost_s, steps in solve.shared.families.above(search.budget_bytes):
+            others = solve.shared.families.above(search.budget_bytes, deadline=deadline)
+            for cost_s, steps in others:
                 if search.is_over or is_past(deadline) or work > self.most_work:
                     return
 

@@ -10,6 +10,7 @@ budget: they are made and simulated once for all solves of a graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ import numpy as np
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
 from remat.solvers.baselines.articulation import ArticulationGreedy
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.baselines.linearized import LinearizedGreedy
 from remat.solvers.baselines.per_block import PerBlock
 from remat.solvers.baselines.pytorch_knapsack import PyTorchKnapsack
-from remat.solvers.baselines.segment_family import Family
+from remat.solvers.baselines.segment_family import Family, cheapest_that_fits
 from remat.solvers.baselines.two_level import Nested
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.base import Solver
+from remat.solvers.core.interrupt import until
 
 KNAPSACK = PyTorchKnapsack("dp")  # whose schedules close in on the budget
 FAMILIES: tuple[Solver, ...] = (
@@ -52,6 +55,19 @@ class _Member:
     steps: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What of a family was made so far, and what makes the rest."""
+
+    rest: Iterator[Sequence[int]]
+    front: list[_Member]
+
+
+def _of_class(family: Family, graph: Graph) -> Iterator[Sequence[int]]:
+    with suppress(SolverError):  # the graph is not of the class that the family is for
+        yield from family.members(graph)
+
+
 class Families:
     """What the families give for one graph, whose schedules are kept.
 
@@ -61,29 +77,30 @@ class Families:
     def __init__(self, graph: Graph) -> None:
         """Prepares; a family's schedules are made when they are first asked for."""
         self._graph = graph
-        self._members: dict[Family, list[_Member]] = {}
+        self._known: dict[Family, _Known] = {}
 
-    def cheapest(self, budget_bytes: int) -> Iterator[list[int]]:
-        """Yields the cheapest steps of each family that fit.
+    def cheapest(self, budget_bytes: int, *, deadline: float = math.inf) -> Iterator[list[int]]:
+        """Yields the cheapest steps of each family that fit, of those made by the deadline.
 
         None on larger graphs, or outside a family's class.
         """
         for solver in self._solvers:
-            with suppress(SolverError):
-                if isinstance(solver, Family):
-                    fitting = [
-                        member
-                        for member in self._members_of(solver)
-                        if member.peak_bytes <= budget_bytes
-                    ]
-                    if fitting:
-                        yield min(fitting, key=lambda member: member.cost_s).steps.tolist()
-                    continue
-                found = solver.solve(self._graph, budget_bytes=budget_bytes)
-                if found.schedule is not None:
-                    yield list(found.schedule.steps)
+            if isinstance(solver, Family):
+                fitting = [
+                    member
+                    for member in self._members_of(solver, deadline)
+                    if member.peak_bytes <= budget_bytes
+                ]
+                if fitting:
+                    yield min(fitting, key=lambda member: member.cost_s).steps.tolist()
+                continue
+            found = self._knapsack(budget_bytes, deadline)
+            if found.schedule is not None:
+                yield list(found.schedule.steps)
 
-    def above(self, budget_bytes: int) -> Iterator[tuple[float, list[int]]]:
+    def above(
+        self, budget_bytes: int, *, deadline: float = math.inf
+    ) -> Iterator[tuple[float, list[int]]]:
         """Yields cost and steps of the members that don't fit, those first that cost little and are
         little above the budget.
         """
@@ -91,7 +108,7 @@ class Families:
             member
             for solver in self._solvers
             if isinstance(solver, Family)
-            for member in self._known(solver)
+            for member in self._members_of(solver, deadline)
         ]
         budget = max(budget_bytes, 1)
         for member in sorted(
@@ -103,54 +120,56 @@ class Families:
             if member.peak_bytes > budget_bytes:
                 yield member.cost_s, member.steps.tolist()
 
-    def leanest(self, below_bytes: int) -> Iterator[list[int]]:
+    def leanest(self, below_bytes: int, *, deadline: float = math.inf) -> Iterator[list[int]]:
         """Yields the steps of each family's member of the lowest peak, where it is below so many
         bytes, ever lower.
         """
         for solver in self._solvers:
             if solver is NESTED:
                 continue
-            with suppress(SolverError):
-                leanest = self._leanest_of(solver, below_bytes)
-                if leanest is not None and leanest.peak_bytes < below_bytes:
-                    below_bytes = leanest.peak_bytes
-                    yield leanest.steps.tolist()
+            leanest = self._leanest_of(solver, below_bytes, deadline)
+            if leanest is not None and leanest.peak_bytes < below_bytes:
+                below_bytes = leanest.peak_bytes
+                yield leanest.steps.tolist()
 
     @property
     def _solvers(self) -> tuple[Solver, ...]:
         return (*FAMILIES, NESTED) if self._graph.num_operators <= MOST_OPERATORS else ()
 
-    def _leanest_of(self, solver: Solver, below_bytes: int) -> _Member | None:
+    def _leanest_of(self, solver: Solver, below_bytes: int, deadline: float) -> _Member | None:
         if isinstance(solver, Family):
-            return min(self._members_of(solver), key=lambda member: member.peak_bytes, default=None)
-        found = solver.solve(self._graph, budget_bytes=below_bytes - 1)
+            members = self._members_of(solver, deadline)
+            return min(members, key=lambda member: member.peak_bytes, default=None)
+        found = self._knapsack(below_bytes - 1, deadline)
         if found.schedule is None:
             return None
-        leanest = solver.solve(self._graph, budget_bytes=found.minimum_bytes)
-        return self._simulated(leanest.schedule.steps) if leanest.schedule is not None else None
+        leanest = self._knapsack(found.minimum_bytes, deadline)
+        return self._simulated((leanest.schedule or found.schedule).steps)
 
-    def _known(self, family: Family) -> list[_Member]:
-        """The family's members; none outside its class."""
-        with suppress(SolverError):
-            return self._members_of(family)
-        return []
+    def _knapsack(self, budget_bytes: int, deadline: float) -> Solution:
+        members = until(KNAPSACK.members(self._graph, budget_bytes), deadline)
+        return cheapest_that_fits(self._graph, budget_bytes, members, solver=repr(KNAPSACK))
 
-    def _members_of(self, family: Family) -> list[_Member]:
-        """The schedules of a family than which none of it is both cheaper and leaner."""
-        if family not in self._members:
-            front: list[_Member] = []
-            for steps in family.members(self._graph):
-                new = self._simulated(steps)
-                if not any(
-                    old.cost_s <= new.cost_s and old.peak_bytes <= new.peak_bytes for old in front
-                ):
-                    front = [
-                        old
-                        for old in front
-                        if old.cost_s < new.cost_s or old.peak_bytes < new.peak_bytes
-                    ] + [new]
-            self._members[family] = front
-        return self._members[family]
+    def _members_of(self, family: Family, deadline: float) -> list[_Member]:
+        """The schedules of a family than which none of it is both cheaper and leaner, of those made
+        by the deadline; none outside its class.
+
+        The rest is made when it is asked for again.
+        """
+        if family not in self._known:
+            self._known[family] = _Known(iter(_of_class(family, self._graph)), [])
+        known = self._known[family]
+        for steps in until(known.rest, deadline):
+            new = self._simulated(steps)
+            if not any(
+                old.cost_s <= new.cost_s and old.peak_bytes <= new.peak_bytes for old in known.front
+            ):
+                known.front[:] = [
+                    old
+                    for old in known.front
+                    if old.cost_s < new.cost_s or old.peak_bytes < new.peak_bytes
+                ] + [new]
+        return known.front
 
     def _simulated(self, steps: Sequence[int]) -> _Member:
         simulation = simulate(self._graph, Schedule.from_steps(self._graph, list(steps)))

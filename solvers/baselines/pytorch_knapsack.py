@@ -61,6 +61,12 @@ class PyTorchKnapsack(Solver):
         Raises:
             SolverError: an integer program hit its time limit without an answer.
         """
+        return cheapest_that_fits(
+            graph, budget_bytes, self.members(graph, budget_bytes), solver=repr(self)
+        )
+
+    def members(self, graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
+        """Yields the steps of every fraction tried, the last ones ever nearer to the budget."""
         items = _items(graph)
         size = np.array(
             [sum(graph.values[v].size_bytes for v in graph.operators[i].writes) for i in items],
@@ -82,9 +88,7 @@ class PyTorchKnapsack(Solver):
                 graph, {v for i in saved for v in graph.operators[items[i]].writes}
             )
 
-        return cheapest_that_fits(
-            graph, budget_bytes, _members(graph, budget_bytes, steps), solver=repr(self)
-        )
+        yield from _members(graph, budget_bytes, steps)
 
 
 def _items(graph: Graph) -> list[int]:

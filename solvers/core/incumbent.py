@@ -16,9 +16,12 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
 from remat.solvers.core.interrupt import is_interrupted
+from remat.solvers.core.pace import pace_s
 from remat.solvers.core.progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
+# passes over the graph (`pace`): to check the answer, and to do the longest that looks at no clock
+_CHECK_PASSES, _BLIND_PASSES = 130, 160
 _MOST_STARTS = 8
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,7 +50,11 @@ class Search:
         self.budget_bytes = budget_bytes
         self.gap = gap
         self.started_s = time.perf_counter()
-        self.deadline_s = self.started_s + _SHARE * time_limit_s
+        pass_s = pace_s(graph)
+        self.deadline_s = self.started_s + min(
+            _SHARE * time_limit_s, time_limit_s - _CHECK_PASSES * pass_s
+        )
+        self._blind_s = _BLIND_PASSES * pass_s
         self.progress = progress
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
@@ -81,8 +88,10 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """True where the gap is closed, no schedule can fit, or the time is up."""
-        return self.is_proved or self.is_infeasible or self.left_s <= 0
+        """True where the gap is closed, no schedule can fit, or too little time is left to begin
+        anything else.
+        """
+        return self.is_proved or self.is_infeasible or self.left_s <= self._blind_s
 
     @contextmanager
     def by(self, name: str) -> Iterator[None]:

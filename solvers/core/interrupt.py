@@ -14,11 +14,12 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _REASON = "interrupted by Ctrl-C"
 _NOTE = threading.Event()  # signals belong to the process, and so does this
@@ -73,6 +74,20 @@ def is_interrupted() -> bool:
 def is_past(deadline: float) -> bool:
     """True where `time.perf_counter` is past `deadline`, or Ctrl-C was pressed."""
     return is_interrupted() or time.perf_counter() > deadline
+
+
+def until(items: Iterable[T], deadline: float) -> Iterator[T]:
+    """Yields what `items` makes, and makes no more past the deadline.
+
+    >>> list(until([1, 2], -1.0))
+    []
+    """
+    rest = iter(items)
+    while not is_past(deadline):
+        try:
+            yield next(rest)
+        except StopIteration:
+            return
 
 
 def stop_when_interrupted(solver: Any) -> None:

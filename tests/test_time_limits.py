@@ -1,0 +1,91 @@
+"""A time limit holds on graphs so large that a piece of the search alone takes longer.
+
+Time of the process is asserted, not of the clock on the wall: a busy machine makes no difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.solvers import make_solver
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.core.interrupt import until
+from remat.solvers.core.pace import pace_s
+
+LIMIT_S, SLACK_S = 2.0, 1.0
+
+
+def long_chain(num_nodes: int = 250_000) -> Graph:
+    """A chain whose second half reads what its first half wrote, from the end backwards."""
+    half = num_nodes // 2
+    chain = [(i, i + 1) for i in range(num_nodes - 1)]
+    again = [(num_nodes - 2 - i, i + 1) for i in range(half, num_nodes - 1)]
+    return Graph.from_arrays([1.0] * num_nodes, [1] * num_nodes, [*chain, *again])
+
+
+def complete(num_nodes: int = 800) -> Graph:
+    edges = ((i, j) for i in range(num_nodes) for j in range(i + 1, num_nodes))
+    return Graph.from_arrays([1.0] * num_nodes, [1 + i % 9 for i in range(num_nodes)], edges)
+
+
+def halves(num_nodes: int = 1000) -> Graph:
+    """Every node of the second half reads all of the first: many edges, and room for choices."""
+    half = num_nodes // 2
+    edges = [(i, j) for j in range(half, num_nodes) for i in range(max(0, j - half), half)]
+    chain = [(i, i + 1) for i in range(num_nodes - 1)]
+    sizes = [1 + i % 9 for i in range(num_nodes)]
+    return Graph.from_arrays([1.0] * num_nodes, sizes, [*edges, *chain], first_backward=half)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize(("make", "percent"), [(long_chain, 90), (complete, 90), (halves, 97)])
+@pytest.mark.parametrize("name", ["auto", "free-order"])
+def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> None:
+    """Naive: each piece looks at the clock when it is done, and the answer's own check is not
+    counted.
+    """
+    graph = make()
+    budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * percent // 100
+    solver, found = make_solver(name, time_limit_s=LIMIT_S), list[Solution]()
+    took_s = seconds_of(lambda: found.append(solver.solve(graph, budget_bytes=budget)))
+    assert took_s < LIMIT_S + SLACK_S
+    if make is complete:
+        assert found[0].status is Status.INFEASIBLE  # told at once, however little time there is
+
+
+@pytest.mark.parametrize("make", [long_chain, complete])
+def test_the_least_budget_is_looked_for_as_long_as_said(make: Callable[[], Graph]) -> None:
+    graph = make()
+    graph.arrays, graph.users_of  # noqa: B018 - a graph's own, made once
+    assert seconds_of(lambda: minimum(graph, time_limit_s=0.5)) < 0.5 + SLACK_S
+
+
+def test_usual_graphs_lose_no_time_to_it() -> None:
+    chain = Graph.from_arrays([1.0] * 2000, [1] * 2000, [(i, i + 1) for i in range(1999)])
+    assert pace_s(chain) == 0.0
+
+
+def test_nothing_is_made_past_the_deadline() -> None:
+    made: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            made.append(1)
+            yield 1
+
+    items = until(endless(), math.inf)
+    assert [next(items), next(items)] == [1, 1]
+    assert list(until(endless(), time.perf_counter() - 1)) == []
+    assert len(made) == 2
