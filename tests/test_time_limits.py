@@ -61,7 +61,7 @@ def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> No
     solver, found = make_solver(name, time_limit_s=LIMIT_S), list[Solution]()
     took_s = seconds_of(lambda: found.append(solver.solve(graph, budget_bytes=budget)))
     assert took_s < LIMIT_S + SLACK_S
-    if make is complete:
+    if make is complete and name == "auto":
         assert found[0].status is Status.INFEASIBLE  # told at once, however little time there is
 
 
