@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ["REMAT_PROGRESS"] = "0"  # what tests look for on stderr is there on a slow machine too
 
 
 @pytest.fixture

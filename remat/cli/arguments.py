@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,21 +101,3 @@ def bench_graphs(paths: list[Path]) -> list[tuple[str, Graph]]:
     from remat.tracers.synthetic import transformer
 
     return [("transformer of 6 blocks", transformer(6))]
-
-
-def import_callable(factory: str) -> Callable[[], tuple[Any, Any]]:
-    """Returns what `module:callable` names; modules in the working folder are found."""
-    module_name, colon, name = factory.partition(":")
-    if not (module_name and colon and name):
-        raise Refused(
-            f"{factory!r} is not of the form MODULE:CALLABLE, such as my_project.model:make"
-        )
-    sys.path.insert(0, "")  # the script `remat` does not see the working folder by itself
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as reason:
-        raise Refused(f"{factory}: {reason}") from None
-    make: Any = getattr(module, name, None)
-    if not callable(make):
-        raise Refused(f"{factory}: {module_name} has no callable {name!r}")
-    return make  # type: ignore[no-any-return]

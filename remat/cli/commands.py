@@ -22,10 +22,10 @@ from remat.cli.arguments import (
     budget_bytes,
     check_output,
     free_order_solver,
-    import_callable,
     keep_all_bytes,
     solver_named,
 )
+from remat.cli.factories import FACTORY_HELP, FactoryFailed, made_by, own_step
 from remat.cli.options import (
     BudgetOption,
     Format,
@@ -61,7 +61,10 @@ class _OneLineErrors(TyperGroup):
             typer.echo(f"remat: {text}", err=True)
             raise typer.Exit(2) from None
         except RematError as error:
-            typer.echo(f"remat: {' '.join(str(error).split())}", err=True)
+            text = str(error)
+            if not isinstance(error, FactoryFailed):  # which is somebody's own, with its line
+                text = " ".join(text.split())
+            typer.echo(f"remat: {text}", err=True)
             is_proved = isinstance(error, BudgetError) and error.is_proved
             raise typer.Exit(
                 3 if is_proved else 4 if isinstance(error, BudgetError) else 2
@@ -97,6 +100,10 @@ def _remat(
     [bold]Plan for a model:[/]  remat trace my_project.model:make --output graph.json
     remat solve graph.json --budget 60% --output plan.json
     remat plot graph.json plan.json --output plan.png
+
+    [bold]Exit status:[/]  0 done, 2 bad input (also where the code of a factory fails), 3 proved
+    that nothing fits, 4 stopped with nothing found; of doctor 1, where something needs repair or
+    more overhead is needed than was asked for.
     """
 
 
@@ -121,8 +128,8 @@ def trace(
     factory: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:CALLABLE",
-            help="Returns (model, args): a module and a tuple of its inputs.",
+            metavar="FACTORY",
+            help=FACTORY_HELP,
         ),
     ],
     output: Annotated[Path, typer.Option(help="Where the graph is saved.")] = Path("graph.json"),
@@ -132,19 +139,22 @@ def trace(
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
 
-    Nothing is allocated and the model does not change.
+    Nothing is allocated and the model does not change. Exit status 0 done, 2 bad input: no such
+    factory, or it failed, or its step can't be traced.
 
     Example:  remat trace my_project.model:make --output graph.json
+
+    Example:  remat trace train.py:make --output graph.json
     """
     from remat.look.tables import progress, show_graph
 
     check_output(output)
-    make = import_callable(factory)
-    model, args = make()
     with progress(f"tracing {factory}"):
+        made = made_by(factory)
         from remat.face.api import trace as trace_model
 
-        graph = trace_model(model, args, costs=costs)
+        with own_step(factory):
+            graph = trace_model(made.model, made.args, made.kwargs, costs=costs)
     graph.save(output)
     show_graph(graph)
     typer.echo(f"saved to {output}")
@@ -340,8 +350,8 @@ def doctor(
     factory: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODULE:CALLABLE]",
-            help="Returns (model, args), on the meta device if you like.",
+            metavar="[FACTORY]",
+            help=f"{FACTORY_HELP} It may be on the meta device.",
         ),
     ] = None,
     device: Annotated[
@@ -432,17 +442,15 @@ def main() -> None:
 def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
     from remat.look.tables import progress
 
-    model, args = import_callable(factory)()
     with progress(f"tracing and planning {factory}"):
+        made = made_by(factory)
         from remat.fit.fits import Question
 
-        try:
+        with own_step(factory):
             question = Question.of(
-                model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options
+                made.model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options
             )
-            return question.answer(question.trace(args))
-        except ValueError as reason:
-            raise Refused(str(reason)) from None
+            return question.answer(question.trace(made.args, made.kwargs))
 
 
 def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: Any) -> Solution:

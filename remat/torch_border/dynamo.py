@@ -305,21 +305,23 @@ def is_graph_break(error: BaseException) -> bool:
 def failure_text(error: BaseException) -> tuple[str, str]:
     """Returns what ended a capture, and where as ` (file.py:12)`, for the one who wrote the step.
 
-    Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13), that error and the
-    line of the model, in place of dynamo's account of what it was doing; else dynamo's first
-    paragraph, and the line that it names.
+    Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13) or raises
+    (`ObservedException`), that error and the line of the model, in place of dynamo's account of
+    what it was doing; else dynamo's first paragraph, and the line that it names.
     """
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+
     if isinstance(error, dynamo_exc.TorchRuntimeError):
-        cause: BaseException = error
-        while cause.__cause__ or cause.__context__:
-            cause = cause.__cause__ or cause.__context__ or cause
         places = [f for f in error.real_stack or () if not f.filename.startswith(_NOT_THE_MODEL)]
         place = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
         return f"{type(cause).__name__}: {cause}", place
 
     lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     place = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    return str(error).strip().split("\n\n")[0], place
+    said = cause if isinstance(cause, dynamo_exc.ObservedException) else error
+    return str(said).strip().split("\n\n")[0], place
 
 
 class _SaidOnce(logging.Filter):
