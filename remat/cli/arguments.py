@@ -74,12 +74,13 @@ def installed_extra() -> Iterator[None]:
 def check_output(path: Path) -> None:
     """Refuses an output path that can't be written, before any work is done for it."""
     place = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise Refused(f"--output {path}: this is a folder, and a file is needed")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
     if not place.parent.is_dir():
         raise Refused(f"--output {path}: there is no folder {place.parent}")
-    if place.is_dir():
-        raise Refused(f"--output {path}: this is a folder, and a file is needed")
-    is_file = place.is_file() or not place.exists()
-    if not os.access(place.parent if is_file else place, os.W_OK):
+    if not os.access(place.parent, os.W_OK):
         raise Refused(f"--output {path}: this user may not write in {place.parent}")
 
 

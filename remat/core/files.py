@@ -24,12 +24,12 @@ def write_whole(path: str | Path, content: bytes) -> None:
     Raises:
         OSError: it can't be written; what was there before still is.
     """
-    target = Path(os.path.realpath(path))
-    mode = target.stat().st_mode if target.exists() else None
+    mode = Path(path).stat().st_mode if Path(path).exists() else None
     if mode is not None and not stat.S_ISREG(mode):
-        target.write_bytes(content)
+        Path(path).write_bytes(content)
         return
 
+    target = Path(os.path.realpath(path))
     part = target.with_name(f"{_prefix(target)}{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:

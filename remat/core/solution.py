@@ -274,8 +274,10 @@ class Solution:
         simulation = simulate(graph, self.schedule)
         bound_s = self._bound_on(graph, simulation.cost_s)
         is_stated = self.is_bound_stated and bound_s > graph.cost_s
-        is_kept = self.status is Status.OPTIMAL and bound_s == self.lower_bound_s
-        is_best = _is_within(simulation.cost_s, bound_s, 0.0) or is_kept
+        is_own = not self.is_bound_stated and bound_s == self.lower_bound_s
+        is_best = _is_within(simulation.cost_s, bound_s, 0.0) or (
+            is_own and self.status is Status.OPTIMAL
+        )
         return replace(
             self,
             status=Status.OPTIMAL if is_best and not is_stated else Status.FEASIBLE,
