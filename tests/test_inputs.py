@@ -215,3 +215,35 @@ def test_a_name_in_brackets_or_dollars_is_no_markup(
         result = CliRunner().invoke(commands.app, arguments)
         assert result.exit_code == 0, result.stderr
         assert name in result.stdout or arguments[0] != "bench"
+
+
+@pytest.mark.parametrize("graph", [Graph((), ()), Graph.from_arrays([0] * 2, [0] * 2, [(0, 1)])])
+def test_a_graph_of_nothing_is_a_graph(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`remat frontier` divided by the peak of keeping everything."""
+    monkeypatch.chdir(tmp_path)
+    graph.save("graph.json")
+    limit = ["--time-limit", "1"]
+    for command in (
+        ["solve", "graph.json", "--budget", "1", "--output", "plan.json"],
+        ["frontier", "graph.json", "--points", "3", *limit, "--output", "curve.json"],
+        ["plot", "graph.json", "plan.json"],
+        ["plot", "graph.json", "curve.json", "--picture", "tradeoff"],
+        ["export", "graph.json", "plan.json"],
+    ):
+        result = CliRunner().invoke(commands.app, command)
+        assert result.exit_code == 0, (command, result.output, result.exception)
+
+
+@pytest.mark.parametrize("option", [["--time-limit", "nan"], ["--gap", "nan"], ["--gap", "-1"]])
+def test_an_option_that_is_no_number_is_refused(option: list[str], tmp_path: Path) -> None:
+    GRAPH.save(tmp_path / "graph.json")
+    arguments = ["solve", str(tmp_path / "graph.json"), "--budget", "100%", *option]
+    assert CliRunner().invoke(commands.app, arguments).exit_code == 2
+
+
+def test_a_curve_of_more_points_than_anybody_waits_for_is_refused(tmp_path: Path) -> None:
+    GRAPH.save(tmp_path / "graph.json")
+    arguments = ["frontier", str(tmp_path / "graph.json"), "--points", "1000000000"]
+    assert CliRunner().invoke(commands.app, arguments).exit_code == 2

@@ -27,6 +27,7 @@ from remat.cli.arguments import (
 )
 from remat.cli.factories import FACTORY_HELP, FactoryFailed, made_by, own_step
 from remat.cli.options import (
+    MOST_POINTS,
     BudgetOption,
     Format,
     FormatOption,
@@ -213,7 +214,9 @@ def solve(
 @app.command()
 def frontier(
     instance: InstanceArgument,
-    points: Annotated[int, typer.Option(min=2, help="How many budgets to solve for.")] = 10,
+    points: Annotated[
+        int, typer.Option(min=2, max=MOST_POINTS, help="How many budgets to solve for.")
+    ] = 10,
     solver: SolverOption = "auto",
     time_limit: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="Seconds for each budget.")
@@ -247,7 +250,7 @@ def frontier(
         write_json([{"budget": s.budget_bytes, **solution_record(s)} for s in solutions])
     else:
         keep_all = keep_all_bytes(graph)
-        show_solutions(graph, [(f"{s.budget_bytes / keep_all:.0%}", s) for s in solutions])
+        show_solutions(graph, [(f"{s.budget_bytes / max(1, keep_all):.0%}", s) for s in solutions])
 
 
 for _command in (plot, report, export):

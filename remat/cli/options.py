@@ -10,6 +10,8 @@ import typer
 
 from remat.solvers import SOLVER_NAMES
 
+MOST_POINTS = 1000  # of a curve: more are no picture, and take hours
+
 
 class Format(StrEnum):
     """How results are written to stdout."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat.cli.arguments import Refused, check_output, installed_extra, load_solutions, solver_named
-from remat.cli.options import InstanceArgument, Picture
+from remat.cli.options import MOST_POINTS, InstanceArgument, Picture
 from remat.core.instance import read_instance
 
 
@@ -57,7 +57,10 @@ def report(
     ] = None,
     output: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
     points: Annotated[
-        int, typer.Option(min=0, help="Budgets to solve for the trade-off curve; 0 for none.")
+        int,
+        typer.Option(
+            min=0, max=MOST_POINTS, help="Budgets to solve for the trade-off curve; 0 for none."
+        ),
     ] = 8,
     time_limit: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")
