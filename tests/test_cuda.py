@@ -1,6 +1,6 @@
 """What only a CUDA device can show. Skipped elsewhere, with the reason.
 
-`experiments/gpu_validation.py` measures at real sizes.
+`experiments/gpu_run.py` measures at real sizes.
 """
 
 from __future__ import annotations

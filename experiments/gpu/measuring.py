@@ -1,0 +1,158 @@
+"""Facts, one JSON line each as soon as it is known; and what a step takes on the device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from experiments.gpu.steps import Batch, Place
+
+_STEPS = 8
+Call = Callable[..., Any]
+
+
+@dataclass
+class Facts:
+    """What was found out, appended to a file line by line, so that a cut run loses nothing.
+
+    Attributes:
+        path: the file.
+        place: where it runs.
+        seconds: how long the run may take.
+    """
+
+    path: Path
+    place: Place
+    seconds: float
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.perf_counter() - self.began_s)
+
+    def say(self, **fact: Any) -> None:
+        """Writes a fact."""
+        fact["at_s"] = round(time.perf_counter() - self.began_s, 1)
+        with self.path.open("a") as file:
+            file.write(json.dumps(fact) + "\n")
+        print(json.dumps(fact), flush=True)
+
+    @contextmanager
+    def section(self, **names: Any) -> Iterator[None]:
+        """Runs what is inside; its failure is a fact, and what it held is given back."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # whatever fails, the next section runs
+            where = traceback.format_exc()[-800:]
+            self.say(**names, error=f"{type(error).__name__}: {error}"[:600], trace=where)
+        finally:
+            self.clean()
+
+    def clean(self) -> None:
+        """Forgets compiled code and gives memory back."""
+        gc.collect()
+        torch._dynamo.reset()
+        if self.place.has_cuda:
+            torch.cuda.empty_cache()
+
+
+def synchronize(place: Place) -> None:
+    """Waits for the device."""
+    if place.has_cuda:
+        torch.cuda.synchronize()
+
+
+def blas_bytes(place: Place) -> int:
+    """What cuBLAS keeps for the threads of forward and backward, and no plan counts."""
+    if not place.has_cuda:
+        return 0
+
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    a = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    nn.functional.linear(a @ a, a, a[0]).sum().backward()
+    del a
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
+def step(call: Call, owner: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
+    """One forward and backward from a seed; returns the loss."""
+    torch.manual_seed(seed)
+    owner.zero_grad(set_to_none=True)
+    result = call(**batch)
+    loss: torch.Tensor = result if isinstance(result, torch.Tensor) else result.loss
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(call: Call, owner: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
+    """The gradients of one step, on the CPU in float32."""
+    step(call, owner, batch, seed)
+    return [p.grad.float().cpu() for p in owner.parameters() if p.grad is not None]
+
+
+def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Largest difference over the largest entry."""
+    scale = max(t.abs().max().item() for t in theirs)
+    return max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True)) / scale
+
+
+def measured(
+    call: Call, owner: nn.Module, batch: Batch, place: Place, steps: int = 0
+) -> dict[str, float]:
+    """Times of the first step and of later ones; on a GPU the peaks its tools show."""
+    steps = steps or (2 if place.is_tiny else _STEPS)
+    began = time.perf_counter()
+    step(call, owner, batch, 0)
+    synchronize(place)
+    first_s = time.perf_counter() - began
+
+    owner.zero_grad(set_to_none=True)
+    if place.has_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for index in range(steps):
+        owner.zero_grad(set_to_none=True)
+        synchronize(place)
+        began = time.perf_counter()
+        step(call, owner, batch, 1 + index)
+        synchronize(place)
+        times.append(time.perf_counter() - began)
+
+    stats = torch.cuda.memory_stats() if place.has_cuda else {}
+    peaks = {
+        name: stats.get(f"{name}_bytes.all.peak", 0)
+        for name in ("requested", "allocated", "reserved")
+    }
+    return {"first_step_s": first_s, "step_s": statistics.median(times), **peaks}
+
+
+def told(model: Any) -> dict[str, Any]:
+    """What the plan of a model promises."""
+    report = remat.report(model)
+    solution = report.solution
+    attention = sorted({op.target for op in report.graph.operators if "attention" in op.target})
+    return {
+        "predicted": solution.peak_bytes,
+        "budget": solution.budget_bytes,
+        "predicted_step_s": solution.cost_s,
+        "overhead": solution.overhead,
+        "gap": solution.gap,
+        "planned_s": solution.wall_s,
+        "attention": attention,
+    }

@@ -1,0 +1,115 @@
+"""Tables and pictures of the facts that a GPU run wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from remat.look.plot import save
+from remat.look.plot_style import new_figure, quiet
+
+Fact = dict[str, Any]
+_MIB = 2**20
+
+
+def read(path: Path) -> list[Fact]:
+    """Returns the facts of a file, one per line."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def compared(facts: Sequence[Fact]) -> list[Fact]:
+    """The ways of running a model that ran, the last run of each."""
+    rows = {
+        (fact["model"], fact["way"]): fact for fact in facts if "step_s" in fact and "way" in fact
+    }
+    return list(rows.values())
+
+
+def show(path: Path) -> None:
+    """Prints tables, and draws `NAME_peak.png` and `NAME_time.png` beside the file.
+
+    Exits where there is no file.
+    """
+    if not path.is_file():
+        sys.exit(f"gpu_run: there are no facts in {path}; run it on a machine with a GPU first")
+
+    facts = read(path)
+    rows = compared(facts)
+    console = Console(highlight=False)
+    for model in dict.fromkeys(row["model"] for row in rows):
+        console.print(_table(model, [row for row in rows if row["model"] == model]))
+    for fact in facts:
+        if "error" in fact:
+            named = " ".join(str(fact[key]) for key in ("section", "model", "way") if key in fact)
+            console.print(f"failed: {named}: {fact['error']}")
+
+    on_a_gpu = [row for row in rows if row.get("allocated")]
+    if on_a_gpu:
+        _draw_peaks(on_a_gpu, path.with_name(f"{path.stem}_peak.png"))
+        _draw_times(on_a_gpu, path.with_name(f"{path.stem}_time.png"))
+
+
+def _table(model: str, rows: Sequence[Fact]) -> Table:
+    table = Table(title=model, title_justify="left", box=None)
+    table.add_column("")
+    for heading in ("predicted", "requested", "allocated", "reserved", "step", "gradient off"):
+        table.add_column(heading, justify="right")
+    plain_s = next((row["step_s"] for row in rows if row["way"].startswith("plain")), None)
+    for row in rows:
+        sizes = [
+            f"{row[name] / _MIB:,.0f} MiB" if row.get(name) else "-"
+            for name in ("predicted", "requested", "allocated", "reserved")
+        ]
+        pace = f" {row['step_s'] / plain_s:.2f} x" if plain_s else ""
+        table.add_row(
+            row["way"], *sizes, f"{1000 * row['step_s']:.1f} ms{pace}", f"{row['gradient']:.1e}"
+        )
+    return table
+
+
+def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
+    """Measured against predicted peaks."""
+    planned = [row for row in rows if "predicted" in row]
+    figure = new_figure("Peak on the GPU: measured against predicted")
+    axes = figure.subplots()
+    for model in dict.fromkeys(row["model"] for row in planned):
+        mine = [row for row in planned if row["model"] == model]
+        axes.plot(
+            [row["predicted"] / _MIB for row in mine],
+            [(row["allocated"] - row["base"]) / _MIB for row in mine],
+            "o",
+            label=model,
+        )
+    largest = max((row["predicted"] / _MIB for row in planned), default=1.0)
+    axes.plot([0, largest], [0, largest], ":", color="grey", label="equal")
+    quiet(axes, x_label="predicted, MiB", y_label="allocated, MiB", grid="both")
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
+def _draw_times(rows: Sequence[Fact], path: Path) -> None:
+    """Step time against peak, both measured, over plain's."""
+    figure = new_figure("Step time against peak, both over plain PyTorch's")
+    axes = figure.subplots()
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        plain = next((row for row in mine if row["way"] == "plain"), None)
+        if plain is None:
+            continue
+        for family, marker in (("remat", "o"), ("", "x")):
+            shown = [row for row in mine if row["way"].startswith("remat") == bool(family)]
+            axes.plot(
+                [row["allocated"] / plain["allocated"] for row in shown],
+                [row["step_s"] / plain["step_s"] for row in shown],
+                marker,
+                label=f"{model}, {family or 'others'}",
+            )
+    quiet(axes, x_label="peak over plain's", y_label="step time over plain's", grid="both")
+    axes.legend(frameon=False)
+    save(figure, path)

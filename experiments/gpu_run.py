@@ -1,0 +1,301 @@
+"""A quarter of an hour on a GPU, as results: one JSON line per fact, as soon as it is known.
+
+    python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
+    python -m experiments.gpu_run --device cpu --tiny          a rehearsal
+    python -m experiments.gpu_run --show                       tables and pictures of what is there
+
+A run that is cut loses nothing; a section that fails is a fact, and the next one runs. Sections:
+
+- environment: the card, cuBLAS's bytes, one launch against one of a thousand.
+- correct: loss, gradients and random state against plain, beside plain against itself.
+- medium, vision, large, billions: plain, plans at 100 to 40 % and the least, checkpoints per block
+  and selective ones: predicted and measured peaks (requested, allocated, reserved), step times.
+- autocast: GPT-2 medium in float32 under autocast.
+- oom: a batch that plain PyTorch can't run in a quarter of the card, and a plan can.
+- foretold: a laptop's forecast beside the card's plan; the largest batch foretold against the
+  largest that runs.
+- fused: `torch.compile`, `activation_memory_budget` and plans through Inductor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import remat
+from experiments.environment import environment as where
+from experiments.gpu import steps, tables
+from experiments.gpu.measuring import (
+    Facts,
+    blas_bytes,
+    gradients,
+    largest_difference,
+    measured,
+    step,
+    told,
+)
+from experiments.gpu.steps import STEPS, Place
+
+RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
+SHARES = ("100%", "80%", "60%", "40%")
+_LEAST = "least"
+Way = Callable[[Any], Callable[..., Any]]
+
+
+def environment(facts: Facts) -> None:
+    """The machine, and what is held beside every step."""
+    place = facts.place
+    held = {"blas_bytes": blas_bytes(place), "blas_bytes_again": blas_bytes(place)}
+    facts.say(section="environment", device=place.device, **held, **where(seed=0))
+    if place.has_cuda:
+        x = torch.ones(1 << 20, device="cuda")
+        _launches(x, 2000)
+        one_us, of_many_us = _launches(x, 1), _launches(x, 1000)
+        facts.say(section="clock", one_us=one_us, of_a_thousand_us=of_many_us)
+
+
+def _launches(x: torch.Tensor, count: int) -> float:
+    """Microseconds of one of `count` launches between two events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        x + 1
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / count * 1e3
+
+
+def correct(facts: Facts) -> None:
+    """Plans against plain PyTorch, beside plain against itself."""
+    place = facts.place
+    for budget in ("100%", "60%"):
+        torch.manual_seed(0)
+        model, batch = steps.gpt2(place, layers=4, width=256, heads=4)
+        plain = copy.deepcopy(model)
+        steps.planned(model, budget)
+        runs = []
+        for one in (model, plain, plain):
+            found = gradients(one, one, batch, seed=3)
+            state = torch.cuda.get_rng_state() if place.has_cuda else torch.get_rng_state()
+            runs.append((found, state, step(one, one, batch, 3).item()))
+        facts.say(
+            section="correct",
+            budget=budget,
+            gradient=largest_difference(runs[0][0], runs[1][0]),
+            plain_twice=largest_difference(runs[2][0], runs[1][0]),
+            loss=runs[0][2] - runs[1][2],
+            same_random=bool(torch.equal(runs[0][1], runs[1][1])),
+            recomputed=remat.report(model).solution.overhead,
+        )
+
+
+def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: float = 30) -> None:
+    """Each way of running one model: peaks, times, gradients against plain's."""
+    reference: list[torch.Tensor] = []
+    for way, prepare in ways:
+        if facts.left_s < need_s:
+            facts.say(model=name, way=way, skipped=f"{facts.left_s:.0f} s left")
+            continue
+        facts.clean()
+        with facts.section(model=name, way=way):
+            _compare_one(facts, name, way, prepare, reference)
+    torch._functorch.config.activation_memory_budget = 1.0
+
+
+def _compare_one(
+    facts: Facts, name: str, way: str, prepare: Way, reference: list[torch.Tensor]
+) -> None:
+    place = facts.place
+    base = torch.cuda.memory_allocated() if place.has_cuda else 0
+    torch.manual_seed(0)
+    model, batch = STEPS[name](place)
+    call = prepare(model)
+    found = gradients(call, model, batch)
+    reference.extend(found if not reference else ())
+
+    row: dict[str, Any] = {"base": base, **measured(call, model, batch, place)}
+    row["gradient"] = largest_difference(found, reference)
+    if way.startswith("remat"):
+        row |= told(model)
+        if place.has_cuda:
+            row["measured_minus_predicted"] = row["allocated"] - base - row["predicted"]
+    facts.say(model=name, way=way, **row)
+
+
+def _plain(model: Any) -> Callable[..., Any]:
+    call: Callable[..., Any] = model
+    return call
+
+
+def _ways(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, Way]]:
+    """Plain twice, plans, and the others."""
+    plans = [
+        (f"remat {budget}", partial(steps.planned, budget=budget))
+        if budget != _LEAST
+        else ("remat least", _at_its_least)
+        for budget in budgets
+    ]
+    return [("plain", _plain), ("plain again", _plain), *plans, *others]
+
+
+def _at_its_least(model: Any) -> Callable[..., Any]:
+    """Plans with the least budget, which a first, hopeless one tells."""
+
+    def call(**batch: torch.Tensor) -> Any:
+        if not hasattr(call, "is_planned"):
+            remat.checkpoint(model, "1%", time_limit_s=steps.PLAN_LIMIT_S)
+            try:
+                return model(**batch)
+            except remat.BudgetError as error:
+                remat.unwrap(model)
+                steps.planned(model, int(error.minimum_bytes * 1.01))
+            call.is_planned = True  # type: ignore[attr-defined]
+        return model(**batch)
+
+    return call
+
+
+def medium(facts: Facts) -> None:
+    """GPT-2 medium."""
+    others = (
+        ("checkpoint per block", steps.block_checkpoints),
+        (
+            "selective checkpoints",
+            steps.selective_checkpoints,
+        ),
+    )
+    compare(facts, "gpt2-medium", _ways((*SHARES, _LEAST), *others))
+
+
+def vision(facts: Facts) -> None:
+    """ResNet-50."""
+    compare(facts, "resnet50", _ways((*SHARES, _LEAST)))
+
+
+def large(facts: Facts) -> None:
+    """GPT-2 XL."""
+    others = (("checkpoint per block", steps.block_checkpoints),)
+    compare(facts, "gpt2-xl", _ways(("100%", "60%", "40%"), *others), need_s=60)
+
+
+def billions(facts: Facts) -> None:
+    """Eight layers of Llama-3-8B's size."""
+    others = (("checkpoint per block", steps.block_checkpoints),)
+    compare(facts, "llama-3-8b, 8 layers", _ways(("100%", "60%", "40%"), *others), need_s=60)
+
+
+def autocast(facts: Facts) -> None:
+    """GPT-2 medium, float32 under autocast to bf16."""
+
+    def at(budget: str, model: Any) -> Callable[..., Any]:
+        steps.planned(model, budget)
+        return steps.in_autocast(model)
+
+    ways = [("plain, autocast", steps.in_autocast)]
+    ways += [(f"remat {budget}, autocast", partial(at, budget)) for budget in ("100%", "60%")]
+    compare(facts, "gpt2-medium", ways)
+
+
+def oom(facts: Facts) -> None:
+    """The budget as a user would choose it, where plain PyTorch runs out of memory."""
+    if not facts.place.has_cuda:
+        return
+
+    limit = int(0.25 * torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    try:
+        for way in ("plain", "remat"):
+            facts.clean()
+            with facts.section(section="oom", way=way):
+                model, batch = steps.gpt2(facts.place, batch=24)
+                budget = limit - blas_bytes(facts.place) - (1 << 30)
+                call = steps.planned(model, budget) if way == "remat" else _plain(model)
+                row = measured(call, model, batch, facts.place, 3)
+                facts.say(section="oom", way=way, limit=limit, **row)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def foretold(facts: Facts) -> None:
+    """`fits` and `max_batch` as on a laptop, beside what the card does."""
+    place = facts.place
+    device = torch.cuda.get_device_name().split()[1] if place.has_cuda else "H100"
+    laptop = Place("cpu", place.is_tiny)
+    model, batch = steps.gpt2(laptop)
+    fit = remat.fits(model, kwargs=batch, device=device, optimizer="none", time_limit_s=5)
+    facts.say(section="foretold", model="gpt2-medium", laptop=fit.record())
+
+    if place.has_cuda:
+        model, batch = steps.gpt2(place)
+        steps.planned(model, "100%")
+        step(model, model, batch, 0)
+        facts.say(section="foretold", model="gpt2-medium", there=told(model))
+
+
+def fused(facts: Facts) -> None:
+    """What `torch.compile` does, and plans through Inductor."""
+    ways: list[tuple[str, Way]] = [("plain", _plain)]
+    ways += [
+        (f"torch.compile, activation_memory_budget {share}", partial(steps.compiled, share=share))
+        for share in (1.0, 0.5)
+    ]
+    ways += [
+        (f"remat inductor {budget}", partial(steps.planned, budget=budget, executor="inductor"))
+        for budget in ("100%", "60%")
+    ]
+    compare(facts, "gpt2-medium, 12 layers", ways, need_s=60)
+
+
+SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
+    "environment": (environment, 0),
+    "correct": (correct, 20),
+    "medium": (medium, 60),
+    "vision": (vision, 40),
+    "oom": (oom, 60),
+    "foretold": (foretold, 30),
+    "autocast": (autocast, 40),
+    "billions": (billions, 90),
+    "fused": (fused, 120),
+    "large": (large, 90),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sections that there is time for, or shows what is there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=420.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--show", action="store_true", help="tables and pictures, no run")
+    asked = parser.parse_args(arguments)
+    if asked.show:
+        tables.show(asked.output)
+        return
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")
+
+    facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
+    for name in asked.only:
+        run, need_s = SECTIONS[name]
+        if facts.left_s < need_s:
+            facts.say(section=name, skipped=f"{facts.left_s:.0f} s left, {need_s:.0f} needed")
+            continue
+        with facts.section(section=name):
+            run(facts)
+    facts.say(section="end", seconds=round(time.perf_counter() - facts.began_s, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The run on a GPU, rehearsed on the CPU: every fact is written at once, and a failure is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import gpu_run
+from experiments.gpu import measuring, steps, tables
+
+pytest.importorskip("transformers")
+
+
+def facts(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# transformers 5.23 renames it; older ones have the old name alone
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is dep:FutureWarning")
+def test_a_rehearsal_writes_facts_and_no_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_run, "SHARES", ("100%",))
+    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 2.0)
+    output = tmp_path / "facts.jsonl"
+    where = ["--device", "cpu", "--tiny", "--seconds", "600", "--output", str(output)]
+    gpu_run.main([*where, "--only", "environment", "correct", "medium"])
+
+    found = facts(output)
+    assert not [fact for fact in found if "error" in fact]
+    assert all(fact["gradient"] == 0 for fact in found if fact.get("section") == "correct")
+    ways = {fact["way"]: fact for fact in found if "way" in fact}
+    assert {"plain", "remat 100%", "remat least", "checkpoint per block"} <= set(ways)
+    assert ways["remat least"]["predicted"] < ways["remat 100%"]["predicted"]
+    assert all(fact["gradient"] < 0.05 for fact in ways.values())
+
+    capsys.readouterr()
+    tables.show(output)
+    assert "remat least" in capsys.readouterr().out
+
+
+def test_what_fails_is_a_fact_and_the_next_section_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: measuring.Facts) -> None:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setitem(gpu_run.SECTIONS, "vision", (broken, 0))
+    monkeypatch.setitem(gpu_run.SECTIONS, "oom", (lambda facts: facts.say(section="oom"), 0))
+    output = tmp_path / "facts.jsonl"
+    where = ["--device", "cpu", "--tiny", "--seconds", "50", "--output", str(output)]
+    gpu_run.main([*where, "--only", "vision", "oom", "large"])
+
+    found = facts(output)
+    assert found[0]["error"] == "RuntimeError: a kernel is missing"
+    assert found[1]["section"] == "oom" and "error" not in found[1]
+    assert "needed" in found[2]["skipped"]
+    assert found[-1]["section"] == "end"
