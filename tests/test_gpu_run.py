@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments import gpu_run
-from experiments.gpu import measuring, steps, tables
+from experiments.gpu import measuring, tables
 
 pytest.importorskip("transformers")
 
@@ -24,7 +24,6 @@ def test_a_rehearsal_writes_facts_and_no_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_run, "SHARES", ("100%",))
-    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 2.0)
     output = tmp_path / "facts.jsonl"
     where = ["--device", "cpu", "--tiny", "--seconds", "600", "--output", str(output)]
     gpu_run.main([*where, "--only", "environment", "correct", "medium"])
