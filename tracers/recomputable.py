@@ -25,7 +25,7 @@ _COLLECTIVES = frozenset(
         "_dtensor",
     }
 )
-_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "remat"})
 # Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
 _NONDETERMINISTIC_ON_CUDA = frozenset({

@@ -29,7 +29,7 @@ _QUEUED = 10  # runs between two events; they take some 0.2 ms to queue
 
 # Custom operators may wait for other processes, have effects, or trust their inputs: only torch's
 # own are run.
-_NAMESPACES = ("aten", "prims", "torch_nn")
+_NAMESPACES = ("aten", "prims", "remat", "torch_nn")
 # Those that read memory a library wrote for itself: with other bytes in it they crash.
 _READ_OPAQUE_MEMORY = frozenset({
     torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward,
@@ -118,18 +118,19 @@ def _without_traces(device_type: str) -> Iterator[None]:
 
 
 def _run_of(call: Call) -> Run:
-    args = [_fresh(arg) for arg in call.args]
-    kwargs = {name: _fresh(value) for name, value in call.kwargs}
+    is_zero = call.target.namespace == "remat"  # they look at their data: zeros take the most
+    args = [_fresh(arg, is_zero) for arg in call.args]
+    kwargs = {name: _fresh(value, is_zero) for name, value in call.kwargs}
     return lambda: call.target(*args, **kwargs)
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: Any, is_zero: bool) -> Any:
     if isinstance(value, tuple):
-        return [_fresh(item) for item in value]
+        return [_fresh(item, is_zero) for item in value]
     if not isinstance(value, TensorSpec):
         return value
     num_elements = value.extent_bytes // value.dtype.itemsize
-    if value.dtype.is_floating_point and value.dtype.itemsize > 1:
+    if not is_zero and value.dtype.is_floating_point and value.dtype.itemsize > 1:
         flat = torch.rand(num_elements, dtype=value.dtype, device=value.device_type)
     else:
         flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device_type)

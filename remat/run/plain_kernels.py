@@ -25,6 +25,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from remat.run.plain_derivatives import plain_derivatives
 from remat.torch_border.kernels import corrected_fakes, is_dense, with_python_kernels
 from remat.tracers.calls import Call
 from remat.tracers.layouts import Layout, layouts_of
@@ -49,6 +50,7 @@ def plain_kernels() -> Iterator[None]:
     with (
         with_python_kernels(_KEPT, {aten.dropout.default: _plain_where_it_rounds}),
         corrected_fakes(as_the_kernel_lays_out),
+        plain_derivatives(),
     ):
         yield
 

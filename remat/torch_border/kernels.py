@@ -20,11 +20,14 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
+    "below_autograd",
     "corrected_fakes",
     "is_dense",
+    "with_autograd_kernel",
     "with_kernel",
     "with_python_kernels",
     "without_modes",
+    "without_python_kernels",
 ]
 
 
@@ -45,6 +48,48 @@ def with_kernel(
         operator.py_kernels.pop(key)
         operator.py_kernels.update({key: before} if before else {})
         operator._dispatch_cache.clear()
+
+
+@contextmanager
+def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Traces `kernel` in place of the one of an operator that autograd knows the derivative of
+    (`py_kernels`, 2.13); inside of `torch.func.grad` and its like, torch's own.
+    """
+    key = torch._C.DispatchKey.Autograd
+
+    def install(replacement: Callable[..., Any] | None) -> None:
+        operator.py_kernels.pop(key, None)
+        operator.py_kernels.update({key: replacement} if replacement else {})
+        operator._dispatch_cache.clear()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return kernel(*args, **kwargs)
+        install(None)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            install(run)
+
+    install(run)
+    try:
+        yield
+    finally:
+        install(None)
+
+
+def below_autograd() -> Any:
+    """Runs what is inside as autograd runs an operator whose derivative it knows
+    (`_AutoDispatchBelowAutograd`, 2.13).
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_python_kernels() -> Any:
+    """Runs torch's own kernels inside, also where a trace has others
+    (`_DisablePythonDispatcher`, 2.13).
+    """
+    return torch._C._DisablePythonDispatcher()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
