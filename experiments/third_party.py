@@ -80,8 +80,8 @@ def main(words: list[str]) -> None:
             continue
         rows = _in_a_process(name)
         made = {**environment(seed=SEED), "threads": 1}
-        made["packages"][package] = found
-        known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
+        rows_kept = [asdict(row) for row in rows]
+        known[name] = {"environment": made, "version": found, "rows": rows_kept}
         save(known)
         shown = (f"{row.budget} {row.outcome} {row.aot_eager}".strip() for row in rows)
         print(name, *shown, sep=" | ", file=sys.stderr, flush=True)

@@ -66,13 +66,14 @@ class Row:
 
 
 def load() -> dict[str, Any]:
-    """Returns what was measured so far: model -> its environment and its rows."""
+    """Returns what was measured so far: model -> environment, version of its library, rows."""
     if not RESULTS.exists():
         return {}
     kept = json.loads(RESULTS.read_text())
     return {
         name: {
             "environment": {**kept["environments"][found["environment"]], "date": found["date"]},
+            "version": found["version"],
             "rows": [asdict(Row(name=name, **row)) for row in found["rows"]],
         }
         for name, found in kept["models"].items()
@@ -91,6 +92,7 @@ def save(known: dict[str, Any]) -> str:
         model = {
             "environment": environments.index(machine),
             "date": known[name]["environment"]["date"],
+            "version": known[name]["version"],
             "rows": [_short(row) for row in known[name]["rows"]],
         }
         lines.append(f"{json.dumps(name)}: {json.dumps(model)}")

@@ -93,7 +93,8 @@ def test_rows_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     name = next(iter(ALL))
     good = Row(name, "100%", "equal", budget_bytes=8, measured_bytes=8, num_operators=3)
     rows = [good, Row(name, "60%", "below the least"), Row(name, "least", "DIFFERENT", 0.25)]
-    known = {name: {"environment": {"date": "today"}, "rows": [asdict(row) for row in rows]}}
+    kept = {"environment": {"date": "today"}, "version": "1.0"}
+    known = {name: {**kept, "rows": [asdict(row) for row in rows]}}
     text = third_party_table.save(known)
     assert third_party_table.load() == known
     assert (tmp_path / "third_party.md").read_text() == text + "\n"

@@ -111,8 +111,8 @@ class _Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.recurrent = nn.GRU(16, 16, batch_first=True, bidirectional=True)
-        self.emissions, self.crf = nn.Linear(32, 5), load("torchcrf").CRF(5, batch_first=True)
+        self.recurrent = nn.GRU(16, 32, batch_first=True, bidirectional=True)
+        self.emissions, self.crf = nn.Linear(64, 5), load("torchcrf").CRF(5, batch_first=True)
 
     def forward(self, ids: torch.Tensor, tags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Returns the negative log likelihood of the tags."""
