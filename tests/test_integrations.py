@@ -89,6 +89,17 @@ def test_trainer(tmp_path: Path) -> None:
         remat.report(model)  # plain again
 
 
+def test_a_trainer_that_compiles_keeps_the_plan(tmp_path: Path) -> None:
+    plain, _ = with_trainer(tmp_path)
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    callback = TrainerPlan("90%", costs="flops", gap=0.2, time_limit_s=5)
+    watch, _ = with_trainer(tmp_path, callback, **options)
+    assert watch.losses == plain.losses
+    report = watch.reports[-1]
+    assert report.recomputed and report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.solution.budget_bytes
+
+
 def bytes_between(small: int, large: int) -> int:
     """A budget that a batch of `small` meets and one of `large` does not."""
 

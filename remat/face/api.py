@@ -18,6 +18,7 @@ from remat.face.planned_module import (
     captured_step,
     check_module,
     compile_call,
+    install,
     nothing_to_differentiate,
     run_compiled,
     tensors_in,
@@ -106,10 +107,10 @@ def checkpoint(
     )
     part = planned_part(step)
     if blocks is None:
-        set_call(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
+        install(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
     else:
         _refuse_blocks(step)
-        set_call(part, PlannedBlocks(part, blocks, Plans(options), costs))
+        install(part, PlannedBlocks(part, blocks, Plans(options), costs))
     return _runs(model, step)
 
 
@@ -134,7 +135,7 @@ def wrap(
             f"this solution has no schedule to run: its status is {solution.status}"
         )
     part = planned_part(step)
-    set_call(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
+    install(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
     return _runs(model, step)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.face.planned_module import PlannedCall, run_compiled, tensors_in
+from remat.face.planned_module import PlannedCall, install, run_compiled, tensors_in
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
 from remat.plan.planner import FixedPlan, Plans
 from remat.run.capture import device_type
-from remat.torch_border.modules import call_plain, call_with_forward, get_call, set_call
+from remat.torch_border.modules import OwnCall, call_plain, call_with_forward, get_call, set_call
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
@@ -63,7 +63,7 @@ class PlannedBlocks(PlannedCall):
         )
 
 
-class BlockCall:
+class BlockCall(OwnCall):
     """What `block(...)` runs inside of a planned model.
 
     Its hooks as they are, its forward compiled.
@@ -87,10 +87,6 @@ class BlockCall:
             return call_plain(self.block, *args, **kwargs)
         return call_with_forward(self.block, self._forward, args, kwargs)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copied or pickled it is None, as that of the whole model; see `PlannedCall`."""
-        return type(None), ()
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.piecewise.session.expects_pieces = True
         return self.compiled(self.block, *args, **kwargs)
@@ -108,7 +104,7 @@ def install_blocks(model: nn.Module, blocks: Iterable[nn.Module], piecewise: Pie
         forward = type(block).forward
         if forward not in compiled:
             compiled[forward] = _compile(forward, piecewise.backend)
-        set_call(block, BlockCall(block, compiled[forward], piecewise))
+        install(block, BlockCall(block, compiled[forward], piecewise))
 
 
 def remove_blocks(model: nn.Module) -> None:

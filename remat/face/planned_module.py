@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from remat.core.budget import describe_bytes
 from remat.core.errors import RematError, TraceError
 from remat.core.solution import Solution
+from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
-from remat.pieces.unplanned_memory import gradient_bytes
+from remat.pieces.unplanned_memory import gradient_bytes, tensors_of
 from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.planner import FixedPlan, Options, Plans
 from remat.run.capture import (
@@ -33,7 +34,7 @@ from remat.run.capture import (
     needs_gradient,
 )
 from remat.run.idle_hooks import IdleHooks
-from remat.run.refusals import nested_is_refused
+from remat.run.refusals import nested_is_refused, refuse_modes
 from remat.run.transformers_paths import install_capturing_hooks, plain_paths
 from remat.torch_border.dynamo import (
     capture_settings,
@@ -48,7 +49,14 @@ from remat.torch_border.dynamo import (
 )
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.layouts import dense_parts
-from remat.torch_border.modules import call_plain
+from remat.torch_border.modes import active_modes
+from remat.torch_border.modules import OwnCall, call_plain, get_call, set_call
+from remat.torch_border.other_compiles import (
+    is_met_by_another_compile,
+    keep_plans,
+    own_capture,
+    uncompiled,
+)
 from remat.torch_border.sharded import held_bytes, local_part
 from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs
@@ -57,7 +65,19 @@ from remat.tracers.costs import CostModel
 _LOG = logging.getLogger(__name__)
 
 
-class PlannedCall:
+def install(module: nn.Module, call: OwnCall) -> None:
+    """Makes `module(...)` run `call`, whatever compiles the module from now on."""
+    keep_plans()
+    if get_call(module) is not None and not isinstance(get_call(module), OwnCall):
+        _LOG.warning(
+            "%s was compiled by model.compile(), which its plan replaces; for compiled kernels "
+            'within the plan write executor="inductor"',
+            type(module).__name__,
+        )
+    set_call(module, call)
+
+
+class PlannedCall(OwnCall):
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
@@ -111,9 +131,16 @@ class PlannedCall:
             self._whole.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the planned step, or the plain module under `no_grad`."""
+        """Runs the planned step, or the plain module under `no_grad`.
+
+        Where another `torch.compile` meets it, it is a graph break there, and runs as planned.
+        """
+        if is_met_by_another_compile():
+            return uncompiled(self, args, kwargs)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return call_plain(self.module, *args, **kwargs)
+
+        refuse_modes(active_modes())
         try:
             return self._planned(args, kwargs)
         except RematError as error:
@@ -133,13 +160,6 @@ class PlannedCall:
             self.module, self.plan, self._costs_asked, differentiate=self.differentiate
         )
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copied or pickled it is None.
-
-        `nn.Module` leaves it out, a module with a `__getstate__` of its own does not.
-        """
-        return type(None), ()
-
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         check_module(self.module, args, kwargs)
         if self.piecewise is None:
@@ -149,7 +169,10 @@ class PlannedCall:
         result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
         if not self.pieces and not (self.piecewise and self.piecewise.plans):
-            raise TraceError(nothing_to_differentiate(self.module))
+            is_left_plain = any(tensor.requires_grad for tensor in tensors_of(result))
+            raise TraceError(
+                NOT_COMPILED if is_left_plain else nothing_to_differentiate(self.module)
+            )
         return result
 
     def _plan_largest(self, args: Any, kwargs: Any) -> None:
@@ -357,7 +380,7 @@ def run_compiled(
             planned.
     """
     try:
-        with capture_settings(), plain_paths():
+        with capture_settings(), own_capture(), plain_paths():
             return compiled(*args, **kwargs)
     except Exception as error:
         cause = unwrap_failure(error)

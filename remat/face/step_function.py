@@ -18,6 +18,7 @@ from remat.face.planned_module import PlannedCall
 from remat.face.reached_modules import reached_modules
 from remat.plan.distributed import planned_part, run_around_ddp
 from remat.torch_border.modules import get_call, set_call
+from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
 
 
 class StepFunction(nn.Module):
@@ -71,6 +72,8 @@ class PlannedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain function under `no_grad`."""
+        if is_met_by_another_compile():
+            return uncompiled(self, args, kwargs)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         self._reach(args, kwargs)

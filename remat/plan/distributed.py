@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from remat.core.errors import BudgetError, SolverError, TraceError
 from remat.core.graph import Graph
 from remat.core.solution import Solution
+from remat.torch_border.other_compiles import original_module
 from remat.torch_border.sharded import (
     active_ddps,
     called_directly,
@@ -163,6 +164,7 @@ def planned_part(model: nn.Module) -> nn.Module:
     Raises:
         TraceError: it is wrapped in a way that can't be planned; the message says what to do.
     """
+    model = original_module(model)  # a plan inside of what is compiled stays
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     if isinstance(model, DataParallel):

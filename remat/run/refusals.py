@@ -17,6 +17,18 @@ from remat.tracers.origin import module_of, source_of
 from remat.tracers.storages import tensors_of
 
 
+def refuse_modes(modes: list[str]) -> None:
+    """Refuses to run a planned step under dispatch modes: dynamo would leave it plain, and remember
+    to do so after them.
+    """
+    if modes:
+        raise TraceError(
+            f"a planned step can't run under {', '.join(modes)}, a TorchDispatchMode: "
+            "torch.compile leaves everything plain there. Run the step outside of it, or use it "
+            "around the plain model (remat.unwrap, or torch.no_grad(), under which it is plain)"
+        )
+
+
 def refuse_scans(module: fx.GraphModule) -> None:
     """Refuses a scan that is one operator, which runs where Inductor compiled it and nowhere
     else.

@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,21 @@ def call_with_forward(
             del own["forward"]
         else:
             own["forward"] = before
+
+
+class OwnCall(ABC):
+    """What `module(...)` runs in place of the plain call, put there by `set_call`."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copied or pickled it is None.
+
+        `nn.Module` leaves it out, a module with a `__getstate__` of its own does not.
+        """
+        return type(None), ()
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
