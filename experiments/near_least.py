@@ -20,6 +20,7 @@ from experiments.environment import environment
 from tests.near_least import Problem, outcome
 
 HERE = Path(__file__).resolve()
+_BETWEEN_WRITES = 50  # graphs; what was done by then is kept where it is stopped
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     made, began = environment(), time.monotonic()
     outcomes, kinds = Counter[str](), Counter[str]()
     wrong: dict[str, str] = {}
-    for seed in range(options.first, options.first + options.graphs):
+    for done, seed in enumerate(range(options.first, options.first + options.graphs), 1):
         problem = Problem(seed)
         kinds[problem.kind] += 1
         try:
@@ -44,16 +45,18 @@ def main() -> int:
             wrong[repr(problem)] = f"{type(error).__name__}: {error}"
             print(problem, wrong[repr(problem)], file=sys.stderr)
 
-    result = {
-        "environment": made,
-        "graphs": options.graphs,
-        "first_seed": options.first,
-        "kinds": dict(sorted(kinds.items())),
-        "outcomes": dict(sorted(outcomes.items())),
-        "wrong": wrong,
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+        if done % _BETWEEN_WRITES == 0 or done == options.graphs:
+            result = {
+                "environment": made,
+                "graphs": done,
+                "first_seed": options.first,
+                "kinds": dict(sorted(kinds.items())),
+                "outcomes": dict(sorted(outcomes.items())),
+                "wrong": wrong,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
+
     return bool(wrong)
 
 

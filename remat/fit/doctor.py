@@ -23,7 +23,7 @@ from remat.plan.disk_cache import PlanCache, plans_path
 from remat.solvers import make_solver
 
 _TORCH_VERSIONS = ((2, 11), (2, 15))  # first and last minor release that the runtime is tested on
-_BACKENDS = {"highspy": True, "pulp": True, "numba": False}  # whether remat needs it
+_BACKENDS = "highspy", "pulp", "numba"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ def examine() -> Iterator[Finding]:
     """Yields the findings one by one; those with `is_ok` False need repair."""
     yield Finding("python", None, f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from _torch()
-    for name, is_needed in _BACKENDS.items():
-        yield _module(name, is_needed)
+    for name in _BACKENDS:
+        yield _module(name)
     yield _cache()
     yield _self_check()
 
@@ -75,15 +75,11 @@ def _torch() -> Iterator[Finding]:
         )
 
 
-def _module(name: str, is_needed: bool) -> Finding:
+def _module(name: str) -> Finding:
     try:
         importlib.import_module(name)
     except ImportError as reason:
-        return Finding(
-            name,
-            False if is_needed else None,
-            f"does not import: {reason}" if is_needed else "not installed (remat[fast])",
-        )
+        return Finding(name, False, f"does not import: {reason}")
     return Finding(name, True, importlib.metadata.version(name))
 
 
