@@ -117,7 +117,7 @@ def test_what_a_plan_depends_on_is_its_key() -> None:
     assert key_of(graph, 1, "auto") == key_of(replace(graph, costs="another name"), 1, "auto")
 
 
-@pytest.mark.parametrize("damage", ["{", "not json", ""])
+@pytest.mark.parametrize("damage", ["{", "not json", "", "[" * 60_000, '{"status": ' * 60_000])
 def test_a_damaged_plan_is_made_again(
     damage: str, tmp_path: Path, solved: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -127,7 +127,9 @@ def wrap(
 
     Raises:
         ScheduleError: the solution has no schedule, at once; or it was made for another model,
-            shape, precision or torch version, at the first call.
+            shape, precision or torch version, or is broken, at the first call.
+        BudgetError: the schedule holds more than the solution's own budget, at the first call;
+            nothing of a file is believed.
     """
     step = as_step(model)
     if solution.schedule is None:
