@@ -15,7 +15,7 @@ from remat.core.limits import printable
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 # calls the model: the innermost frame of what torch's own modules compute
-_OWN = ("torch_border", "modules.py")
+_OWN = {("torch_border", "modules.py"), ("face", "step_function.py")}
 # the module that was captured: a local or global of the captured frame, of any name
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
@@ -45,7 +45,7 @@ def source_of(node: fx.Node) -> str:
     frames = [
         frame
         for frame in _FRAME.finditer(node.meta.get("stack_trace") or "")
-        if Path(frame["file"]).parts[-2:] != _OWN
+        if Path(frame["file"]).parts[-2:] not in _OWN
     ]
     if not frames:
         return ""
