@@ -8,6 +8,8 @@ node of the joint graph is one of:
 - a *view*: it makes no storage of its own. Views are made again where they are needed, and cost
   nothing;
 - a *part*: one output of an operator that has several, taken at once;
+- a *symbol*: a Python number that changes from step to step, or arithmetic on such. It takes no
+  memory, and is made again where it is read;
 - an *operator*: everything else.
 """
 
@@ -24,6 +26,7 @@ from torch import fx
 
 from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
 from remat.narration.stages import stage
+from remat.torch_border.scalars import is_symbol
 
 from .cleaning import clean
 from .costs import CostModel
@@ -75,6 +78,15 @@ class TracedStep:
             for i, node in enumerate(self.nodes)
             if self.graph.operators[i].target not in virtual
         }
+
+
+def is_only_read_as_number(node: fx.Node) -> bool:
+    """True for an input in which dynamo hands a Python number over.
+
+    Only the number is read, so that it is no value: the graph is that of a step whose number is
+    a constant.
+    """
+    return bool(node.users) and all(is_symbol(user.meta.get("val")) for user in node.users)
 
 
 def is_part(node: fx.Node) -> bool:
@@ -251,6 +263,9 @@ class _Reader:
 
     def _add_inputs(self, order: list[fx.Node]) -> None:
         primals = -1
+        numbers = {
+            node for node in order if node.op == "placeholder" and is_only_read_as_number(node)
+        }
         for node in order:
             if node.op not in ("placeholder", "get_attr"):
                 continue
@@ -261,7 +276,7 @@ class _Reader:
             is_tangent = node.op == "placeholder" and is_backward_input(node)
             primals += node.op == "placeholder" and not is_tangent
             key = self.storages.key(tensor)
-            if key is None or is_tangent:
+            if key is None or is_tangent or node in numbers:
                 continue
             if key not in self.value_of_storage:
                 assert isinstance(tensor, torch.Tensor)
@@ -334,6 +349,8 @@ class _Reader:
             op.phase is Phase.BACKWARD for op in self.operators[-1:]
         ):
             self._add_tangents()
+        if is_symbol(node.meta.get("val")):
+            return
         tensors = tensors_of(node)
         fresh = {
             key: t for t in tensors if (key := self.storages.key(t)) not in self.value_of_storage

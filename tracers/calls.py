@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from remat.torch_border.scalars import hint_of, is_symbol
+
 aten = torch.ops.aten
 OpOverload: Any = type(aten.mm.default)
 
@@ -201,10 +203,8 @@ def _freeze(value: Any) -> Any:
         return TensorSpec.of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_freeze, value))
-    if isinstance(value, (torch.SymInt, torch.SymBool)):
-        return int(value)
-    if isinstance(value, torch.SymFloat):
-        return float(value)
+    if is_symbol(value):
+        return hint_of(value)
     if isinstance(
         value,
         (

@@ -5,6 +5,7 @@ What `checkpoint` and `wrap` put behind `module(...)`, and the `torch.compile` b
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from remat.core.budget import describe_bytes
 from remat.core.errors import RematError, TraceError
 from remat.core.solution import Solution
+from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes, tensors_of
@@ -38,8 +40,8 @@ from remat.run.refusals import nested_is_refused, refuse_modes
 from remat.run.transformers_paths import install_capturing_hooks, plain_paths
 from remat.torch_border.dynamo import (
     capture_settings,
+    compile_frame,
     compile_reason,
-    compile_whole,
     failure_text,
     is_ddp_optimizer_on,
     is_graph_break,
@@ -105,6 +107,10 @@ class PlannedCall(OwnCall):
         self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
         # bytes of gradients that earlier steps left -> the step
         self._whole: dict[int, Callable[..., Any]] = {}
+        self._frame = new_frame()
+        self._recaptures = Recaptures(type(module).__name__)
+        # a fixed plan is for the graph in which every number is a constant
+        self._numbers_are_inputs = isinstance(plan, Plans) and not self.is_inductor
 
     @property
     def is_inductor(self) -> bool:
@@ -197,19 +203,27 @@ class PlannedCall(OwnCall):
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         with without_dynamic_marks(tensors_in(args, kwargs)):
-            return self._run_static(args, kwargs)
+            result = self._run_static(args, kwargs)
+        self._recaptures.settle()
+        return result
 
     def _run_static(self, args: Any, kwargs: Any) -> Any:
         if self.piecewise is not None:
             return self._run_pieces(self.piecewise, self._in_pieces, args, kwargs)
         try:
-            return run_compiled(self._whole_step(), args, kwargs)
+            return self._run_whole(args, kwargs)
         except GraphBreak as found:
             if self.is_inductor:
                 raise
             piecewise = Piecewise(self.module, self.plan, self.costs)
             piecewise.breaks[found.place] = None
-        in_pieces = compile_call(self.module, piecewise.backend, is_whole=False)
+        in_pieces = compile_call(
+            self.module,
+            piecewise.backend,
+            is_whole=False,
+            frame=self._frame,
+            on_recapture=self._recaptures.note,
+        )
         result = self._run_pieces(piecewise, in_pieces, args, kwargs)
         # not where that fails as well: a wrong shape says nothing of the next step
         self.piecewise, self._in_pieces = piecewise, in_pieces
@@ -223,11 +237,37 @@ class PlannedCall(OwnCall):
             lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs)
         )
 
+    def _run_whole(self, args: Any, kwargs: Any) -> Any:
+        """Runs the step as one graph.
+
+        Where one capture succeeded and the next one does not, with numbers as inputs, each of their
+        values is captured by itself from now on.
+        """
+
+        def run(*, numbers_are_inputs: bool) -> Any:
+            step = self._whole_step()
+            return run_compiled(step, args, kwargs, numbers_are_inputs=numbers_are_inputs)
+
+        try:
+            return run(numbers_are_inputs=self._numbers_are_inputs)
+        except TraceError as failure:
+            if not (self._numbers_are_inputs and self.pieces):
+                raise
+            _LOG.info("a number can't become an input of the step: %s", failure)
+        result = run(numbers_are_inputs=False)
+        self._numbers_are_inputs = False
+        return result
+
     def _whole_step(self) -> Callable[..., Any]:
         """The step as one graph, planned beside the gradients that there are."""
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
         if held_bytes not in self._whole:
-            self._whole[held_bytes] = compile_call(self.module, self._backend(held_bytes))
+            self._whole[held_bytes] = compile_call(
+                self.module,
+                self._backend(held_bytes),
+                frame=self._frame,
+                on_recapture=self._recaptures.note,
+            )
         return self._whole[held_bytes]
 
     def _backend(self, held_bytes: int) -> Any:
@@ -314,31 +354,46 @@ def model_bytes(module: nn.Module) -> int:
     return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
 
 
-def compile_call(module: nn.Module, backend: Any, *, is_whole: bool = True) -> Callable[..., Any]:
+def compile_call(
+    module: nn.Module,
+    backend: Any,
+    *,
+    is_whole: bool = True,
+    frame: str = "",
+    on_recapture: Callable[[str], None] = _LOG.debug,
+) -> Callable[..., Any]:
     """Returns `module(...)` compiled, as one graph or in pieces, through a frame of its own.
 
     Dynamo leaves frames of torch's own modules alone, so `nn.Sequential` as a root would never be
     captured; and it keeps what it compiled by code object, which here belongs to this module only.
     The module is an argument: dynamo keeps a frame's globals for good (`CleanupManager`, torch
-    2.13).
+    2.13). `frame` names the frame's file: by it dynamo knows which numbers changed before, so that
+    frames of one module share a name, and those of two don't.
     """
     install_capturing_hooks(module)
     namespace: dict[str, Any] = {"call_plain": call_plain}
-    exec(
-        "def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)",
-        namespace,
-    )
+    source = "def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)"
+    exec(compile(source, frame or new_frame(), "exec"), namespace)
     step = namespace["step"]
+    compiled = compile_frame(step, backend, is_whole=is_whole, on_recapture=on_recapture)
     if not is_whole:  # eager parts may be checkpointed, which needs what hooks ask for
-        return partial(torch.compile(step, backend=backend, dynamic=False), module)
+        return partial(compiled, module)
 
-    compiled, hooks = compile_whole(step, backend), IdleHooks(module)
+    hooks = IdleHooks(module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with hooks.removed():
             return compiled(module, *args, **kwargs)
 
     return run
+
+
+def new_frame() -> str:
+    """Returns a file's name for the frames of one planned module."""
+    return f"<remat frame {next(_FRAMES)}>"
+
+
+_FRAMES = itertools.count()
 
 
 def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -368,11 +423,17 @@ def nothing_to_differentiate(module: nn.Module) -> str:
 
 
 def run_compiled(
-    compiled: Callable[..., Any], args: Any, kwargs: Any, *, is_whole: bool = True
+    compiled: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    is_whole: bool = True,
+    numbers_are_inputs: bool = True,
 ) -> Any:
     """Calls a compiled function.
 
-    What goes wrong in capturing or planning comes out as our own error.
+    What goes wrong in capturing or planning comes out as our own error. Numbers that change become
+    inputs, see `capture_settings`.
 
     Raises:
         GraphBreak: it is no one graph.
@@ -380,7 +441,11 @@ def run_compiled(
             planned.
     """
     try:
-        with capture_settings(), own_capture(), plain_paths():
+        with (
+            capture_settings(numbers_are_inputs=numbers_are_inputs),
+            own_capture(),
+            plain_paths(),
+        ):
             return compiled(*args, **kwargs)
     except Exception as error:
         cause = unwrap_failure(error)

@@ -22,7 +22,8 @@ from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.rewrite import split
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import is_dense
-from remat.tracers.aot import TracedStep, read_joint
+from remat.torch_border.scalars import is_symbol
+from remat.tracers.aot import TracedStep, is_only_read_as_number, read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.phases import is_backward_input
 from remat.tracers.storages import tensors_of
@@ -105,7 +106,9 @@ class Piece:
         given = [
             ("input", i)
             for i, node in enumerate(inputs)
-            if not isinstance(args[i], nn.Parameter) and _is_dense(node)
+            if not isinstance(args[i], nn.Parameter)
+            and _is_dense(node)
+            and not is_only_read_as_number(node)
         ]
         results: Any = self.joint.graph.output_node().args[0]
         made = [
@@ -149,6 +152,12 @@ class Piece:
     def num_tangents(self) -> int:
         """How many gradients arrive for its backward."""
         return len(self._tangents)
+
+    @cached_property
+    def num_numbers(self) -> int:
+        """How many Python numbers the forward hands over, and the backward takes first."""
+        inputs = self.joint.graph.find_nodes(op="placeholder")
+        return sum(is_symbol(node.meta.get("val")) for node in inputs)
 
     @cached_property
     def _tangents(self) -> list[fx.Node]:

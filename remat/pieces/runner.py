@@ -42,6 +42,7 @@ from remat.run.rewrite import split
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.kernels import StorageWeakRef
+from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.torch_border.sharded import is_sharded
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import mark_inference_inputs
@@ -223,6 +224,7 @@ class Piecewise:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The `torch.compile` backend: makes a piece of each graph."""
         refuse_scans(module)
+        refuse_changing_sizes(module.graph)
         refuse_nested(module)
         cut_at_sizes(module)
         self._note_break(compile_reason(module))
@@ -236,6 +238,7 @@ class Piecewise:
             static_lifetime_input_indices: Any = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, example_inputs)
             static = static_lifetime_input_indices or ()
@@ -259,7 +262,12 @@ class Piecewise:
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return _boxed(partial(self.run_backward, pieces[-1]))
 
-        with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
+        with (
+            backward_without_autocast(),
+            python_numbers(),
+            plain_kernels(),
+            autocast_cache(module, example_inputs),
+        ):
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=compile_forward,
                 bw_compiler=compile_backward,
@@ -298,7 +306,7 @@ class Piecewise:
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the backward half that belongs to the forward that saved `args`."""
-        token = args.pop(0)
+        token = args.pop(piece.num_numbers)
         _, number, _ = token.shape
 
         def run(args: list[Any]) -> Any:

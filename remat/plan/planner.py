@@ -142,7 +142,7 @@ class Plans:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._known: dict[tuple[Graph, int], Solution] = {}
+        self._known: dict[tuple[str, int], tuple[Graph, Solution]] = {}
         self._has_largest = False
         # of the largest step so far, the reserve included: what "60%" is a percentage of
         self._keep_all_bytes = 0
@@ -166,14 +166,12 @@ class Plans:
         """
         graph = step.graph
         held_bytes = self.options.reserve_bytes + unplanned_bytes + gap_bytes + bucket_bytes()
-        found = next(
-            (s for (g, held), s in self._known.items() if held == held_bytes and g == graph), None
-        )
-        if found is None:
-            found = self._known[graph, held_bytes] = self._solve(graph, held_bytes, gap_bytes)
-            _LOG.info("%s", _plan_text(graph, found, self.options.budget))
+        key = (computation_of(graph), held_bytes)
+        if key not in self._known:
+            self._known[key] = (graph, self._solve(graph, held_bytes, gap_bytes))
+            _LOG.info("%s", _plan_text(graph, self._known[key][1], self.options.budget))
         self._has_largest |= is_largest
-        return found
+        return self._known[key][1]
 
     def _solve(self, graph: Graph, held_bytes: int, gap_bytes: int) -> Solution:
         options = self.options
@@ -226,7 +224,7 @@ class Plans:
         the budget.
         """
         wanted, found = structure_of(graph), []
-        for (other, _), solution in self._known.items():
+        for other, solution in self._known.values():
             schedule = solution.schedule
             if (
                 schedule is None
@@ -265,6 +263,16 @@ def _plan_text(graph: Graph, solution: Solution, budget: Budget) -> str:
         f"{format_bytes(solution.budget_bytes)}, where keeping everything takes "
         f"{format_bytes(keep_all_bytes)}; {solution.verdict}"
     )
+
+
+def computation_of(graph: Graph) -> str:
+    """A digest of all that a plan depends on: a graph without its names.
+
+    Where a number became an input of the step, what it is multiplied with has another name.
+    """
+    sizes = [(value.size_bytes, value.kind) for value in graph.values]
+    costs = [(op.cost_s, op.workspace_bytes) for op in graph.operators]
+    return hashlib.sha256(repr((structure_of(graph), sizes, costs)).encode()).hexdigest()
 
 
 def structure_of(graph: Graph) -> str:

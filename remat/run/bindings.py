@@ -17,6 +17,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.torch_border.scalars import hint_of, is_symbol
+
 
 class Bindings:
     """Finds bindings, and remembers them by operator and form of call."""
@@ -46,7 +48,8 @@ class Bindings:
 
 def _form(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
-        return "tensor"
+        value = argument.meta.get("val")
+        return type(hint_of(value)) if is_symbol(value) else "tensor"
     return tuple(map(_form, argument)) if isinstance(argument, list | tuple) else type(argument)
 
 
@@ -62,7 +65,7 @@ def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
     True where it dispatches to that operator, with those arguments, and no other.
     """
     args, kwargs = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda source: source.meta["val"]
+        (node.args, dict(node.kwargs)), lambda source: hint_of(source.meta["val"])
     )
     recorder = _Recorder()
     try:

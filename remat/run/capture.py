@@ -30,6 +30,7 @@ from remat.run.refusals import (
 )
 from remat.run.rewrite import SplitStep, split
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_graph_kept
+from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.origin import source_of
@@ -98,6 +99,7 @@ def make_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_scans(module)
+        refuse_changing_sizes(module.graph)
         refuse_nested(module)
         cut_at_sizes(module)
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
@@ -111,6 +113,7 @@ def make_backend(
             static_lifetime_input_indices: Any = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, example_inputs)
             step = read_joint(
@@ -144,7 +147,12 @@ def make_backend(
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
-        with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):
+        with (
+            backward_without_autocast(),
+            python_numbers(),
+            plain_kernels(),
+            autocast_cache(module, example_inputs),
+        ):
             compiled = trace_and_compile(module, example_inputs)
         return refuse_gradients(compiled, refused) if refused else compiled
 

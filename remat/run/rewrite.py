@@ -23,6 +23,7 @@ from remat.core.graph import Phase
 from remat.core.schedule import Schedule, lifetimes
 from remat.core.validate import validate
 from remat.run.random_state import draw, replay, take_state
+from remat.torch_border.scalars import is_symbol
 from remat.tracers.aot import TracedStep, is_part
 from remat.tracers.phases import is_backward_input
 
@@ -33,8 +34,10 @@ class SplitStep:
 
     Attributes:
         forward: takes the joint graph's inputs, returns its forward results, then what is saved.
-        backward: takes what is saved, then the incoming gradients; returns the gradients.
+        backward: takes the numbers among the inputs (AOTAutograd hands them over first), what is
+            saved, then the incoming gradients; returns the gradients.
         saved: what is handed over, in order: nodes of the joint graph, and values of snapshots.
+            The numbers follow it.
     """
 
     forward: fx.GraphModule
@@ -62,7 +65,8 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
     assert isinstance(results, Sequence)
     backward = _Writer(plan, is_forward=False)
     tangents = [node for node in inputs if is_backward_input(node)]
-    backward.open([], tangents)
+    numbers = [node for node in inputs if is_symbol(node.meta.get("val"))]
+    backward.open(numbers, tangents)
     backward.run(schedule.num_forward_steps, len(schedule.steps))
     gradients = [
         backward.read(node) if isinstance(node, fx.Node) else node
@@ -76,7 +80,7 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
         forward.read(node) if isinstance(node, fx.Node) else node
         for node in results[: step.num_forward_outputs]
     ]
-    outputs += [forward.hand_over(node) for node in saved]
+    outputs += [forward.hand_over(node) for node in (*saved, *numbers)]
     return SplitStep(
         fx.GraphModule(step.module, forward.close(outputs)),
         fx.GraphModule(step.module, backward.close(gradients)),
@@ -199,7 +203,8 @@ class _Writer:
             return self.where[node]
         made = self.graph.node_copy(node, self.read)
         self.where[node] = made
-        self.views_of.setdefault(self.step.value_of[node], []).append(node)
+        if node in self.step.value_of:  # a symbol belongs to no storage
+            self.views_of.setdefault(self.step.value_of[node], []).append(node)
         return made
 
     def _is_view(self, node: fx.Node) -> bool:

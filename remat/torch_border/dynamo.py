@@ -31,14 +31,20 @@ from remat.narration.stages import stage
 
 _NOT_THE_MODEL = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
 
+from remat.torch_border.scalars import fixed_sizes
+
 
 @contextmanager
-def capture_settings() -> Iterator[None]:
+def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
     """Dynamo's settings for capturing and running a planned step (config names of 2.13).
 
     One module may be compiled for any number of shapes, each with its plan, and anew where a hook
     came or went. Recurrent networks are captured. Logging is no reason to break a graph:
     `logger.warning` in a forward says nothing there.
+
+    Args:
+        numbers_are_inputs: a float or an int that changed since the last capture becomes an
+            input, an attribute of a module too; otherwise each number is a capture of its own.
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
     settings = {
@@ -48,9 +54,14 @@ def capture_settings() -> Iterator[None]:
         "capture_scalar_outputs": False,
         "capture_dynamic_output_shape_ops": False,
         "ignore_logger_methods": _logging_functions(),
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": numbers_are_inputs,
+        "allow_unspec_int_on_nn_module": numbers_are_inputs,
+        "specialize_float": not numbers_are_inputs,
     }
     with (
         dynamo_config.patch(settings),
+        fixed_sizes(),
         _telling_of_captures(),
         _failures_said_once(),
         without_settings_in_log(),
@@ -105,16 +116,29 @@ def _telling_of_captures() -> Iterator[None]:
                 callbacks.remove(callback)
 
 
-def compile_whole(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """Compiles a function as one graph, as `torch.compile(fullgraph=True)` does through `optimize`,
-    but counts no frames (2.13).
+def compile_frame(
+    function: Callable[..., Any],
+    backend: Any,
+    *,
+    is_whole: bool,
+    on_recapture: Callable[[str], None],
+) -> Callable[..., Any]:
+    """Compiles a function as `torch.compile` does through `optimize` (2.13).
+
+    As one graph where `is_whole`, but without counting frames as `fullgraph=True` does.
+    `on_recapture` is told, where a frame is captured again, why each earlier capture does not do.
 
     While a function with `fullgraph=True` runs, dynamo counts the frames it compiled and compiles
     none below them, and has one count for all threads: meanwhile steps in pieces would run plain in
     other threads, and the one that ends the count would make others fail ("found no compiled
     frames").
     """
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+    context: Any = torch._dynamo.optimize(
+        backend=backend,
+        nopython=is_whole,
+        dynamic=None,
+        guard_fail_fn=lambda failure: on_recapture(failure.reason),
+    )
     context.fullgraph = False
     return context(function)  # type: ignore[no-any-return]
 
