@@ -16,8 +16,8 @@ class RematCallback(TrainerCallback):
     Args:
         budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
             "60%".
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds if it is
-            not given.
+        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds, and
+            `is_accumulating` what the trainer's arguments say, if they are not given.
     """
 
     def __init__(self, budget: int | str, **options: Any) -> None:
@@ -28,7 +28,13 @@ class RematCallback(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         held_bytes = state_bytes_of(optimizer) if optimizer is not None else 0
         remat.checkpoint(
-            kwargs["model"], self.budget, **{"reserve_bytes": held_bytes, **self.options}
+            kwargs["model"],
+            self.budget,
+            **{
+                "reserve_bytes": held_bytes,
+                "is_accumulating": args.gradient_accumulation_steps > 1,
+                **self.options,
+            },
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

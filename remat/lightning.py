@@ -22,8 +22,8 @@ class RematCallback(Callback):
             "60%".
         module: the name of the module that `training_step` calls, such as "model" or
             "encoder.body".
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold if it is
-            not given.
+        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold, and
+            `is_accumulating` what the trainer says, if they are not given.
     """
 
     def __init__(self, budget: int | str, *, module: str, **options: Any) -> None:
@@ -43,7 +43,15 @@ class RematCallback(Callback):
                 f"{children}"
             ) from error
         held_bytes = sum(map(state_bytes_of, trainer.optimizers))
-        remat.checkpoint(planned, self.budget, **{"reserve_bytes": held_bytes, **self.options})
+        remat.checkpoint(
+            planned,
+            self.budget,
+            **{
+                "reserve_bytes": held_bytes,
+                "is_accumulating": trainer.accumulate_grad_batches > 1,
+                **self.options,
+            },
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the module plain again."""

@@ -98,7 +98,7 @@ def test_a_budget_that_cannot_be_met_is_an_error_on_every_rank(found: Any) -> No
     assert len(messages) == 2 and all(
         m.startswith("BudgetError: no schedule fits in the budget 10 KiB") for m in messages
     )
-    assert "are reserved" in messages[0]  # the buckets of DistributedDataParallel
+    assert "DDP's buckets" in messages[0]
 
 
 def test_sharded_parameters_are_planned_block_by_block_or_refused(found: Any) -> None:

@@ -31,13 +31,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time limit of each call of a solver."""
     limits: list[float] = []
-    plain = planner.solve_graph
+    plain = planner.solve_in
 
     def counted(*args: object, **kwargs: object) -> Solution:
         limits.append(float(kwargs["time_limit_s"]))  # type: ignore[arg-type]
         return plain(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planner, "solve_graph", counted)
+    monkeypatch.setattr(planner, "solve_in", counted)
     return limits
 
 

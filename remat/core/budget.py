@@ -48,6 +48,11 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
     return size_bytes
 
 
+def is_percentage(budget: Budget) -> bool:
+    """True where a budget is a share of what keeping everything needs."""
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
 def _parse_text(text: str, keep_all_bytes: int | None) -> int:
     match = _PATTERN.fullmatch(text)
     if match is None:

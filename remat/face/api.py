@@ -55,6 +55,7 @@ def checkpoint(
     executor: str = "eager",
     differentiate: str = "scalars",
     plan_cache: bool = True,
+    is_accumulating: bool = False,
 ) -> Model:
     """Makes `model` train inside a memory budget, and returns it: the same object.
 
@@ -75,16 +76,21 @@ def checkpoint(
         model: any module; its class, parameters and `state_dict` keys stay. Or a function, bound
             method or `functools.partial` that returns the loss: its modules are found from what it
             closes over, is bound to, is given and names.
-        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest
-            shape so far). It bounds the peak of everything the step holds: parameters, buffers,
-            inputs, activations, gradients, workspace.
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of what the step needs where everything is kept,
+            at the largest shape so far, with the reserve and with gradients that accumulate). It
+            bounds the peak of everything the step holds: parameters, buffers, inputs, activations,
+            gradients, workspace, and the reserve.
         plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found
             there again.
         blocks: submodules, such as `model.layers`: only they are captured and planned, what lies
             between them runs as it is, and the budget is over all. For parameters sharded by FSDP2
             (call this first, then `fully_shard` each block and the model), and for DDP, which then
             sends a block's gradients while the backward goes on.
-        reserve_bytes: kept free for what the step can't see, such as optimizer state.
+        reserve_bytes: kept free for what the step can't see, such as optimizer state. Gradients of
+            earlier micro-steps are counted by themselves.
+        is_accumulating: gradients of earlier micro-steps are held in all but the first of each
+            training step. Without it they are found in the second one, and what a percentage is of
+            grows by them; with it the budget is known, and proved to hold, before the first step.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         costs: "profile" times each distinct operator on this machine's device, once, and remembers
             it on disk; "roofline", "roofline:H100" and "flops" compute; or a cost model.
@@ -103,7 +109,16 @@ def checkpoint(
     """
     step = as_step(model)
     options = Options(
-        budget, reserve_bytes, solver, costs, time_limit_s, gap, executor, differentiate, plan_cache
+        budget,
+        reserve_bytes,
+        solver,
+        costs,
+        time_limit_s,
+        gap,
+        executor,
+        differentiate,
+        plan_cache,
+        is_accumulating,
     )
     part = planned_part(step)
     if blocks is None:
@@ -241,7 +256,7 @@ def trace_pieces(
         compiled = compile_call(step, runner.backend, is_whole=False)
         try:
             runner.run(
-                lambda: run_compiled(compiled, fake_args, fake_kwargs),
+                lambda: run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False),
                 tensors_in(fake_args, fake_kwargs),
             )
         except RuntimeError as error:
@@ -347,10 +362,17 @@ def report(model: Callable[..., Any]) -> Report:
             breaks,
             len(plan.step.runs),
             plan.unplanned_bytes,
+            call.plan.room_of(plan.solution),
         )
     if not call.pieces:
         raise TraceError(
             f"{name} has not run yet; its plan is made at the first call with gradients enabled"
         )
     piece = call.pieces[-1]
-    return Report(piece.graph, piece.solution, piece.meter.peak_bytes, call.captured_s)
+    return Report(
+        piece.graph,
+        piece.solution,
+        piece.meter.peak_bytes,
+        call.captured_s,
+        room=call.plan.room_of(piece.solution),
+    )

@@ -271,7 +271,9 @@ class PlannedCall(OwnCall):
         return self._whole[held_bytes]
 
     def _backend(self, held_bytes: int) -> Any:
-        plan: Planner = partial(self.plan, unplanned_bytes=held_bytes + self.unplanned_bytes)
+        plan: Planner = partial(
+            self.plan, gradient_bytes=held_bytes, unplanned_bytes=self.unplanned_bytes
+        )
         make = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
@@ -325,7 +327,7 @@ def captured_step(
         )
         compiled = compile_call(model, backend)
         try:
-            run_compiled(compiled, fake_args, fake_kwargs)
+            run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False)
         except Exception as error:
             if not isinstance(unwrap_failure(error), _CapturedError):
                 raise

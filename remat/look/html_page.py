@@ -132,7 +132,7 @@ def _figures(report: Report) -> list[Figure]:
         Figure(
             "predicted peak",
             units.size_text(solution.peak_bytes),
-            f"budget {units.size_text(solution.budget_bytes)}",
+            _budget_text(report),
         ),
         Figure("keeping everything", units.size_text(keep_all), share),
         Figure(
@@ -157,6 +157,16 @@ def _figures(report: Report) -> list[Figure]:
             ),
         )
     return figures
+
+
+def _budget_text(report: Report) -> str:
+    units, left = Units.of(report.graph), report.solution.budget_bytes
+    if report.budget_bytes == left:
+        return f"budget {units.size_text(left)}"
+    return (
+        f"{units.size_text(left)} are left for it of the budget of "
+        f"{units.size_text(report.budget_bytes)}"
+    )
 
 
 def _lead(report: Report) -> str:

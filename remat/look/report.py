@@ -16,6 +16,7 @@ from rich.text import Text
 
 from remat.core.budget import describe_bytes, format_bytes
 from remat.core.graph import Graph, Phase, Value
+from remat.core.room import Room
 from remat.core.schedule import Schedule, Simulation, lifetimes, simulate
 from remat.core.solution import Solution
 from remat.look.labels import SOURCE_WIDTH, shape_text, short_source, short_target
@@ -64,6 +65,8 @@ class Report:
         num_pieces: how many compiled pieces a step runs.
         unplanned_bytes: what the step was measured to hold between its pieces, and the plan leaves
             room for.
+        room: the budget as the user gave it, and what of it is kept free; that of the plan alone
+            without one.
     """
 
     graph: Graph
@@ -73,6 +76,12 @@ class Report:
     breaks: tuple[str, ...] = ()
     num_pieces: int = 1
     unplanned_bytes: int = 0
+    room: Room | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget that the user gave, in bytes."""
+        return self.room.budget_bytes if self.room else self.solution.budget_bytes
 
     @property
     def schedule(self) -> Schedule:
@@ -203,11 +212,21 @@ class Report:
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
+    def _budget_rows(self) -> list[tuple[str, str]]:
+        left = describe_bytes(self.solution.budget_bytes)
+        if self.room is None:
+            return [("budget", left)]
+        rows = [("budget", self.room.budget_text())]
+        if self.room.held_bytes:
+            rows += [(f"- {name}", describe_bytes(size)) for name, size in self.room.held().items()]
+            rows.append(("left for the plan", left))
+        return rows
+
     def _summary(self) -> Table:
         solution, table = self.solution, Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         backward = sum(op.phase is Phase.BACKWARD for op in self.graph.operators)
         rows = [
-            ("budget", describe_bytes(solution.budget_bytes)),
+            *self._budget_rows(),
             ("predicted peak", describe_bytes(solution.peak_bytes)),
             (
                 "measured peak",

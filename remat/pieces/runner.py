@@ -54,11 +54,11 @@ Path = tuple[Piece, ...]  # the pieces that a forward ran, in order
 class StepPlanner(Protocol):
     """Step -> solution.
 
-    `unplanned_bytes` are held back for gradients of earlier steps, `gap_bytes` for what runs
-    between pieces.
+    `gradient_bytes` are held back for gradients of earlier steps, `gap_bytes` for what runs between
+    pieces.
     """
 
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0) -> Solution:
+    def __call__(self, step: Step, *, gradient_bytes: int = 0, gap_bytes: int = 0) -> Solution:
         """Returns the solution for a step."""
 
 
@@ -419,7 +419,7 @@ class Piecewise:
     ) -> JoinedPlan:
         assert self.plan_of is not None
         try:
-            solution = self.plan_of(joined, unplanned_bytes=held_bytes, gap_bytes=unplanned_bytes)
+            solution = self.plan_of(joined, gradient_bytes=held_bytes, gap_bytes=unplanned_bytes)
         except BudgetError as error:
             raise naming_breaks(error, self.breaks) from None
         assert solution.schedule is not None, "planners answer with a schedule or raise"

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from remat.core.budget import Budget, describe_bytes, format_bytes, parse_budget
+from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentage, parse_budget
 from remat.core.errors import BudgetError, ScheduleError
-from remat.core.graph import Graph
+from remat.core.graph import Graph, ValueKind
+from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Units
@@ -37,6 +38,8 @@ class Options:
 
     Attributes:
         budget: bytes, or a text such as "8GiB" or "60%".
+        is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
+            first of each training step.
         reserve_bytes: held back from the budget for what the step can't see (optimizer state).
         solver: name of a solver, or a solver.
         costs: name of a cost model, or a cost model.
@@ -57,6 +60,7 @@ class Options:
     executor: str = "eager"
     differentiate: str = "scalars"
     plan_cache: bool = True
+    is_accumulating: bool = False
 
     def __post_init__(self) -> None:
         parse_budget(self.budget, keep_all_bytes=1 << 60)
@@ -77,19 +81,35 @@ def solve_graph(
     progress: Callable[[Any], None] | None = None,
 ) -> Solution:
     """Returns the solution for `graph`, or raises `BudgetError` where there is none."""
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes + reserve_bytes
+    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all)
+    room = Room(budget, budget_bytes, keep_all, reserve_bytes=reserve_bytes)
+    return solve_in(
+        room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap, progress=progress
+    )
+
+
+def solve_in(
+    room: Room,
+    graph: Graph,
+    *,
+    solver: str | Solver,
+    time_limit_s: float,
+    gap: float,
+    progress: Callable[[Any], None] | None = None,
+) -> Solution:
+    """Returns the solution for `graph` in the room that is left, or raises `BudgetError`."""
     if time_limit_s <= 0:
         raise ValueError(f"time_limit_s={time_limit_s} is not positive")
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all) - reserve_bytes
     method = (
         make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
         if isinstance(solver, str)
         else solver
     )
-    solution = _solve(graph, budget_bytes, method)
+    solution = _solve(graph, room.plan_bytes, method)
     if solution.is_solved:
         return solution
-    raise _budget_error(graph, solution, reserve_bytes)
+    raise _budget_error(graph, solution, room)
 
 
 def _solve(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
@@ -104,23 +124,22 @@ def _solve(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
     return solution
 
 
-def _budget_error(graph: Graph, solution: Solution, reserve_bytes: int) -> BudgetError:
+def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
     is_proved = solution.status is Status.INFEASIBLE
-    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + reserve_bytes
-    budget_bytes = solution.budget_bytes + reserve_bytes
+    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + room.held_bytes
     what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
     what += f" ({solution.cut_short})" if solution.cut_short else ""
-    reserved = f" (of which {describe_bytes(reserve_bytes)} are reserved)" if reserve_bytes else ""
+    kept_free = f" (of which: {room.held_text()})" if room.held_bytes else ""
     held = (
         f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
         if graph.resident_bytes
         else ""
     )
     return BudgetError(
-        f"{what} in the budget {describe_bytes(budget_bytes)}{reserved}: the least known to "
+        f"{what} in the budget {room.budget_text()}{kept_free}: the least known to "
         f"do is {describe_bytes(minimum_bytes)}{held}. "
         "Raise the budget to at least that, or take a smaller batch.",
-        budget_bytes=budget_bytes,
+        budget_bytes=room.budget_bytes,
         minimum_bytes=minimum_bytes,
         is_proved=is_proved,
     )
@@ -142,9 +161,10 @@ class Plans:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._known: dict[tuple[str, int], tuple[Graph, Solution]] = {}
+        # by what a plan depends on, and what the step holds beside
+        self._known: dict[tuple[str, int], tuple[Graph, Solution, Room]] = {}
         self._has_largest = False
-        # of the largest step so far, the reserve included: what "60%" is a percentage of
+        # of the largest step so far, with all that it holds: what "60%" is a percentage of
         self._keep_all_bytes = 0
         self._cache = (
             PlanCache(plans_path())
@@ -153,52 +173,93 @@ class Plans:
         )
 
     def __call__(
-        self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0, is_largest: bool = False
+        self,
+        step: Step,
+        *,
+        gradient_bytes: int = 0,
+        unplanned_bytes: int = 0,
+        gap_bytes: int = 0,
+        is_largest: bool = False,
     ) -> Solution:
         """Returns the solution for a captured step, the same on all ranks.
 
+        Where gradients accumulate, the step is planned beside all of them first: a budget holds in
+        every micro-step or in none.
+
         Args:
             step: what was captured.
-            unplanned_bytes: held back beside the reserve.
-            gap_bytes: the same, for what runs between pieces and would whatever is kept: it counts
+            gradient_bytes: of gradients that earlier micro-steps left.
+            unplanned_bytes: held back, for what only a plan brings along.
+            gap_bytes: held back, for what runs between pieces and would whatever is kept: it counts
                 in percentages.
             is_largest: its schedule is that of all smaller shapes, which then need no solving.
         """
-        graph = step.graph
-        held_bytes = self.options.reserve_bytes + unplanned_bytes + gap_bytes + bucket_bytes()
-        key = (computation_of(graph), held_bytes)
-        if key not in self._known:
-            self._known[key] = (graph, self._solve(graph, held_bytes, gap_bytes))
-            _LOG.info("%s", _plan_text(graph, self._known[key][1], self.options.budget))
+        graph, others = step.graph, (unplanned_bytes, gap_bytes)
+        accumulated_bytes = self._accumulated_bytes(graph)
+        if gradient_bytes < accumulated_bytes:
+            self._plan(graph, accumulated_bytes, *others)
+        found = self._plan(graph, gradient_bytes, *others)
         self._has_largest |= is_largest
+        return found
+
+    def room_of(self, solution: Solution) -> Room:
+        """Returns the budget that one of these solutions was made for, and what is kept free."""
+        return next(room for _, known, room in self._known.values() if known is solution)
+
+    def _accumulated_bytes(self, graph: Graph) -> int:
+        """What gradients will hold from the second micro-step on; DDP keeps them in its buckets."""
+        if not self.options.is_accumulating or bucket_bytes():
+            return 0
+        return sum(v.size_bytes for v in graph.values if v.kind is ValueKind.PARAMETER)
+
+    def _plan(
+        self, graph: Graph, gradient_bytes: int, unplanned_bytes: int, gap_bytes: int
+    ) -> Solution:
+        key = (computation_of(graph), gradient_bytes + unplanned_bytes + gap_bytes)
+        if key not in self._known:
+            room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
+            self._known[key] = (graph, *self._solve(graph, room, key[0]))
+            _LOG.info("%s", _plan_text(graph, self._known[key][1], self.options.budget))
         return self._known[key][1]
 
-    def _solve(self, graph: Graph, held_bytes: int, gap_bytes: int) -> Solution:
-        options = self.options
+    def _room(
+        self, graph: Graph, gradient_bytes: int, unplanned_bytes: int, gap_bytes: int
+    ) -> Room:
         keep_all_bytes = (
             simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            + max(gradient_bytes, self._accumulated_bytes(graph))
             + gap_bytes
             + bucket_bytes()
-            + options.reserve_bytes
+            + self.options.reserve_bytes
         )
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
-        budget_bytes = parse_budget(options.budget, keep_all_bytes=self._keep_all_bytes)
-        known = self._of_another_shape(graph, budget_bytes - held_bytes)
+        return Room(
+            self.options.budget,
+            parse_budget(self.options.budget, keep_all_bytes=self._keep_all_bytes),
+            self._keep_all_bytes,
+            gradient_bytes,
+            self.options.reserve_bytes,
+            bucket_bytes(),
+            unplanned_bytes + gap_bytes,
+        )
+
+    def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:
+        options = self.options
+        known = self._of_another_shape(graph, room.plan_bytes)
 
         if known and self._has_largest:
-            return known
+            return known, room
 
         time_limit_s = options.time_limit_s * (_SHARE_OF_TIME if known else 1)
 
         def solve() -> Solution:
             try:
-                solved = solve_graph(
+                solved = solve_in(
+                    room,
                     graph,
-                    budget_bytes,
                     solver=options.solver,
                     time_limit_s=time_limit_s,
                     gap=options.gap,
-                    reserve_bytes=held_bytes,
                 )
             except BudgetError:
                 if known:
@@ -210,21 +271,54 @@ class Plans:
             # less time makes another plan, and so does plain Python in place of compiled loops
             how = f"{asked} {time_limit_s} {IS_COMPILED}"
             return (
-                self._cache.get_or_solve(graph, budget_bytes - held_bytes, how, solve)
+                self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
                 if self._cache
                 else solve()
             )
 
         # not by how much time: ranks that come by other ways share their plans all the same
-        asked = f"{budget_bytes} {held_bytes} {options.solver} {options.gap} {options.time_limit_s}"
-        return solve_once(graph, asked, read_or_solve, time_limit_s=options.time_limit_s)
+        asked = (
+            f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
+            f"{options.time_limit_s}"
+        )
+        try:
+            solution = solve_once(graph, asked, read_or_solve, time_limit_s=options.time_limit_s)
+        except BudgetError:
+            first = self._before_gradients(room, computation)
+            if first is None:
+                raise
+            return first
+        return solution, room
+
+    def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
+        """The plan of a first micro-step, where nobody said that another would follow.
+
+        A percentage that held without the gradients holds with them: they come on top.
+        """
+        if not (is_percentage(room.asked) and room.gradient_bytes) or self.options.is_accumulating:
+            return None
+        entry = self._known.get((computation, room.gap_bytes))
+        if entry is None:
+            return None
+        _, solution, before = entry
+        _LOG.warning(
+            "%s leave no room for a plan beside %s of gradients that accumulate: the plan of the "
+            "first micro-step stays, and the gradients come on top of its budget; give "
+            "is_accumulating=True for one budget of all micro-steps",
+            room.budget_text(),
+            describe_bytes(room.gradient_bytes),
+        )
+        budget_bytes = before.budget_bytes + room.gradient_bytes
+        return replace(solution), replace(
+            before, budget_bytes=budget_bytes, gradient_bytes=room.gradient_bytes
+        )
 
     def _of_another_shape(self, graph: Graph, budget_bytes: int) -> Solution | None:
         """The cheapest schedule of a step that differs from this one in sizes only, where it fits
         the budget.
         """
         wanted, found = structure_of(graph), []
-        for other, solution in self._known.values():
+        for other, solution, _ in self._known.values():
             schedule = solution.schedule
             if (
                 schedule is None
@@ -295,8 +389,17 @@ class FixedPlan:
 
     solution: Solution
 
-    def __call__(self, step: Step, *, unplanned_bytes: int = 0, gap_bytes: int = 0) -> Solution:
+    def __call__(
+        self,
+        step: Step,
+        *,
+        gradient_bytes: int = 0,
+        unplanned_bytes: int = 0,
+        gap_bytes: int = 0,
+    ) -> Solution:
         """Returns the solution where it was made for this very step, its numbers found anew.
+
+        Gradients that accumulate are not its own: whoever solved left room for them.
 
         Raises:
             ScheduleError: it has no schedule, is for another step or is broken.
@@ -319,3 +422,8 @@ class FixedPlan:
                 is_proved=False,
             )
         return solution
+
+    def room_of(self, solution: Solution) -> Room:
+        """Returns the budget that it was solved for."""
+        budget_bytes = solution.budget_bytes
+        return Room(budget_bytes, budget_bytes, budget_bytes)

@@ -28,10 +28,9 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
 
 from remat.narration.stages import stage
+from remat.torch_border.scalars import fixed_sizes
 
 _NOT_THE_MODEL = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
-
-from remat.torch_border.scalars import fixed_sizes
 
 
 @contextmanager

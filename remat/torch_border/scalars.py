@@ -17,8 +17,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # 2.13
-from torch._dynamo.variables import builder  # 2.13
+from torch._dynamo import convert_frame  # 2.13
+from torch._dynamo.exc import (  # 2.13
+    BackendCompilerFailed,
+    RestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+)
+from torch._dynamo.pgo import auto_dynamic  # 2.13
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase, SpeculationLog  # 2.13
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, builder  # 2.13
 from torch._functorch._aot_autograd import graph_compile  # 2.13
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -26,6 +33,7 @@ _ACTIVE = threading.local()
 _Frame = tuple[str, int, str]  # a code object: its file, first line and name
 # frame and the number's source in it: what decides sizes, and is no input
 _FIXED: set[tuple[_Frame, str]] = set()
+_REASON = "a number of the step has to be a constant"
 
 
 def is_symbol(value: Any) -> bool:
@@ -50,7 +58,7 @@ def fixed_sizes() -> Iterator[None]:
     (`builder.process_automatic_dynamic`, 2.13).
     """
     before = vars(_ACTIVE).copy()
-    _ACTIVE.has_fixed_sizes, _ACTIVE.frame_of = True, {}
+    _ACTIVE.has_fixed_sizes, _ACTIVE.frame_of, _ACTIVE.inputs = True, {}, set()
     try:
         yield
     finally:
@@ -72,7 +80,7 @@ def refuse_changing_sizes(graph: fx.Graph) -> None:
     found = {(frame_of[name], name) for name in deciding if name in frame_of} - _FIXED
     if found:
         _FIXED.update(found)
-        raise TensorifyScalarRestartAnalysis(restart_reason="a number decides a size")
+        raise TensorifyScalarRestartAnalysis(restart_reason=_REASON)
 
 
 def _symbolic_sizes(graph: fx.Graph) -> Iterator[Any]:
@@ -105,24 +113,85 @@ def python_numbers() -> Iterator[None]:
         private._apply_tensorify_python_scalars = plain
 
 
-def _install() -> None:
-    """Has dynamo ask for each tensor's sizes whether they are fixed.
+def _is_active() -> bool:
+    return getattr(_ACTIVE, "has_fixed_sizes", False)
 
-    A wrapper that stays: settings of other threads are theirs.
-    """
-    private: Any = builder
-    plain = private.process_automatic_dynamic
+
+def _decides_by_itself(plain: Any) -> Any:
+    """Dynamo's question which numbers and sizes changed (`process_automatic_dynamic`, 2.13)."""
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
-        if not getattr(_ACTIVE, "has_fixed_sizes", False):
+        if not _is_active():
             return plain(tx, name, entry, **options)
         frame = (tx.f_code.co_filename, tx.f_code.co_firstlineno, tx.f_code.co_name)
         _ACTIVE.frame_of[name] = frame
         if isinstance(entry.size, tuple) or (frame, name) in _FIXED:
             return entry
-        return plain(tx, name, entry, **options)
+        known = plain(tx, name, entry, **options)
+        if known.scalar is auto_dynamic:
+            _ACTIVE.inputs.add((frame, name))
+        return known
 
-    private.process_automatic_dynamic = process
+    return process
+
+
+def _falls_back_to_constants(plain: Any) -> Any:
+    """Dynamo's capture of a frame (`trace_frame`, 2.13).
+
+    What dynamo can't do with a symbol and can with a constant, such as `"%.2f" % number`, makes it
+    give a frame up: where numbers became inputs, it is captured anew without.
+    """
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        if not _is_active():
+            return plain(*args, **kwargs)
+        _ACTIVE.inputs = set()
+        try:
+            return plain(*args, **kwargs)
+        except RestartAnalysis as restart:
+            if restart.restart_reason == _REASON:
+                _forget_speculations(args)
+            raise
+        except BackendCompilerFailed:
+            raise
+        except Exception:
+            if not _ACTIVE.inputs - _FIXED:
+                raise
+            _FIXED.update(_ACTIVE.inputs)
+            _forget_speculations(args)
+            raise TensorifyScalarRestartAnalysis(restart_reason=_REASON) from None
+
+    return trace
+
+
+def _forget_speculations(args: Any) -> None:
+    """Where dynamo would break the graph depends on what is a constant (`SpeculationLog`, 2.13)."""
+    next(arg for arg in args if isinstance(arg, SpeculationLog)).clear()
+
+
+def _writes_constants(plain: Any) -> Any:
+    """Dynamo's f-strings (`InstructionTranslatorBase._format_value`, 2.13).
+
+    A text with a symbol in it that a graph break cuts off would be the number itself.
+    """
+
+    def format_value(self: Any, *args: Any) -> None:
+        number = self.stack[-1]
+        if _is_active() and isinstance(number, SymNodeVariable):
+            self.stack[-1] = ConstantVariable.create(number.evaluate_expr(self.output))
+        plain(self, *args)
+
+    return format_value
+
+
+def _install() -> None:
+    """Wraps the functions above, for good: settings of other threads are theirs."""
+    for home, name, wrap in (
+        (builder, "process_automatic_dynamic", _decides_by_itself),
+        (convert_frame, "trace_frame", _falls_back_to_constants),
+        (InstructionTranslatorBase, "_format_value", _writes_constants),
+    ):
+        setattr(home, name, wrap(getattr(home, name)))
 
 
 _install()
