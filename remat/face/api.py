@@ -28,7 +28,8 @@ from remat.look.report import Report
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.plan.distributed import planned_part
-from remat.plan.planner import FixedPlan, Options, Plans, solve_graph
+from remat.plan.fixed_plan import FixedPlan
+from remat.plan.planner import Options, Plans, solve_graph
 from remat.run.capture import GraphBreak, device_type
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.frontier import frontier_solutions

@@ -19,7 +19,8 @@ from remat.face.planned_module import PlannedCall, install, run_compiled, tensor
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
-from remat.plan.planner import FixedPlan, Plans
+from remat.plan.fixed_plan import FixedPlan
+from remat.plan.planner import Plans
 from remat.run.capture import device_type
 from remat.torch_border.modules import OwnCall, call_plain, call_with_forward, get_call, set_call
 from remat.tracers.cost_models import resolve_costs

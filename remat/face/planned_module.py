@@ -25,7 +25,8 @@ from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes, tensors_of
 from remat.plan.distributed import bucket_bytes, refuse_sharded
-from remat.plan.planner import FixedPlan, Options, Plans
+from remat.plan.fixed_plan import FixedPlan
+from remat.plan.planner import Options, Plans
 from remat.run.capture import (
     GraphBreak,
     Piece,

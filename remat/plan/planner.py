@@ -5,14 +5,13 @@ One it had before, one from the disk, one of a larger shape, or a new one.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentage, parse_budget
-from remat.core.errors import BudgetError, ScheduleError
+from remat.core.errors import BudgetError
 from remat.core.graph import Graph, ValueKind
 from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
@@ -20,6 +19,7 @@ from remat.core.solution import Solution, Status
 from remat.core.units import Units
 from remat.core.validate import validate
 from remat.narration.stages import stage
+from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
 from remat.run.capture import Step
@@ -357,73 +357,3 @@ def _plan_text(graph: Graph, solution: Solution, budget: Budget) -> str:
         f"{format_bytes(solution.budget_bytes)}, where keeping everything takes "
         f"{format_bytes(keep_all_bytes)}; {solution.verdict}"
     )
-
-
-def computation_of(graph: Graph) -> str:
-    """A digest of all that a plan depends on: a graph without its names.
-
-    Where a number became an input of the step, what it is multiplied with has another name.
-    """
-    sizes = [(value.size_bytes, value.kind) for value in graph.values]
-    costs = [(op.cost_s, op.workspace_bytes) for op in graph.operators]
-    return hashlib.sha256(repr((structure_of(graph), sizes, costs)).encode()).hexdigest()
-
-
-def structure_of(graph: Graph) -> str:
-    """A digest of a graph without its sizes and costs.
-
-    Two shapes of one step agree in it, mostly.
-    """
-    parts = [
-        (op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot)
-        for op in graph.operators
-    ]
-    return hashlib.sha256(
-        repr((parts, graph.outputs, [v.kind for v in graph.values])).encode()
-    ).hexdigest()
-
-
-@dataclass(frozen=True)
-class FixedPlan:
-    """One solution for one graph; any other graph is refused."""
-
-    solution: Solution
-
-    def __call__(
-        self,
-        step: Step,
-        *,
-        gradient_bytes: int = 0,
-        unplanned_bytes: int = 0,
-        gap_bytes: int = 0,
-    ) -> Solution:
-        """Returns the solution where it was made for this very step, its numbers found anew.
-
-        Gradients that accumulate are not its own: whoever solved left room for them.
-
-        Raises:
-            ScheduleError: it has no schedule, is for another step or is broken.
-            BudgetError: it holds more than its own budget.
-        """
-        if self.solution.schedule is None:
-            raise ScheduleError(
-                f"this solution has no schedule to run: its status is {self.solution.status}"
-            )
-        solution = self.solution.on(step.graph)
-        extra_bytes = unplanned_bytes + gap_bytes
-        if extra_bytes:
-            raise BudgetError(
-                f"this plan predicts {describe_bytes(solution.peak_bytes)}, and between "
-                "its compiled pieces the step holds "
-                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; "
-                "solve for a budget that is smaller by so much",
-                budget_bytes=solution.budget_bytes,
-                minimum_bytes=solution.peak_bytes + extra_bytes,
-                is_proved=False,
-            )
-        return solution
-
-    def room_of(self, solution: Solution) -> Room:
-        """Returns the budget that it was solved for."""
-        budget_bytes = solution.budget_bytes
-        return Room(budget_bytes, budget_bytes, budget_bytes)

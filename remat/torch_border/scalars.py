@@ -25,7 +25,8 @@ from torch._dynamo.exc import (  # 2.13
 )
 from torch._dynamo.pgo import auto_dynamic  # 2.13
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, SpeculationLog  # 2.13
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, builder  # 2.13
+from torch._dynamo.variables import ConstantVariable, builder  # 2.13
+from torch._dynamo.variables.tensor import SymNodeVariable  # 2.13
 from torch._functorch._aot_autograd import graph_compile  # 2.13
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

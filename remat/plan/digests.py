@@ -1,0 +1,31 @@
+"""What tells two captured steps apart, and two plans."""
+
+from __future__ import annotations
+
+import hashlib
+
+from remat.core.graph import Graph
+
+
+def computation_of(graph: Graph) -> str:
+    """A digest of all that a plan depends on: a graph without its names.
+
+    Where a number became an input of the step, what it is multiplied with has another name.
+    """
+    sizes = [(value.size_bytes, value.kind) for value in graph.values]
+    costs = [(op.cost_s, op.workspace_bytes) for op in graph.operators]
+    return hashlib.sha256(repr((structure_of(graph), sizes, costs)).encode()).hexdigest()
+
+
+def structure_of(graph: Graph) -> str:
+    """A digest of a graph without its sizes and costs.
+
+    Two shapes of one step agree in it, mostly.
+    """
+    parts = [
+        (op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot)
+        for op in graph.operators
+    ]
+    return hashlib.sha256(
+        repr((parts, graph.outputs, [v.kind for v in graph.values])).encode()
+    ).hexdigest()
