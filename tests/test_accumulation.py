@@ -37,7 +37,7 @@ class Net(nn.Sequential):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = super().forward(x).square().mean()
+        loss: torch.Tensor = super().forward(x).square().mean()  # type: ignore[no-untyped-call]
         return loss
 
 

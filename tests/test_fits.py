@@ -98,6 +98,74 @@ def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
     )
 
 
+class Dropped(nn.Module):
+    """Its masks of dropout, and the logits' gradient, are where plain PyTorch holds more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(500, 32), nn.Linear(32, 500)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True, dropout=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.layer(self.table(x))).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, x.flatten())
+
+
+class Pictures(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Dropout(0.2), nn.Linear(16 * 7 * 7, 10),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).logsumexp(1).mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Dropped(), torch.randint(500, (8, 48))),
+        (Pictures(), torch.randn(8, 3, 16, 16)),
+        (Net(), batch_of(64)[0]),
+    ],
+    ids=["transformer", "pictures", "mlp"],
+)
+def test_both_are_named_what_plain_pytorch_holds_and_what_keeping_everything_does(
+    model: nn.Module, x: torch.Tensor
+) -> None:
+    """A user took "keeping everything" for what plain PyTorch holds, which was 7 % more."""
+    found = remat.fits(
+        model, (x,), device="cpu", budget="1GiB", optimizer="none", reserve_bytes=77, time_limit_s=1
+    )
+
+    model(x).backward()
+    model.zero_grad()
+    measured = remat.measure(lambda: model(x).backward()).peak_bytes
+    model.zero_grad()
+
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    assert found.plain_bytes == measured + held + 77
+    assert found.keep_all.total <= found.plain_bytes
+    assert found.record()["plain_bytes"] == found.plain_bytes
+    assert "the same step in plain PyTorch" in str(found)
+    if isinstance(model, Dropped):
+        assert found.plain_bytes > 1.03 * found.keep_all.total
+
+
+def test_what_needs_data_in_plain_pytorch_is_left_out() -> None:
+    class Reads(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling() and x.sum() > 1e9:
+                raise ValueError
+            return super().forward(x)
+
+    found = remat.fits(Reads(), batch_of(4), device="cpu", budget="1GiB", time_limit_s=1)
+
+    assert found.plain_bytes is None
+    assert "plain PyTorch" not in str(found)
+
+
 def test_a_model_on_the_meta_device_gives_the_same_answer(fit: remat.Fit) -> None:
     with torch.device("meta"):
         model = Net()

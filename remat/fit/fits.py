@@ -7,9 +7,9 @@ activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from remat.face.api import trace_step
 from remat.face.step_function import as_step
 from remat.fit.footprint import Footprint, Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
+from remat.fit.plain_step import plain_peak_bytes
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.auto.reuse import Shared
@@ -53,6 +54,9 @@ class Fit:
         optimizer_step_bytes: the peak while the optimizer steps.
         minimum_bytes: the least budget known to do.
         bound_bytes: proved: no budget below can do, in this order of operators.
+        plain_bytes: what plain PyTorch holds at the peak of this step. It is more than keeping
+            everything in the captured step, where what computes nothing is gone. None where it was
+            not asked, or can't be found without data.
     """
 
     model: str
@@ -64,6 +68,7 @@ class Fit:
     optimizer_step_bytes: int
     minimum_bytes: int
     bound_bytes: int
+    plain_bytes: int | None = None
 
     def __bool__(self) -> bool:
         return self.solution is not None
@@ -126,6 +131,7 @@ class Fit:
             "optimizer_step_bytes": self.optimizer_step_bytes,
             "minimum_bytes": self.minimum_bytes,
             "bound_bytes": self.bound_bytes,
+            "plain_bytes": self.plain_bytes,
             "costs": self.graph.costs,
         }
 
@@ -202,6 +208,8 @@ class Fit:
                 *[format_bytes(getattr(part, field)) for part in parts],
                 end_section=field == "temporaries",
             )
+        if self.plain_bytes is not None:
+            table.add_row("the same step in plain PyTorch", format_bytes(self.plain_bytes))
         table.add_row(
             "peak of the optimizer's step",
             *[format_bytes(self.optimizer_step_bytes) for _ in parts],
@@ -280,14 +288,44 @@ class Question:
 
         Traced with its kernels where torch has them.
         """
-        is_there = self.device.type == "cpu" or torch.cuda.is_available()
-        traced_on = self.device.type if is_there else "cpu"
-        attention = nullcontext() if is_there else fused_attention()
-        with attention, torch.autocast(traced_on, self.autocast, enabled=self.autocast is not None):
+        with self._as_on_device():
             step = trace_step(
-                self.model, args, kwargs, costs=roofline(self.device), on_device_type=traced_on
+                self.model,
+                args,
+                kwargs,
+                costs=roofline(self.device),
+                on_device_type=self._traced_on,
             )
         return retarget(step.graph, self.device.type)
+
+    @property
+    def _traced_on(self) -> str:
+        """The type of device that fake tensors are on."""
+        return self.device.type if torch.cuda.is_available() else "cpu"
+
+    @contextmanager
+    def _as_on_device(self) -> Iterator[None]:
+        is_there = self.device.type == self._traced_on
+        attention = nullcontext() if is_there else fused_attention()
+        is_on = self.autocast is not None
+        with attention, torch.autocast(self._traced_on, self.autocast, enabled=is_on):
+            yield
+
+    def plain_bytes(
+        self, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> int | None:
+        """Returns the peak of the same step in plain PyTorch, with what is held beside it."""
+        with self._as_on_device():
+            step_bytes = plain_peak_bytes(
+                self.model,
+                args,
+                kwargs,
+                traced_on=self._traced_on,
+                device_type=self.device.type,
+            )
+        if step_bytes is None:
+            return None
+        return graph.resident_bytes + step_bytes + self.held.total
 
     @cached_property
     def held(self) -> Held:
@@ -423,4 +461,5 @@ def fits(
         solver=solver,
         time_limit_s=time_limit_s,
     )
-    return question.answer(question.trace(args, kwargs))
+    graph = question.trace(args, kwargs)
+    return replace(question.answer(graph), plain_bytes=question.plain_bytes(graph, args, kwargs))

@@ -10,7 +10,6 @@ those of other libraries too.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.fit.counted_storages import CountStorages
 from remat.torch_border.kernels import FakeTensorMode
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -63,7 +61,7 @@ def optimizer_memory(
     8004
     """
     make, name = _maker(optimizer)
-    counted = _CountStorages(rounded_to=512 if device_type == "cuda" else 1)
+    counted = CountStorages(rounded_to=512 if device_type == "cuda" else 1)
     needed = [p for p in parameters if p.requires_grad]
     if not needed:
         return OptimizerMemory(name, 0, 0)
@@ -140,44 +138,6 @@ def _step(optimizer: Optimizer, name: str) -> None:
             "its bytes as reserve_bytes, "
             'and optimizer="none"'
         ) from error
-
-
-class _CountStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make, while they live."""
-
-    def __init__(self, rounded_to: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rounded_to = rounded_to
-        self.held_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            # the value of `step.item()`: only sizes matter
-            return 0.5 if args[0].is_floating_point() else 1
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor)
-        return result
-
-    def ignore(self, *tensors: torch.Tensor) -> None:
-        """Leaves out tensors that were there before."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
-            return
-        size_bytes = -(-storage.nbytes() // self.rounded_to) * self.rounded_to
-        self._known.add(storage._cdata)
-        weakref.finalize(storage, self._forget, storage._cdata, size_bytes)
-        self.held_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def _forget(self, key: int, size_bytes: int) -> None:
-        self._known.discard(key)
-        self.held_bytes -= size_bytes
 
 
 class _States(Optimizer):
