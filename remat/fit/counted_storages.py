@@ -19,18 +19,22 @@ class CountStorages(TorchDispatchMode):
     Attributes:
         rounded_to: sizes are rounded up to multiples of it, as the device's allocator does.
         workspace_of: the device type whose operators' workspace counts in the peak; none if empty.
+        makes_numbers_up: `tensor.item()` returns some number, which is an error otherwise.
         held_bytes: of storages that live.
         peak_bytes: the most that lived at once.
     """
 
-    def __init__(self, rounded_to: int, *, workspace_of: str = "") -> None:
+    def __init__(
+        self, rounded_to: int, *, workspace_of: str = "", makes_numbers_up: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounded_to, self.workspace_of = rounded_to, workspace_of
+        self.makes_numbers_up = makes_numbers_up
         self.held_bytes = self.peak_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and self.makes_numbers_up:
             # the value of `step.item()`: only sizes matter
             return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))

@@ -61,7 +61,7 @@ def optimizer_memory(
     8004
     """
     make, name = _maker(optimizer)
-    counted = CountStorages(rounded_to=512 if device_type == "cuda" else 1)
+    counted = CountStorages(rounded_to=512 if device_type == "cuda" else 1, makes_numbers_up=True)
     needed = [p for p in parameters if p.requires_grad]
     if not needed:
         return OptimizerMemory(name, 0, 0)
