@@ -46,7 +46,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.core.validate import validate
 from remat.plan.disk_cache import PlanCache, key_of
-from remat.plan.planner import FixedPlan
+from remat.plan.fixed_plan import FixedPlan
 from remat.solvers import make_solver
 from remat.solvers.auto.frontier import frontier_solutions
 from remat.tracers.cache import DiskCache

@@ -4,10 +4,10 @@
 
 For each model, by CPU time of the process, with everything that is captured on fake tensors:
 
-1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each length.
+1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each.
 2. *symbolic*: the same once with a symbol for the length.
-3. *made concrete*: the symbolic joint graph run on fake tensors of one length, which a plan for that
-   length would need first: the sizes of all that it makes.
+3. *made concrete*: the symbolic joint graph run on fake tensors of one length: a plan for it needs
+   the sizes of all that the step makes.
 
 And whether the symbolic graph could stand for the concrete ones: whether its gradients equal those
 of plain PyTorch to the bit, at how many lengths, and how many captures dynamo made of them.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from functorch.compile import default_partition, make_boxed_func  # type: ignore[import-untyped]
 from torch import fx, nn
 
 from experiments.environment import environment
@@ -124,8 +125,6 @@ class Symbolic:
         self.run = torch.compile(model, backend=self._backend, dynamic=True, fullgraph=True)
 
     def _backend(self, module: fx.GraphModule, inputs: Any) -> Any:
-        from functorch.compile import default_partition, make_boxed_func
-
         def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             self.joints.append(copy.deepcopy(joint))
             return default_partition(joint, joint_inputs, **options)
@@ -144,12 +143,11 @@ class Symbolic:
         joint, known = self.joints[0], _hints(self.joints[0])
         sizes = {hint: length if hint == LENGTHS[0] else hint for hint in known}
 
-        with FakeTensorMode() as mode, torch.no_grad():
+        with FakeTensorMode(), torch.no_grad():
             inputs = [
                 _concrete(node.meta["val"], sizes)
                 for node in joint.graph.find_nodes(op="placeholder")
             ]
-            assert mode is not None
             return cpu_s(lambda: fx.Interpreter(joint).run(*inputs, enable_io_processing=False))
 
 
@@ -195,17 +193,13 @@ def measure(make: Callable[[], nn.Module]) -> dict[str, Any]:
         all(map(torch.equal, gradients_of(model, model, n), gradients_of(model, symbolic.run, n)))
         for n in LENGTHS
     ]
-    try:
-        concrete = [symbolic.concrete_s(length) for length in LENGTHS[1:]]
-        failure = ""
-    except Exception as error:  # whatever a symbolic graph can't do is the result
-        concrete, failure = [], f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    concrete = [symbolic.concrete_s(length) for length in LENGTHS[1:]]
+
     return {
         "nodes": len(symbolic.joints[0].graph.nodes),
         "capture_s": statistics.median(captures[1:]),
         "symbolic_s": symbolic_s,
-        "concrete_s": statistics.median(concrete) if concrete else None,
-        "concrete_failure": failure,
+        "concrete_s": statistics.median(concrete),
         "equal_lengths": sum(equal),
         "lengths": len(LENGTHS),
         "symbolic_captures": len(symbolic.joints),

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.face.step_function import planned_step
 
 from .planned import (
     Steps,
@@ -361,3 +362,25 @@ def test_a_fixed_plan_takes_any_number() -> None:
 
     for step in range(3):
         assert_same(state_after(model, X, step), state_after(plain, X, step))
+
+
+def test_a_step_function_may_close_over_numbers_that_change() -> None:
+    plain, temperature, weight = Net(), 1.0, {"of": 1}
+    model = copy.deepcopy(plain)
+
+    def step_of(module: Net) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: loss_of(module.body(x) / temperature) * weight["of"]
+
+    plain_step, step = step_of(plain), remat.checkpoint(step_of(model), "200%", costs="flops")
+
+    for number in range(STEPS):
+        temperature, weight["of"] = 1 + number / 3, number
+        for module in (plain, model):
+            module.zero_grad(set_to_none=True)
+        losses = [step(X), plain_step(X)]
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0], losses[1])
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+    assert len(call_of(planned_step(step)).pieces) == 2  # type: ignore[arg-type]
