@@ -8,10 +8,12 @@ collective would wait forever.
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,9 @@ from remat.torch_border.sharded import (
     rank_store,
 )
 
-_SOLVING_S = 600.0  # beyond the solver's own limit: reading models, loaded machines
+_BEAT_S, _POLL_S = 1.0, 0.1
+_SILENT_S = 60.0  # a rank that plans and says nothing for so long is gone
+_MOST_LIMITS = 2.0  # the solver's own, where the process group's timeout is shorter
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def solve_once(
 ) -> Solution:
     """Returns the solution of `solve()`, called by the first rank that asks.
 
-    The others wait for its answer.
+    The others wait for its answer. A failure is told once to every rank that asks: whoever tries
+    again starts afresh.
 
     Args:
         graph: the step. Ranks share an answer where their graphs agree in all but measured costs.
@@ -69,31 +74,80 @@ def solve_once(
 
     Raises:
         BudgetError: there is no plan, on every rank that asks.
-        SolverError: the rank that solves failed or does not answer.
+        SolverError: the rank that solves failed, was killed or does not answer, or the ranks' store
+            is gone.
     """
     if not is_distributed():
         return solve()
-    store = rank_store("remat")
     workspaces = graph.arrays.workspace_bytes.tobytes()
-    key = hashlib.sha256(f"{graph.fingerprint} {asked} ".encode() + workspaces).hexdigest()[:32]
-    if store.add(f"{key}/asked", 1) == 1:
-        return _solve_for_all(store, key, solve)
+    step = hashlib.sha256(f"{graph.fingerprint} {asked} ".encode() + workspaces).hexdigest()[:32]
+    with _naming_a_lost_store():
+        store = rank_store("remat")
+        tries = _failed_tries(store)
+        key = f"{step}/{tries.get(step, 0)}"
+        try:
+            if store.add(f"{key}/asked", 1) == 1:
+                return _solve_for_all(store, key, solve)
+            return _read(_wait(store, key, time_limit_s))
+        except BaseException:
+            tries[step] = tries.get(step, 0) + 1
+            raise
+
+
+@contextmanager
+def _naming_a_lost_store() -> Iterator[None]:
     try:
-        store.wait([key], timedelta(seconds=time_limit_s + _SOLVING_S))
-    except dist.DistStoreError as error:
+        yield
+    except dist.DistError as error:
         raise SolverError(
-            "the rank that plans this step has not answered for "
-            f"{time_limit_s + _SOLVING_S:.0f} s; see its output"
+            "the ranks can't share a plan: the store that torch.distributed was initialised with "
+            f"does not answer ({type(error).__name__}: {str(error).splitlines()[0]}); the process "
+            "that holds it, rank 0 or torchrun's agent, has ended or can't be reached"
         ) from error
-    return _read(msgspec.json.decode(zlib.decompress(store.get(key)), type=_Answer))
+
+
+_tries: dict[int, dict[str, int]] = {}  # store -> step -> tries of this rank that failed
+
+
+def _failed_tries(store: Any) -> dict[str, int]:
+    """The failed tries since the ranks were initialised, which are the same on ranks in step."""
+    place = id(store.underlying_store)
+    if place not in _tries:
+        _tries.clear()
+    return _tries.setdefault(place, {})
+
+
+def _wait(store: Any, key: str, time_limit_s: float) -> _Answer:
+    """Returns the answer of the rank that solves, as long as it lives and there is time."""
+    timeout_s = store.timeout.total_seconds()  # the process group's
+    silent_s = min(_SILENT_S, timeout_s / 2)
+    most_s = max(timeout_s, _MOST_LIMITS * time_limit_s)
+    began = heard = time.monotonic()
+    beats = 0
+    while not store.check([key]):
+        now, latest = time.monotonic(), store.add(f"{key}/alive", 0)
+        if latest != beats:
+            beats, heard = latest, now
+        if now - heard > silent_s or now - began > most_s:
+            store.set(f"{key}/given-up", "")
+            gone = now - heard > silent_s
+            raise SolverError(
+                f"the rank that plans this step has given no sign of life for {silent_s:.0f} s: it "
+                "was killed, or its machine is lost or stopped; see its output"
+                if gone
+                else f"the rank that plans this step has not answered for {most_s:.0f} s; see its "
+                "output"
+            )
+        time.sleep(_POLL_S)
+    return msgspec.json.decode(zlib.decompress(store.get(key)), type=_Answer)
 
 
 def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solution:
     answer = _Answer(dist.get_rank(), message="it was interrupted")
     try:
-        solution = solve()
+        with _beating(store, key):
+            solution = solve()
         answer = _Answer(dist.get_rank(), solution)
-        return solution
     except BudgetError as error:
         answer = _Answer(
             dist.get_rank(),
@@ -109,6 +163,31 @@ def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solut
         raise
     finally:
         store.set(key, zlib.compress(msgspec.json.encode(answer)))
+    if store.check([f"{key}/given-up"]):
+        raise SolverError(
+            "other ranks gave up waiting for this one's plan, since it gave no sign of life; try "
+            "again"
+        )
+    return solution
+
+
+@contextmanager
+def _beating(store: Any, key: str) -> Iterator[None]:
+    """Tells those who wait that this rank lives, until the end."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with suppress(dist.DistError):  # whoever solves finds out
+            while not is_over.wait(_BEAT_S):
+                store.add(f"{key}/alive", 1)
+
+    thread = threading.Thread(target=beat, name="remat-planning", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _read(answer: _Answer) -> Solution:
@@ -148,12 +227,13 @@ class Agreement:
         self._asked += 1
         if self._asked > 2:
             return 0
-        store, key = rank_store("remat"), f"agreement/{self.name}"
-        if self._asked == 1:
-            if own:
-                store.append(key, f"{own} ")
-            return 0
-        return max(map(int, store.get(key).split())) if store.check([key]) else 0
+        with _naming_a_lost_store():
+            store, key = rank_store("remat"), f"agreement/{self.name}"
+            if self._asked == 1:
+                if own:
+                    store.append(key, f"{own} ")
+                return 0
+            return max(map(int, store.get(key).split())) if store.check([key]) else 0
 
 
 def planned_part(model: nn.Module) -> nn.Module:
