@@ -69,6 +69,7 @@ def test_a_rank_that_wakes_up_too_late_runs_no_plan_of_its_own() -> None:
 
 def test_a_lost_store_is_named() -> None:
     waiting = outcomes("lost")[1]
+    assert len(waiting) == 3
     for what, seconds in waiting:
         assert what.startswith("SolverError: the ranks can't share a plan: the store")
         assert seconds < TIMEOUT_S
