@@ -9,7 +9,10 @@ instead of misreading them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import joblib
@@ -67,10 +70,33 @@ def sweep(
         asked = [parse_budget(budget, keep_all_bytes=keep_all_bytes) for budget in budgets]
         content = msgspec.json.encode(graph)
         tasks += [joblib.delayed(_solve)(content, budget_bytes, method) for budget_bytes in asked]
-    answers: Any = joblib.Parallel(n_jobs=n_jobs)(tasks)
+    with nullcontext() if n_jobs == 1 else _ending_workers():
+        answers: Any = joblib.Parallel(n_jobs=n_jobs)(tasks)
     solutions = [msgspec.json.decode(answer, type=Solution) for answer in answers]
     count = len(budgets)
     return [solutions[index * count : (index + 1) * count] for index in range(len(graphs))]
+
+
+@contextmanager
+def _ending_workers() -> Iterator[None]:
+    """Turns SIGTERM into `SystemExit`, on which joblib ends its workers; they would stay for good.
+
+    Where the program has a handler of its own, it is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _solve(content: bytes, budget_bytes: int, solver: Solver) -> bytes:

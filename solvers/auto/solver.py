@@ -18,7 +18,6 @@ on every machine that is fast enough for the limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -40,7 +39,7 @@ from remat.solvers.auto.technique import Solve, Technique, is_wide, was_easy
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.base import Solver
 from remat.solvers.core.incumbent import Search
-from remat.solvers.core.interrupt import heeding_interrupts
+from remat.solvers.core.interrupt import heeding_interrupts, threads_beside
 from remat.solvers.core.progress import Progress
 from remat.solvers.search.restarts import Restarts
 
@@ -247,7 +246,7 @@ class Auto(Solver):
             RELAXING(solve)
             return
 
-        with ThreadPoolExecutor(1) as executor:
+        with threads_beside(1) as executor:
             relaxing = executor.submit(RELAXING, solve)
             _run(BESIDE_RELAXING, solve.beside(relaxing.done))
             relaxing.result()
@@ -260,7 +259,7 @@ class Auto(Solver):
             _run(IMPROVING, solve)
             return
 
-        with ThreadPoolExecutor(1) as executor:
+        with threads_beside(1) as executor:
             bounding = executor.submit(_run, BOUNDING, solve.for_bounds(_SHARE_FOR_BOUNDS))
             known = search.num_starts
             _run(IMPROVING, solve.beside())

@@ -1,6 +1,7 @@
 """Ctrl-C during a solve: the solve ends soon and returns the best it has.
 
-A second Ctrl-C is what it always is.
+A second Ctrl-C is what it always is. So is SIGTERM, unless the program has a handler of its own:
+what that raises ends the threads of the solve too.
 
 Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its
 callbacks, which are such instructions; compiled loops return several times a second. So the handler
@@ -15,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,8 +68,27 @@ def _take_note(*_: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextmanager
+def threads_beside(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that end soon where an exception ends this one, such as a signal's handler raises.
+
+    Naive: they are waited for until their own limits.
+    """
+    executor, is_heeded = ThreadPoolExecutor(count), is_interrupted()
+    try:
+        yield executor
+    except BaseException:
+        _NOTE.set()
+        executor.shutdown(cancel_futures=True)
+        if not is_heeded:
+            _NOTE.clear()
+        raise
+    finally:
+        executor.shutdown()
+
+
 def is_interrupted() -> bool:
-    """True from Ctrl-C until the solve that heeds it ends."""
+    """True from Ctrl-C, or an exception in the thread that solves, until the solve ends."""
     return _NOTE.is_set()
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -28,6 +27,7 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.compiled import IS_COMPILED
+from remat.solvers.core.interrupt import threads_beside
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.recombination import Recombination
 
@@ -115,7 +115,7 @@ class Restarts:
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
         num_fresh = _NUM_FRESH[min(self._num_generations, 1)]
         self._num_generations += 1
-        with ThreadPoolExecutor(threads) as executor:
+        with threads_beside(threads) as executor:
             for first in range(0, _NUM_RUNS, _BATCH):
                 batch = [
                     self._new_start(index, num_fresh, starts)
