@@ -297,6 +297,22 @@ def picky():
 
 def wrong_shape():
     return Model(), (torch.randn(4, 9),)
+
+def step():
+    model, criterion = Model(), torch.nn.MSELoss()
+    def train(x, *, target):
+        return criterion(model.layers(x), target)
+    return train, (torch.randn(4, 8),), {"target": torch.randn(4, 1)}
+
+class Trainer:
+    def __init__(self):
+        self.model = Model()
+
+    def step(self):
+        return self.model(torch.ones(4, 8))
+
+def method():
+    return Trainer().step
 """
 )
 
@@ -320,12 +336,22 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "some_factories:keywords",
         "some_factories:both",
         "folder/train_it.py:make",
+        "some_factories:step",
+        "some_factories.py:method",
     ],
 )
 def test_factories_of_every_form_are_traced(run: Run, factory: str) -> None:
     result = run("trace", factory)
     assert result.exit_code == 0, result.stderr
     assert Graph.load("graph.json").num_operators > 4
+
+
+@pytest.mark.usefixtures("factories")
+def test_doctor_takes_keywords_and_step_functions(run: Run) -> None:
+    for name in ("keywords", "step"):
+        result = run("doctor", f"some_factories:{name}", "--device", "H100", "--time-limit", "5")
+        assert result.exit_code == 0, result.stderr
+        assert "H100: fits" in result.stdout
 
 
 @pytest.mark.usefixtures("factories")

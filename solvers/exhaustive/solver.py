@@ -1,7 +1,8 @@
 """The cheapest schedule within a budget by exhaustive search, with its proof.
 
 Optimal over all schedules of the fixed order (`states` says how), for graphs of some 14 operators
-in well under a second and of 20 in a minute; where a limit ends it, a bound is all it has.
+in less than a tenth of a second and of 20 in some seconds; where a limit ends it, a bound is all
+it has.
 """
 
 from __future__ import annotations
