@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments import damage
-from experiments.fuzz import Fuzzer
+from experiments.fuzz import RESULT, Fuzzer
 from remat.core import limits
 from remat.core.errors import RematError
 from remat.core.solution import Solution
@@ -78,3 +79,13 @@ def test_a_file_is_damaged_the_same_way_again(fuzzer: Fuzzer) -> None:
     for kind, content in fuzzer.seeds.items():
         both = [damage.damaged(content, random.Random(f"{SEED}:{kind}")) for _ in range(2)]
         assert both[0] == both[1]
+
+
+def test_the_documents_name_the_files_that_were_tried() -> None:
+    result = json.loads(RESULT.read_text())
+    assert (result["wrong"], result["cases"]) == (0, [])
+    for kind in damage.KINDS:
+        tried = [n for end, n in result["counts"].items() if end.startswith(f"{kind} ")]
+        assert sum(tried) > 3000
+    page = RESULT.parents[2] / "docs" / "promises.md"
+    assert f"{result['files']:,}" in " ".join(page.read_text().split())
