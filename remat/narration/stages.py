@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from remat.narration.status_line import StatusLine
 
@@ -56,8 +56,10 @@ class _Narrator:
         with self._changed:
             self._stages.append(stage)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._tell, daemon=True, name="remat-status")
-                self._thread.start()
+                thread = threading.Thread(target=self._tell, daemon=True, name="remat-status")
+                with suppress(RuntimeError):  # no memory for its stack: nothing is told
+                    thread.start()
+                    self._thread = thread
 
     def end(self, stage: Stage) -> None:
         with self._changed:

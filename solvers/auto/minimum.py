@@ -32,6 +32,7 @@ from remat.solvers.core.accounting import Ints, working_set_bytes
 from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED
 from remat.solvers.core.incumbent import keeps_regions
 from remat.solvers.core.interrupt import is_past, until
+from remat.solvers.core.memory import leaving_out
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.core.pace import pace_s, work_of
 from remat.solvers.exhaustive import states
@@ -89,11 +90,10 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     deadline -= _BLIND_PASSES * pace_s(graph)  # what looks at no clock is not begun later
     left_s = deadline - time.perf_counter()
-    floor = (
-        peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
-        if left_s > 0
-        else min(working_set_bytes(graph), keep_all)
-    )
+    floor = min(working_set_bytes(graph), keep_all)
+    if left_s > 0:
+        with leaving_out("the bound on the least budget", lambda _: None):
+            floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
     candidates = _leanest_simple(graph, families, deadline)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)

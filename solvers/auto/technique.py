@@ -17,6 +17,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
+from remat.solvers.core.memory import leaving_out
 from remat.solvers.search.restarts import Restarts
 
 LEAST_LARGE = 500  # operators: below, models with integers are solved soon (published graphs)
@@ -153,5 +154,6 @@ class Technique(ABC):
         ):
             return
 
-        with solve.search.by(self.name):
+        search = solve.search
+        with search.by(self.name), leaving_out(self.name, search.note_cut):
             self.run(solve)

@@ -32,6 +32,7 @@ from remat.solvers.checkmate.stage_form import stage_form
 from remat.solvers.checkmate.stage_search import TOLERANCE, Limits, StageSearch
 from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import heeding_interrupts
+from remat.solvers.core.memory import leaving_out
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.core.progress import ProgressCallback
 from remat.solvers.lp.backend import Backend, Highs
@@ -115,7 +116,9 @@ def solve_exactly(
         )
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
     iterator = iter(starts)
-    with heeding_interrupts() as heeded:
+    left_out: list[str] = []
+    note = left_out.append
+    with heeding_interrupts() as heeded, leaving_out("the rest of the search", note):
         while not search.is_closed and (steps := next(iterator, None)) is not None:
             search.offer(steps)
         search.run()
@@ -129,7 +132,7 @@ def solve_exactly(
             solver=solver,
             wall_s=wall_s,
             lower_bound_s=search.bound_s,
-            cut_short=heeded.cut_short,
+            cut_short=heeded.cut_short or "".join(left_out),
         )
     return Solution.of_steps(
         graph,
@@ -139,7 +142,7 @@ def solve_exactly(
         solver=solver,
         wall_s=wall_s,
         gap=max(limits.gap, TOLERANCE),
-        cut_short=heeded.cut_short,
+        cut_short=heeded.cut_short or "".join(left_out),
     )
 
 

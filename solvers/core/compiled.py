@@ -35,8 +35,25 @@ COMPILER_S = 30.0
 # what a solution then says
 NOT_COMPILED = "its search was left out, since there was no time to compile it once"
 _IS_SWITCHED_OFF = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
-IS_COMPILED = importlib.util.find_spec("numba") is not None and not _IS_SWITCHED_OFF
 _LOGGER = logging.getLogger(__name__)
+
+
+def _is_numba_there() -> bool:
+    if _IS_SWITCHED_OFF or importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        importlib.import_module("numba")
+    # its library is some 200 MB, which an address space may not have left
+    except (OSError, ImportError, MemoryError) as error:
+        _LOGGER.warning(
+            "numba can't be loaded (%s): loops run in plain Python, with far fewer moves",
+            str(error).split(".")[0] or type(error).__name__,
+        )
+        return False
+    return True
+
+
+IS_COMPILED = _is_numba_there()
 
 _is_plain = False  # while a second copy of a module is loaded
 # files with compiled functions, and those they import from: callees come before callers

@@ -107,6 +107,10 @@ class Search:
     def _name(self) -> str:
         return getattr(self._origin, "name", "")
 
+    def note_cut(self, reason: str) -> None:
+        """Takes note of what cut the search short, in the words of a solution."""
+        self.cut_short = reason
+
     def refute(self) -> None:
         """Takes note of a proof that no schedule fits."""
         self.is_infeasible = True

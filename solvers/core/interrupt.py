@@ -15,8 +15,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,12 +69,15 @@ def _take_note(*_: Any) -> None:
 
 
 @contextmanager
-def threads_beside(count: int) -> Iterator[ThreadPoolExecutor]:
+def threads_beside(count: int) -> Iterator[Executor]:
     """Threads that end soon where an exception ends this one, such as a signal's handler raises.
+
+    Where there is no memory for them, this thread does their work, one after the other.
 
     Naive: they are waited for until their own limits.
     """
-    executor, is_heeded = ThreadPoolExecutor(count), is_interrupted()
+    executor: Executor = ThreadPoolExecutor(count) if _may_start(count) else _Alone()
+    is_heeded = is_interrupted()
     try:
         yield executor
     except BaseException:
@@ -85,6 +88,35 @@ def threads_beside(count: int) -> Iterator[ThreadPoolExecutor]:
         raise
     finally:
         executor.shutdown()
+
+
+class _Alone(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as a thread would
+            future.set_exception(error)
+        return future
+
+
+def _may_start(count: int) -> bool:
+    is_over, started = threading.Event(), []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=is_over.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:  # no memory for its stack
+        _LOGGER.warning("the search runs in one thread: %s", error)
+        return False
+    finally:
+        is_over.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 def is_interrupted() -> bool:

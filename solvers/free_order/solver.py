@@ -40,6 +40,7 @@ from remat.solvers.core.base import Solver
 from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, NOT_COMPILED, is_ready
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
+from remat.solvers.core.memory import leaving_out
 from remat.solvers.core.progress import Progress
 from remat.solvers.free_order.bound import order_bound_s
 from remat.solvers.free_order.moves import (
@@ -112,7 +113,8 @@ class FreeOrder(Solver):
                 if bound_s == math.inf:
                     return self._without_schedule(search, Status.INFEASIBLE)
                 search.raise_bound(bound_s)
-                self._anneal(search)
+                with leaving_out("annealing", search.note_cut):
+                    self._anneal(search)
         search.cut_short = heeded.cut_short or search.cut_short
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION)
