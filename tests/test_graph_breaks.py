@@ -225,6 +225,17 @@ class ManyResults(Base):
         return {"loss": logits.pow(2).mean(), "logits": logits, "hidden": hidden}
 
 
+class Checked(Base):
+    """A factor that is checked before the break: the check is an effect, with an order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        factor = torch.linalg.cholesky(x.mT @ x / ROWS + torch.eye(WIDTH))
+        torch._dynamo.graph_break()
+        determinant: torch.Tensor = factor.diagonal().log().sum()
+        return self.loss(self.blocks[3](self.blocks[2](x))) + determinant
+
+
 class Unused(Base):
     """A result that the loss does not need, of a head that has no other.
 
@@ -253,6 +264,7 @@ MODELS: dict[str, Callable[[], Base]] = {
         Random,
         Views,
         ViewAfterwards,
+        Checked,
         Unused,
         Branches,
         ChangesOnOneBranch,

@@ -8,6 +8,7 @@ or a recomputation would read it changed. Copies are part of the piece's graph, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -106,15 +107,13 @@ class Piece:
         given = [
             ("input", i)
             for i, node in enumerate(inputs)
-            if not isinstance(args[i], nn.Parameter)
-            and _is_dense(node)
-            and not is_only_read_as_number(node)
+            if _is_copied(args[i]) and _is_dense(node) and not is_only_read_as_number(node)
         ]
         results: Any = self.joint.graph.output_node().args[0]
         made = [
             ("result", i)
             for i, node in enumerate(results[: self.num_forward])
-            if _is_dense(node) and node.op == "call_function"
+            if _is_dense(node) and node.op == "call_function" and not _is_token(node)
         ]
         return frozenset(given + made)
 
@@ -190,6 +189,17 @@ def _is_tangent(node: fx.Node) -> bool:
     return (
         "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
     )
+
+
+def _is_copied(argument: Any) -> bool:
+    """False for parameters, and for the order of effects, in whose place nothing is given."""
+    return isinstance(argument, torch.Tensor) and not isinstance(argument, nn.Parameter)
+
+
+def _is_token(node: fx.Node) -> bool:
+    """True for the order of effects, as of a check: no tensor when it runs."""
+    made_by = node.args[0] if node.target is operator.getitem else None
+    return isinstance(made_by, fx.Node) and str(made_by.target) == "with_effects"
 
 
 def _is_dense(node: Any) -> bool:

@@ -430,9 +430,11 @@ def _results(step: TracedStep) -> Sequence[Any]:
 
 
 def _gradients(step: TracedStep) -> Sequence[Any]:
+    """Returns one for each input; the orders of effects, which come first, have none."""
     results = step.module.graph.output_node().args[0]
     assert isinstance(results, Sequence)
-    return results[step.num_forward_outputs :]
+    gradients = results[step.num_forward_outputs :]
+    return [*[None] * (len(_inputs(step)) - len(gradients)), *gradients]
 
 
 def _tangents(run: Run) -> Iterator[tuple[int, Place | None, tuple[Any, ...]]]:
