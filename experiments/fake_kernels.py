@@ -213,6 +213,9 @@ def search(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) 
                     compare_in_place(other, real, found)
         if number % 50 == 0:
             print(f"{number} of {len(infos)} operators, {len(seen):,} calls", flush=True)
+            for name, row in found.promises.items():
+                if row.differ[PROMISES[1]] or row.differ[PROMISES[2]]:
+                    print(f"  {name}: {dict(row.differ)}; {row.example}")
     return found
 
 
