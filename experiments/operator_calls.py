@@ -143,7 +143,7 @@ def _channels_last(t: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(t: torch.Tensor) -> torch.Tensor:
-    return t[(0,) * t.dim()].expand(t.shape) if t.dim() and t.numel() else t
+    return t[(0,) * t.dim()].clone().expand(t.shape) if t.dim() and t.numel() else t
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

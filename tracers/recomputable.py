@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -230,6 +231,7 @@ def _has_kernel(overload: OpOverload, device_type: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key))
 
 
+@cache
 def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | None:
     packet = getattr(
         getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
@@ -243,6 +245,7 @@ def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | Non
     return overload if same else None
 
 
+@cache
 def _out_overload(target: OpOverload, device_type: str) -> tuple[OpOverload, str] | None:
     names = [argument.name for argument in target._schema.arguments]
     for overload_name in target.overloadpacket.overloads():
