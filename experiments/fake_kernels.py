@@ -130,7 +130,7 @@ def _is_part(leaf: Any) -> bool:
     """True for a tensor that leaves some of its memory, before it or behind it, unread."""
     if _memory(leaf) is None:
         return False
-    return leaf.untyped_storage().nbytes() != TensorSpec.of(leaf).extent_bytes
+    return bool(leaf.untyped_storage().nbytes() != TensorSpec.of(leaf).extent_bytes)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
