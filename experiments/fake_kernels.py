@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,7 @@ from .operator_calls import REFUSALS, Made, calls_of, copied, in_layouts, operat
 RESULTS = Path(__file__).parent / "results" / "fake_kernels.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SEED = 0
+CHUNK = 50
 # Of calls whose tensors all have one shape: three dimensions, and sizes that are made smaller.
 LARGE = (17, 11, 23)
 PROMISES = ("torch's", "remat's", "remat's at smaller sizes")
@@ -69,6 +71,17 @@ class Found:
     promises: defaultdict[str, Row] = field(default_factory=lambda: defaultdict(Row))
     in_place: defaultdict[str, Row] = field(default_factory=lambda: defaultdict(Row))
     incomparable: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Found) -> None:
+        """Adds what was found elsewhere."""
+        pairs = ((self.promises, other.promises), (self.in_place, other.in_place))
+        for mine, rows in pairs:
+            for name, row in rows.items():
+                mine[name].calls += row.calls
+                mine[name].differ.update(row.differ)
+                mine[name].kinds.update(row.kinds)
+                mine[name].example = mine[name].example or row.example
+        self.incomparable.update(other.incomparable)
 
 
 def variants(made: Made, seen: set[Call]) -> Iterator[tuple[Made, Any]]:
@@ -215,17 +228,38 @@ def search(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) 
     """Compares all calls of all operators."""
     found = Found()
     seen: set[Call] = set()
-    for number, info in enumerate(infos, 1):
+    for info in infos:
         for dtype in dtypes:
             for made in calls_of(info, dtype, num_samples):
                 for other, real in variants(made, seen):
                     compare(other, real, found)
                     compare_in_place(other, real, found)
-        if number % 50 == 0:
-            print(f"{number} of {len(infos)} operators, {len(seen):,} calls", flush=True)
-            for name, row in found.promises.items():
-                if row.differ[PROMISES[1]] or row.differ[PROMISES[2]]:
-                    print(f"  {name}: {dict(row.differ)}; {row.example}")
+    return found
+
+
+def search_apart(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) -> Found:
+    """Compares all calls in processes of their own, as some kernels crash on odd layouts.
+
+    Where one does, its operators are searched by halves, and the one that is left is noted.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(
+        target=lambda: theirs.send(search(infos, dtypes, num_samples)), daemon=True
+    )
+    child.start()
+    theirs.close()
+    try:
+        found: Found = ours.recv()
+    except EOFError:
+        found = Found()
+        if len(infos) == 1:
+            found.incomparable[f"{infos[0].name}: crashes"] += 1
+        else:
+            half = len(infos) // 2
+            for part in (infos[:half], infos[half:]):
+                found.add(search_apart(part, dtypes, num_samples))
+    child.join()
     return found
 
 
@@ -268,8 +302,12 @@ def table(found: Found) -> str:
 
 def main(only: str, num_samples: int) -> None:
     """Searches, prints both tables and writes them."""
-    found = search(operators(only), DTYPES, num_samples)
+    found, infos = Found(), operators(only)
+    for start in range(0, len(infos), CHUNK):
+        found.add(search_apart(infos[start : start + CHUNK], DTYPES, num_samples))
+        print(f"{start + CHUNK} of {len(infos)} operators", flush=True)
     print(table(found))
+    print(*found.incomparable.most_common(), sep="\n")
     if only:
         return
     record = {"environment": environment(seed=SEED), "samples": num_samples, **asdict(found)}

@@ -143,7 +143,8 @@ def _channels_last(t: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(t: torch.Tensor) -> torch.Tensor:
-    return t[(0,) * t.dim()].clone().expand(t.shape) if t.dim() and t.numel() else t
+    is_data = t.dim() and t.numel() and (t.is_floating_point() or t.is_complex())
+    return t[(0,) * t.dim()].clone().expand(t.shape) if is_data else t  # no indices
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

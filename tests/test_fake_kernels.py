@@ -109,6 +109,14 @@ def test_what_is_too_large_to_run_is_looked_at_in_small() -> None:
     assert found == (Layout(rows.shape, swapped.stride, torch.float32, rows.nbytes),)
 
 
+def test_autocast_around_the_trace_casts_nothing() -> None:
+    spec = TensorSpec((4, 4), (4, 1), torch.float32)
+    layouts_of.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layouts_of(Call(aten.mm.default, (spec, spec), (), (spec,)))
+    assert found == (Layout((4, 4), (4, 1), torch.float32, spec.nbytes),)
+
+
 class Behind(nn.Module):
     """Something behind a linear layer, and a transposition behind it."""
 

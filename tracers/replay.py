@@ -109,11 +109,12 @@ def _can_count(call: Call) -> bool:
 
 @contextmanager
 def _without_traces(device_type: str) -> Iterator[None]:
-    """Leaves random generators and autograd as they were, and runs for real though a trace on fake
-    tensors asks.
+    """Leaves random generators and autograd as they were, casts nothing, and runs for real though a
+    trace on fake tensors asks.
     """
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    with without_modes(), torch.random.fork_rng(devices), torch.no_grad():
+    uncast = torch.autocast(device_type, enabled=False)
+    with without_modes(), torch.random.fork_rng(devices), torch.no_grad(), uncast:
         yield
 
 
