@@ -218,9 +218,21 @@ def side_by_side(d: dict[str, Any]) -> Claims:
     )
 
 
+def new_lengths(d: dict[str, Any]) -> Claims:
+    rows = list(d["models"].values())
+    times = [row["symbolic_s"] / row["capture_s"] for row in rows]
+    shares = [100 * row["concrete_s"] / row["capture_s"] for row in rows]
+    pays = [row["symbolic_s"] / (row["capture_s"] - row["concrete_s"]) for row in rows]
+    yield f"takes {span(times)} times a capture with fixed sizes"
+    yield f"{span(shares)} % of a capture for each length"
+    yield f"pays from the {span(pays)}th length on"
+    assert all(row["equal_lengths"] == row["lengths"] == 4 for row in rows)
+    assert all(row["symbolic_captures"] == 1 for row in rows)
+
+
 SECTIONS: list[Callable[[dict[str, Any]], Claims]] = [
     lecture_chain, checkmate_figures, depth_growth, transformer_arithmetic, attention,
-    static_memory, reverse_price, sharding, side_by_side,
+    static_memory, reverse_price, sharding, side_by_side, new_lengths,
 ]  # fmt: skip
 
 
