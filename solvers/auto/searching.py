@@ -39,7 +39,7 @@ def can_anneal(search: Search, local: LocalSearch) -> bool:
     """True where the loops are compiled, or will be in the time that is left."""
     is_ready = local.is_ready or search.left_s >= COMPILER_S
     if not is_ready:
-        search.cut_short = NOT_COMPILED
+        search.note_cut(NOT_COMPILED)
         _LOGGER.warning(
             "no annealing: compiling it takes up to %.0f s once, and %.1f s are left",
             COMPILER_S,

@@ -109,7 +109,9 @@ class Search:
 
     def note_cut(self, reason: str) -> None:
         """Takes note of what cut the search short, in the words of a solution."""
-        self.cut_short = reason
+        with self._lock:
+            if reason not in self.cut_short:
+                self.cut_short = f"{self.cut_short}; {reason}" if self.cut_short else reason
 
     def refute(self) -> None:
         """Takes note of a proof that no schedule fits."""

@@ -150,7 +150,7 @@ class FreeOrder(Solver):
                 COMPILER_S,
                 search.left_s,
             )
-            search.cut_short = NOT_COMPILED
+            search.note_cut(NOT_COMPILED)
             self._offer_fixed_order(search, search.left_s)
             return
         count = search.graph.num_operators
