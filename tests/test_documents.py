@@ -110,8 +110,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("curve", "frontier"):
         serialize.save(plans, folder / f"{name}.json")
     (folder / "my_project").mkdir()
-    for name in ("__init__", "model"):
-        (folder / "my_project" / f"{name}.py").write_text(MODEL)
+    for path in ("my_project/__init__.py", "my_project/model.py", "train.py"):
+        (folder / path).write_text(MODEL)
     return folder
 
 

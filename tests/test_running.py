@@ -701,12 +701,12 @@ def test_a_malformed_budget_is_refused_at_once(budget: Any) -> None:
         remat.checkpoint(MLP(), budget)
 
 
-def test_only_modules_are_planned() -> None:
-    function: Any = torch.sin
-    with pytest.raises(TypeError, match="Module"):
-        remat.checkpoint(function, "1GiB")
-    with pytest.raises(TypeError, match="Module"):
-        remat.trace(function, (torch.randn(2),))
+def test_only_modules_and_functions_are_planned() -> None:
+    number: Any = 3
+    with pytest.raises(TypeError, match="Module or a function is needed, and int was given"):
+        remat.checkpoint(number, "1GiB")
+    with pytest.raises(TypeError, match="Module or a function"):
+        remat.trace(number, (torch.randn(2),))
 
 
 def test_tracing_changes_nothing_of_the_model() -> None:
