@@ -741,3 +741,35 @@ def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
     )
     assert measured + resident == call_of(model).pieces[0].solution.peak_bytes
+
+
+class _Registers(nn.Module):
+    """Keeps a table that its first forward makes, and one that no forward reads."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("unread", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(256, 16), persistent=False)
+        out: torch.Tensor = (self.linear(x) + self.table).tanh().mean()
+        return out
+
+
+def test_a_buffer_that_a_forward_registers_is_held_from_then_on() -> None:
+    """With x-transformers' ALiBi the peak was that of the model before its first forward."""
+    model, x = _Registers(), torch.randn(256, 16)
+    remat.checkpoint(model, "100%", costs="roofline", plan_cache=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+
+    model.zero_grad()
+    held = (*model.parameters(), *model.buffers(), x)
+    measured = remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes
+    resident = sum(tensor.nbytes for tensor in held)
+    assert measured + resident == remat.report(model).solution.peak_bytes

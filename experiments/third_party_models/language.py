@@ -186,12 +186,12 @@ def _sentences(loss: str, columns: int, labels: torch.Tensor | None = None) -> W
         criterion,
         _loss_of_sentences,
         features=features,
-        labels=torch.zeros(8) if labels is None else labels,
+        labels=labels,
     )
 
 
 def _loss_of_sentences(
-    model: nn.Module, features: Sequence[dict[str, torch.Tensor]], labels: torch.Tensor
+    model: nn.Module, features: Sequence[dict[str, torch.Tensor]], labels: torch.Tensor | None
 ) -> torch.Tensor:
     loss: torch.Tensor = model([dict(column) for column in features], labels)
     return loss

@@ -320,13 +320,12 @@ class PlannedCall(OwnCall):
         if self.is_inductor:
             # Inductor takes seconds to import
             from remat.run.inductor import make_inductor_backend as make
-        size_bytes = model_bytes(self.module)
         return make(
             plan,
             self.costs,
             self.pieces.append,
             differentiate=self.differentiate,
-            model_bytes=size_bytes,
+            model_bytes=partial(model_bytes, self.module),
         )
 
     def _plan(self, held_bytes: int, step: Step) -> Solution:
@@ -392,7 +391,7 @@ def captured_step(
             model_costs,
             lambda _: None,
             differentiate=differentiate,
-            model_bytes=model_bytes(model),
+            model_bytes=partial(model_bytes, model),
         )
         compiled = compile_call(model, backend)
         try:

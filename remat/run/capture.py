@@ -82,7 +82,7 @@ def make_backend(
     on_piece: Callable[[Piece], None],
     *,
     differentiate: str = "scalars",
-    model_bytes: int = 0,
+    model_bytes: Callable[[], int] = lambda: 0,
 ) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
 
@@ -93,7 +93,8 @@ def make_backend(
         differentiate: "scalars": where the model returns scalars that need a gradient (losses),
             gradients of its other outputs are not planned for, and asking for one is an error.
             "all": every output.
-        model_bytes: of all parameters and buffers, read by the step or not.
+        model_bytes: of all parameters and buffers, read by the step or not; asked at each capture,
+            for a forward may register more.
     """
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
@@ -123,7 +124,7 @@ def make_backend(
                 num_fwd_outputs,
                 costs,
                 static_inputs=tuple(static_lifetime_input_indices or ()),
-                model_bytes=model_bytes,
+                model_bytes=model_bytes(),
             )
             solution = plan(step)
             if solution.schedule is None:

@@ -42,7 +42,7 @@ def make_inductor_backend(
     on_piece: Callable[[Piece], None],
     *,
     differentiate: str = "scalars",
-    model_bytes: int = 0,
+    model_bytes: Callable[[], int] = lambda: 0,
 ) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers through Inductor.
 
@@ -82,7 +82,10 @@ def make_inductor_backend(
 
 
 def _partitioner(
-    plan: Planner, costs: CostModel, on_piece: Callable[[Piece], None], model_bytes: int
+    plan: Planner,
+    costs: CostModel,
+    on_piece: Callable[[Piece], None],
+    model_bytes: Callable[[], int],
 ) -> Any:
     """Returns what cuts Inductor's joint graph by a plan; one a compilation."""
 
@@ -97,7 +100,9 @@ def _partitioner(
         refuse_what_has_no_size(joint)
         static = tuple(static_lifetime_input_indices or ())
         fused = fuse(
-            read_joint(joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes)
+            read_joint(
+                joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes()
+            )
         )
         solution = plan(fused)
         if solution.schedule is None:
