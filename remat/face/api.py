@@ -376,6 +376,4 @@ def report(model: Callable[..., Any]) -> Report:
         piece.meter.peak_bytes,
         call.captured_s,
         room=call.plan.room_of(piece.solution),
-        outside_bytes=call.outside_bytes,
-        whole_peak_bytes=piece.meter.whole.peak_bytes,
     )

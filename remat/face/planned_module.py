@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +17,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from remat.core.budget import describe_bytes, parse_budget
-from remat.core.errors import BudgetError, RematError, TraceError
+from remat.core.budget import describe_bytes
+from remat.core.errors import RematError, TraceError
 from remat.core.solution import Solution
-from remat.face.outside_messages import nothing_fits_beside, outside_is_over
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
@@ -32,6 +30,7 @@ from remat.plan.planner import Options, Plans
 from remat.run.capture import (
     GraphBreak,
     Piece,
+    Planner,
     Step,
     device_type,
     make_backend,
@@ -67,7 +66,6 @@ from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
-_SCALARS_BYTES = 512  # a loss that is divided, its gradient: no reason to plan again
 
 
 def install(module: nn.Module, call: OwnCall) -> None:
@@ -108,9 +106,6 @@ class PlannedCall(OwnCall):
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
         self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
-        self.outside_bytes = 0  # what the step was measured to hold beside the module's call
-        self._is_outside_told = False
-        self._is_least = False  # the plan holds the least that any can
         # bytes of gradients that earlier steps left -> the step
         self._whole: dict[int, Callable[..., Any]] = {}
         self._frame = new_frame()
@@ -139,39 +134,8 @@ class PlannedCall(OwnCall):
                 describe_bytes(excess),
             )
             self.unplanned_bytes += excess
-            self._forget_plans()
-
-    def _leave_room_outside(self) -> None:
-        """Plans again where the whole step held more than the budget.
-
-        Beside the module's call it holds what a plan of the module can't know: the loss where it
-        is computed outside, other calls before the backward.
-        """
-        found = [(piece, piece.meter.whole.peak_bytes or 0) for piece in self.pieces]
-        over = [
-            (peak - self._allowed_bytes(piece), peak - piece.solution.peak_bytes, piece)
-            for piece, peak in found
-            if peak > self._allowed_bytes(piece) + _SCALARS_BYTES
-        ]
-        if not over:
-            return
-        excess, beside, piece = max(over, key=lambda item: item[0])
-        if self._is_least:
-            raise nothing_fits_beside(self.module, self._allowed_bytes(piece), excess, beside)
-        if not self._is_outside_told:
-            self._is_outside_told = True
-            num_calls = piece.meter.whole.num_calls
-            _LOG.warning(outside_is_over(self.module, excess, beside, num_calls))
-        if isinstance(self.plan, Plans):
-            self.outside_bytes = beside
-            self._forget_plans()
-
-    def _allowed_bytes(self, piece: Piece) -> int:
-        return piece.solution.budget_bytes + self.unplanned_bytes + self.outside_bytes
-
-    def _forget_plans(self) -> None:
-        self.pieces.clear()
-        self._whole.clear()
+            self.pieces.clear()
+            self._whole.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`.
@@ -195,7 +159,6 @@ class PlannedCall(OwnCall):
             return self._first_call(args, kwargs)
         if self.is_inductor:
             self._keep_within_budget()
-        self._leave_room_outside()
         return self._run(args, kwargs)
 
     def anew(self) -> PlannedCall:
@@ -309,13 +272,9 @@ class PlannedCall(OwnCall):
         return self._whole[held_bytes]
 
     def _backend(self, held_bytes: int) -> Any:
-        call = weakref.ref(self)  # dynamo keeps each backend for good
-
-        def plan(step: Step) -> Solution:
-            planned = call()
-            assert planned is not None, "what is planned is called"
-            return planned._plan(held_bytes, step)
-
+        plan: Planner = partial(
+            self.plan, gradient_bytes=held_bytes, unplanned_bytes=self.unplanned_bytes
+        )
         make = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
@@ -327,33 +286,6 @@ class PlannedCall(OwnCall):
             differentiate=self.differentiate,
             model_bytes=partial(model_bytes, self.module),
         )
-
-    def _plan(self, held_bytes: int, step: Step) -> Solution:
-        try:
-            return self._plan_beside(held_bytes, step)
-        except BudgetError as error:
-            if not self.outside_bytes:
-                raise
-            # a plan that keeps less leaves less to other calls than was measured: the least is run
-            missing = error.minimum_bytes - error.budget_bytes
-            self.outside_bytes -= min(self.outside_bytes, int(missing / self._share_of_room()) + 1)
-            self._is_least = True
-            return self._plan_beside(held_bytes, step)
-
-    def _plan_beside(self, held_bytes: int, step: Step) -> Solution:
-        return self.plan(
-            step,
-            gradient_bytes=held_bytes,
-            unplanned_bytes=self.unplanned_bytes,
-            gap_bytes=self.outside_bytes,
-        )
-
-    def _share_of_room(self) -> float:
-        """How much less a plan may hold for each byte of room: a percentage grows with it."""
-        budget = self.plan.options.budget if isinstance(self.plan, Plans) else 0
-        is_share = isinstance(budget, str) and "%" in budget
-        share = parse_budget(budget, keep_all_bytes=10**6) / 10**6 if is_share else 0.0
-        return max(1 - share, 1e-3)
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from remat.look.labels import SOURCE_WIDTH, shape_text, short_source, short_targ
 
 _WIDTH = 80
 _ROWS = 12
-_SCALARS_BYTES = 512  # what a loss and its gradient may differ by
 _MODULE = 15  # columns for a module's path
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -68,10 +67,6 @@ class Report:
             room for.
         room: the budget as the user gave it, and what of it is kept free; that of the plan alone
             without one.
-        outside_bytes: what the step was measured to hold beside the module's call (the loss, other
-            calls), and the plan leaves room for.
-        whole_peak_bytes: measured from the module's first call to the end of the backward, the loss
-            and all else included; None before, and where the step runs in pieces.
     """
 
     graph: Graph
@@ -82,8 +77,6 @@ class Report:
     num_pieces: int = 1
     unplanned_bytes: int = 0
     room: Room | None = None
-    outside_bytes: int = 0
-    whole_peak_bytes: int | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -229,15 +222,6 @@ class Report:
             rows.append(("left for the plan", left))
         return rows
 
-    def _outside_rows(self) -> list[tuple[str, str]]:
-        whole, rows = self.whole_peak_bytes, []
-        if whole is not None and whole - (self.measured_peak_bytes or 0) > _SCALARS_BYTES:
-            rows.append(("peak of the step", f"{describe_bytes(whole)}, loss and other calls too"))
-        if self.outside_bytes:
-            room = describe_bytes(self.outside_bytes)
-            rows.append(("room left", f"{room} for what the step holds beside this call"))
-        return rows
-
     def _summary(self) -> Table:
         solution, table = self.solution, Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         backward = sum(op.phase is Phase.BACKWARD for op in self.graph.operators)
@@ -250,7 +234,6 @@ class Report:
                 if self.measured_peak_bytes
                 else "known after the first backward",
             ),
-            *self._outside_rows(),
             ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
             (
                 "held throughout",

@@ -39,7 +39,6 @@ from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.plain_kernels import plain_kernels
 from remat.run.refusals import refuse_nested, refuse_scans, refuse_what_has_no_size
 from remat.run.rewrite import split
-from remat.torch_border.allocator import uncounted
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.kernels import StorageWeakRef
@@ -222,7 +221,6 @@ class Piecewise:
         """Measures the plan of the last step."""
         return self.plan.meter if self.plan else _NO_METER
 
-    @uncounted()
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The `torch.compile` backend: makes a piece of each graph."""
         refuse_scans(module)

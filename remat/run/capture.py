@@ -29,7 +29,6 @@ from remat.run.refusals import (
     size_that_data_decides,
 )
 from remat.run.rewrite import SplitStep, split
-from remat.torch_border.allocator import uncounted
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_graph_kept
 from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.tracers.aot import TracedStep, read_joint
@@ -99,7 +98,6 @@ def make_backend(
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
-    @uncounted()
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_scans(module)
         refuse_changing_sizes(module.graph)

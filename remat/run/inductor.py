@@ -27,7 +27,6 @@ from remat.run.fusion import fuse
 from remat.run.measure import FirstStepMeter
 from remat.run.refusals import refuse_what_has_no_size
 from remat.run.rewrite import split
-from remat.torch_border.allocator import uncounted
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import inductor_compilers, inductor_partitioner
 from remat.tracers.aot import read_joint
@@ -49,7 +48,6 @@ def make_inductor_backend(
     See `make_backend`.
     """
 
-    @uncounted()
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []

@@ -9,19 +9,11 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from remat.torch_border.allocator import (
-    Tally,
-    is_in_backward,
-    is_profiling,
-    run_counting_allocations,
-    tally_of_thread,
-)
-from remat.torch_border.autograd import at_end_of_backward
+from remat.torch_border.allocator import is_profiling, run_counting_allocations
 from remat.torch_border.kernels import StorageWeakRef
 
 
@@ -112,55 +104,30 @@ class FirstStepMeter:
         device: `cpu` or `cuda`.
         resident_bytes: what the step holds throughout, on the CPU added to what is measured.
         num_results: how many of the forward's results the model returns; the others are saved.
-        whole: measures what the step holds beside these two as well.
+        peak_bytes: the measured peak of the step, None until both halves ran.
     """
 
     device: str
     resident_bytes: int
     num_results: int
-    whole: WholeStepMeter = field(init=False)
+    peak_bytes: int | None = None
     _forward: _Forward | None = field(default=None, repr=False)  # whose backward is waited for
-    _peak_bytes: int | None = field(default=None, repr=False)
-    # where a tally runs: what it is asked for once it has ended
-    _asked: Callable[[], int | None] | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        self.whole = WholeStepMeter(self.device, self.resident_bytes)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The measured peak of the step, None until both halves ran."""
-        if self._peak_bytes is None and self._asked is not None:
-            self._peak_bytes = self._asked()
-        return self._peak_bytes
-
-    @property
-    def is_done(self) -> bool:
-        """True where nothing is left to measure."""
-        return self._peak_bytes is not None or self._asked is not None
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured until a step is."""
-        return _boxed(lambda args: run(args) if self.is_done else self._run_forward(run, args))
+        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once, for the forward that was measured last."""
-
-        def measured(args: list[Any]) -> Any:
-            self.whole.backward_begins()
-            return run(args) if self.is_done else self._run_backward(run, args)
-
-        return _boxed(measured)
+        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_backward(run, args))
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self._forward = None
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():
             return run(args)
         peak_bytes = held_bytes = 0
-        self.whole.forward_begins()
         if self.device == "cuda":
-            if not self.whole.is_open:
-                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()
             results = run(args)
         else:
             results, peak_bytes, held_bytes = _profiled(run, args)
@@ -171,126 +138,18 @@ class FirstStepMeter:
         # taken out first: an error below, or another forward's backward, leaves nothing of it
         forward, self._forward = self._forward, None
         is_its_own = forward is not None and forward.saved.keys() <= _references(args).keys()
-        tally = tally_of_thread()
-        if forward is None or not is_its_own or (tally is None and is_profiling()):
+        if forward is None or not is_its_own or is_profiling():
             return run(args)
         if self.device == "cuda":
             result = run(args)
             torch.cuda.synchronize()
-            self._peak_bytes = torch.cuda.max_memory_allocated()
-            return result
-        if tally is not None:
-            first = tally.mark()
-            result = run(args)
-            self._asked = partial(self._peak_of, forward, tally, first, tally.mark())
+            self.peak_bytes = torch.cuda.max_memory_allocated()
             return result
         result, peak_bytes, _ = _profiled(run, args)
-        self._peak_bytes = self._peak_of_halves(forward, peak_bytes)
+        self.peak_bytes = self.resident_bytes + max(
+            forward.peak_bytes, forward.held_bytes + peak_bytes
+        )
         return result
-
-    def _peak_of(self, forward: _Forward, tally: Tally, first: int, last: int) -> int | None:
-        """What a tally says of the step between two of its marks, None while it goes on."""
-        is_there = tally is tally_of_thread() and not is_in_backward()
-        if is_there and tally.is_over:
-            tally.end()
-        if not tally.has_ended:
-            return None
-        return self._peak_of_halves(forward, tally.peak_bytes(first, last))
-
-    def _peak_of_halves(self, forward: _Forward, backward_bytes: int) -> int:
-        return self.resident_bytes + max(forward.peak_bytes, forward.held_bytes + backward_bytes)
-
-
-_MOST_CALLS = 64  # forwards without a backward, after which none is waited for
-
-
-@dataclass
-class WholeStepMeter:
-    """Measures all that is held from a planned forward to the end of the backward that it gets.
-
-    That is the step as its user sees it: the loss where it is computed outside, other calls of the
-    module before the backward, whatever else runs in between. What was held when it began, but for
-    the step's own tensors, is left out.
-
-    Attributes:
-        device: `cpu` or `cuda`.
-        resident_bytes: the step's parameters, buffers and inputs.
-        num_calls: forwards in the step.
-    """
-
-    device: str
-    resident_bytes: int
-    num_calls: int = 0
-    _peak_bytes: int | None = field(default=None, repr=False)
-    _tally: Tally | None = field(default=None, repr=False)
-    _begun_bytes: int = field(default=0, repr=False)
-    _end_mark: int = field(default=0, repr=False)
-    _is_ending: bool = field(default=False, repr=False)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most that was held, None until a step was measured."""
-        if self._tally is not None and self._tally.is_over:
-            self._close()
-        return self._peak_bytes
-
-    @property
-    def is_open(self) -> bool:
-        """True between a forward and the end of its backward."""
-        return self._tally is not None and not self._tally.is_over
-
-    def forward_begins(self) -> None:
-        """A planned forward is about to run: the first of a step, or another one."""
-        if is_in_backward() or self.peak_bytes is not None:
-            return
-        if self.is_open and self.num_calls < _MOST_CALLS:
-            self.num_calls += 1
-            return
-        self._close()
-        if self.num_calls >= _MOST_CALLS or is_profiling():
-            return
-        other = tally_of_thread()
-        if other is not None:
-            if not other.is_over:
-                return  # another module's step, which this forward is part of
-            other.end()
-
-        self._tally, self.num_calls, self._is_ending = Tally(), 1, False
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._begun_bytes = torch.cuda.memory_allocated()
-        else:
-            self._tally.begin()
-
-    def backward_begins(self) -> None:
-        """A planned backward is about to run: the step ends with it."""
-        if self.is_open and not self._is_ending:
-            self._is_ending = True
-            at_end_of_backward(self._end)
-
-    def _end(self) -> None:
-        tally = self._tally
-        if tally is None:
-            return
-        tally.is_over = True
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            held_bytes = torch.cuda.max_memory_allocated() - self._begun_bytes
-            self._tally, self._peak_bytes = None, self.resident_bytes + held_bytes
-        else:
-            self._end_mark = tally.mark()
-
-    def _close(self) -> None:
-        tally = self._tally
-        if tally is None:
-            return
-        if tally is tally_of_thread():
-            if is_in_backward():
-                return
-            tally.end()
-        self._tally = None
-        if self._end_mark and tally.has_ended:
-            self._peak_bytes = self.resident_bytes + tally.peak_bytes(None, self._end_mark)
 
 
 @dataclass(frozen=True)
