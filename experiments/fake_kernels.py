@@ -21,7 +21,7 @@ import json
 import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ class Found:
                 mine[name].kinds.update(row.kinds)
                 mine[name].example = mine[name].example or row.example
         self.incomparable.update(other.incomparable)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a JSON file holds of it."""
+        tables = {"promises": self.promises, "in_place": self.in_place}
+        rows = {
+            table: {name: vars(row) for name, row in sorted(found.items())}
+            for table, found in tables.items()
+        }
+        return {**rows, "incomparable": dict(self.incomparable)}
 
 
 def variants(made: Made, seen: set[Call]) -> Iterator[tuple[Made, Any]]:
@@ -310,7 +319,7 @@ def main(only: str, num_samples: int) -> None:
     print(*found.incomparable.most_common(), sep="\n")
     if only:
         return
-    record = {"environment": environment(seed=SEED), "samples": num_samples, **asdict(found)}
+    record = {"environment": environment(seed=SEED), "samples": num_samples, **found.as_dict()}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(table(found))
     print(f"wrote {RESULTS} and {RESULTS.with_suffix('.md').name}")

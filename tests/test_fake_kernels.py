@@ -78,8 +78,13 @@ LARGE: dict[str, tuple[Any, ...]] = {
     "a product": (aten.bmm.default, _X.mT, _X),
     "a window": (aten.constant_pad_nd.default, torch.randn(4, 20, 16, 12).mT, [9, 9, 3, 3], 0.0),
     "channels last": (aten.native_batch_norm.default,
-                      torch.randn(8, 16, 12, 12).to(memory_format=torch.channels_last),
+                      torch.randn(20, 16, 12, 12).to(memory_format=torch.channels_last),
                       torch.ones(16), torch.zeros(16), None, None, True, 0.1, 1e-5),
+    "a channel a sample": (aten.convolution.default, torch.randn(16, 16, 12, 12),
+                           torch.randn(16, 16, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0],
+                           1),
+    "a convolution": (aten.convolution.default, torch.randn(20, 16, 12, 12),
+                      torch.randn(8, 16, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
     "random": (aten.native_dropout.default, _X.mT, 0.5, True),
 }  # fmt: skip
 
@@ -97,6 +102,21 @@ def test_a_layout_found_at_smaller_sizes_is_that_of_the_call(
     state = torch.get_rng_state()
     assert layouts_of(call) == tuple(map(Layout.of, real))
     assert torch.equal(state, torch.get_rng_state())
+    layouts_of.cache_clear()
+
+
+def test_kernels_are_not_misled_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: a smaller batch beside the lengths of all samples, beyond which the kernel reads."""
+    probabilities = torch.randn(50, 16, 20).log_softmax(2)
+    targets, lengths = torch.ones(16, 30, dtype=torch.int64), ([50] * 16, [30] * 16)
+    loss, alpha = aten._ctc_loss.default(probabilities, targets, *lengths)
+    args = (torch.ones(16), probabilities, targets, *lengths, loss, alpha, 0)
+    gradient = aten._ctc_loss_backward.default(*args)
+    call = Call.made(aten._ctc_loss_backward.default, args, {}, gradient)
+    monkeypatch.setattr(layouts, "SMALL_BYTES", 0)
+    layouts_of.cache_clear()
+    assert layouts._run_smaller(call) is None
+    assert layouts_of(call) == (Layout.of(gradient),)
     layouts_of.cache_clear()
 
 

@@ -6,14 +6,16 @@ wrong strides, a view could not be made, or the next product would read another 
 otherwise. No formula says which kernels these are, so each distinct call is run once.
 
 A layout depends on the order of strides, on gaps, and on which sizes are 1; hardly ever on how
-large the others are. A large call is run at small sizes in the same order, and at its own where
-that is refused, or where its result does not say what the layout would be.
+large the others are. So a large call is run small, where no kernel can be misled about its sizes:
+elementwise ones at sizes in the same order, others on a smaller batch. Where that is refused, or
+does not say what the layout would be, a call is run as it is.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,15 +27,18 @@ from .counts import bytes_moved, flop_of
 from .replay import results_of
 
 _LOG = logging.getLogger(__name__)
+Change = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 # Below it a call is run as it is, which takes microseconds.
 SMALL_BYTES = 1 << 18
-# Calls above either are run at small sizes or not at all: a quarter of a second on two cores.
+# Calls above either are run small or not at all: a quarter of a second on two cores.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
-# Sizes from here on are made smaller; numbers below it may be places of dimensions, or strides of
-# a window, which are no sizes.
+# Elementwise calls: sizes from here on are made smaller. Numbers below it may be places of
+# dimensions.
 FIRST_SIZE = 9
+# Others: so many samples a batch.
+_BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +79,90 @@ def _run(call: Call) -> tuple[Layout, ...] | None:
 
 
 def _run_smaller(call: Call) -> tuple[Layout, ...] | None:
-    """The layouts of a call that is run at smaller sizes; None where these don't tell."""
-    smaller = _Sizes.of(call)
-    args, kwargs = smaller.change(call.args), smaller.change(call.kwargs)
-    outputs = tuple(replace(t, shape=smaller.shape(t.shape), stride=()) for t in call.outputs)
-    if args is None or kwargs is None:
-        return None
-    small = replace(call, args=args, kwargs=kwargs, outputs=outputs)
-    found = _run(small)
-    if found is None or [t.shape for t in found] != [t.shape for t in outputs]:
+    """The layouts of a call that is run small; None where that can't be done or doesn't tell."""
+    change = _smaller_sizes(call) or _smaller_batch(call)
+    small = _changed(call, change) if change else None
+    found = _run(small) if small else None
+    if (
+        small is None
+        or found is None
+        or [t.shape for t in found] != [t.shape for t in small.outputs]
+    ):
         return None
     grown = [_grown(*pair, call, small) for pair in zip(found, call.outputs, strict=True)]
     return tuple(layout for layout in grown if layout) if all(grown) else None
+
+
+def _smaller_sizes(call: Call) -> Change | None:
+    """Small sizes in the same order, for a call all of whose tensors broadcast to one shape."""
+    try:
+        whole = torch.broadcast_shapes(*(t.shape for t in call.inputs))
+    except RuntimeError:
+        return None
+    if any(t.shape not in (whole, ()) for t in call.outputs):
+        return None
+    if any(number >= FIRST_SIZE for number in _numbers(call)):
+        return None
+    large = sorted({n for n in whole if n >= FIRST_SIZE})
+    small_of = dict(zip(large, range(FIRST_SIZE, FIRST_SIZE + len(large)), strict=True))
+    return lambda shape: tuple(small_of.get(n, n) for n in shape)
+
+
+def _smaller_batch(call: Call) -> Change | None:
+    """Fewer samples, where the size of the batch is the first of tensors and nowhere else."""
+    tensors = (*call.inputs, *call.outputs)
+    shape = call.outputs[0].shape if call.outputs else ()
+    batch = shape[0] if shape else 0
+    is_first = batch > _BATCH and all(batch not in t.shape[1:] for t in tensors)
+    if not is_first or any(number == batch for number in _numbers(call)):
+        return None
+    return lambda shape: (_BATCH, *shape[1:]) if shape and shape[0] == batch else shape
+
+
+def _numbers(call: Call) -> list[int]:
+    """The integers that a call is given, and how many are in each list; no shapes of its tensors.
+
+    Kernels trust lengths and sizes that come with a tensor, and read beyond it where these are
+    not its own.
+    """
+    shapes = {t.shape for t in (*call.inputs, *call.outputs)}
+    found: list[int] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, tuple) and value not in shapes:
+            found.append(len(value))
+            for item in value:
+                add(item)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found.append(abs(value))
+
+    for value in (*call.args, *(value for _, value in call.kwargs)):
+        add(value)
+    return found
+
+
+def _changed(call: Call, change: Change) -> Call | None:
+    """The call with its tensors, and lists that are their shapes, in other shapes; None where
+    tensors overlap themselves.
+    """
+    shapes = {t.shape for t in (*call.inputs, *call.outputs)}
+    lost = False
+
+    def new(value: Any) -> Any:
+        nonlocal lost
+        if isinstance(value, TensorSpec):
+            shape = change(value.shape)
+            stride = _restrided(value.shape, value.stride, shape)
+            lost |= stride is None
+            return replace(value, shape=shape, stride=stride or ())
+        if isinstance(value, tuple):
+            return change(value) if value in shapes else tuple(map(new, value))
+        return value
+
+    kwargs = tuple((name, new(value)) for name, value in call.kwargs)
+    outputs = tuple(replace(t, shape=change(t.shape), stride=()) for t in call.outputs)
+    small = replace(call, args=new(call.args), kwargs=kwargs, outputs=outputs)
+    return None if lost else small
 
 
 def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layout | None:
@@ -102,38 +179,6 @@ def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layo
     if len(as_input) != 1:
         return None
     return Layout(promised.shape, stride, found.dtype, as_input.pop())
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Large sizes and the small ones in their place, in the same order."""
-
-    small_of: dict[int, int]
-
-    @classmethod
-    def of(cls, call: Call) -> _Sizes:
-        sizes = {n for spec in (*call.inputs, *call.outputs) for n in spec.shape}
-        large = sorted(n for n in sizes if n >= FIRST_SIZE)
-        return cls(dict(zip(large, range(FIRST_SIZE, FIRST_SIZE + len(large)), strict=True)))
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.small_of.get(n, n) for n in shape)
-
-    def change(self, value: Any) -> Any:
-        """`value` at small sizes; None where tensors overlap themselves."""
-        if isinstance(value, TensorSpec):
-            shape = self.shape(value.shape)
-            stride = _restrided(value.shape, value.stride, shape)
-            return None if stride is None else replace(value, shape=shape, stride=stride)
-        if isinstance(value, tuple):
-            changed = tuple(map(self.change, value))
-            lost = any(
-                new is None and old is not None for new, old in zip(changed, value, strict=True)
-            )
-            return None if lost else changed
-        if isinstance(value, int) and not isinstance(value, bool):
-            return self.small_of.get(value, value)
-        return value
 
 
 def _restrided(
