@@ -7,6 +7,7 @@ different.
 from __future__ import annotations
 
 import copy
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.fake_kernels import PROMISES, Found, Row, search
+from experiments.fake_kernels import PROMISES, RESULTS, Found, Row, search
 from experiments.operator_calls import operators
 from remat.tracers import layouts
 from remat.tracers.calls import Call, TensorSpec
@@ -177,3 +178,15 @@ def test_a_view_behind_any_activation_can_be_made(name: str) -> None:
             each(x).backward()
             ends.append([p.grad for p in each.parameters()])
         assert_same(*ends)
+
+
+def test_the_committed_search_found_nothing_that_is_traced_otherwise() -> None:
+    record = json.loads(RESULTS.read_text())
+    assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
+    promises, forms = record["promises"].values(), record["in_place"].values()
+    assert len(promises) > 400
+    totals = [sum(row["differ"][promise] for row in promises) for promise in PROMISES]
+    assert totals[0] > 0
+    assert totals[1:] == [0, 0]
+    assert sum(row["differ"].get("allowed", 0) for row in forms) == 0
+    assert f"{totals[0]:,} results lie otherwise" in RESULTS.with_suffix(".md").read_text()
