@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -272,6 +273,13 @@ class PlannedCall(OwnCall):
         return self._whole[held_bytes]
 
     def _backend(self, held_bytes: int) -> Any:
+        own = weakref.ref(self.module)  # dynamo keeps each backend for good
+
+        def own_bytes() -> int:
+            module = own()
+            assert module is not None, "what is captured is called"
+            return model_bytes(module)
+
         plan: Planner = partial(
             self.plan, gradient_bytes=held_bytes, unplanned_bytes=self.unplanned_bytes
         )
@@ -284,7 +292,7 @@ class PlannedCall(OwnCall):
             self.costs,
             self.pieces.append,
             differentiate=self.differentiate,
-            model_bytes=partial(model_bytes, self.module),
+            model_bytes=own_bytes,
         )
 
 
