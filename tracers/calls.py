@@ -204,7 +204,8 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_freeze, value))
     if is_symbol(value):
-        return hint_of(value)
+        number = hint_of(value)
+        return 1.0 if is_symbol(number) else number  # read off a tensor: it is not known yet
     if isinstance(
         value,
         (
