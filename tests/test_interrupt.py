@@ -132,7 +132,11 @@ def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
         str(LIMIT_S),
     ]
     process = subprocess.Popen(
-        [*command, "--format", "json"], stdout=subprocess.PIPE, stderr=end, text=True
+        [*command, "--format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=end,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "REMAT_PROGRESS"},
     )
     os.close(end)
     seen = b""
