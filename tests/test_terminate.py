@@ -52,7 +52,7 @@ def begin(*args: str, cache: Path | None = None) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment | {"REMAT_PROGRESS": "1"},
         start_new_session=True,
     )
 
