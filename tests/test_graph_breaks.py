@@ -91,6 +91,7 @@ class Loop(Base):
         x = x * 2
         for block in self.blocks:
             x = block(x)
+            torch._dynamo.graph_break()
             self.seen.append(float(x.detach().sum()))
         return self.loss(x.sin())
 
@@ -143,9 +144,11 @@ class Skips(Base):
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].register_forward_hook(
-            lambda module, args, out: self.seen.append(out.detach().sum().item())
-        )
+        self.blocks[1].register_forward_hook(self.look)
+
+    def look(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        torch._dynamo.graph_break()
+        self.seen.append(out.detach().sum().item())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.loss(self.blocks[2](self.blocks[1](self.blocks[0](x))))

@@ -59,6 +59,18 @@ def test_times_measured_under_other_settings_are_others(
     assert devices.cuda_settings() != before
 
 
+@pytest.mark.parametrize("flags", [{"benchmark": True}, {"deterministic": True}])
+def test_times_measured_with_other_flags_of_cudnn_are_others(
+    flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    known = {"enabled": True, "benchmark": False, "deterministic": False}
+    with torch.backends.cudnn.flags(**known):
+        before = devices.cuda_settings()
+    with torch.backends.cudnn.flags(**{**known, **flags}):
+        assert devices.cuda_settings() != before
+
+
 def test_the_memory_of_a_card_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of a card (MIG) has its name, and less memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

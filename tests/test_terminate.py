@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,16 +47,23 @@ def graph(tmp_path: Path) -> Path:
     return path
 
 
-def begin(*args: str, cache: Path | None = None) -> subprocess.Popen[str]:
+@contextmanager
+def begun(*args: str, cache: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, which is over once the test is."""
     environment = {**os.environ, **({"XDG_CACHE_HOME": str(cache)} if cache else {})}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment | {"REMAT_PROGRESS": "1"},
         start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            if members(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def members(group: int) -> list[str]:
@@ -79,10 +88,7 @@ def terminate(process: subprocess.Popen[str]) -> int:
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     while members(process.pid) and time.monotonic() - asked < SOON_S:
         time.sleep(0.1)
-    left = members(process.pid)
-    if left:
-        os.killpg(process.pid, signal.SIGKILL)
-    assert left == []
+    assert members(process.pid) == []
     return status
 
 
@@ -91,12 +97,12 @@ def test_no_worker_of_a_sweep_stays_behind(graph: Path) -> None:
     """Naive: joblib's workers go on solving for a parent that is gone."""
     limit = ("--jobs", "2", "--gap", "0", "--time-limit", str(LIMIT_S))
     budgets = ("--budget", "80%", "--budget", "70%")
-    process = begin("-m", "remat", "sweep", str(graph), *budgets, *limit)
-    while len(members(process.pid)) < 3:
-        assert process.poll() is None
-        time.sleep(0.1)
-    time.sleep(2.0)
-    assert terminate(process) == 143
+    with begun("-m", "remat", "sweep", str(graph), *budgets, *limit) as process:
+        while len(members(process.pid)) < 3:
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(2.0)
+        assert terminate(process) == 143
 
 
 @pytest.mark.parametrize("command", ["solve", "bench"])
@@ -104,25 +110,25 @@ def test_a_command_ends_at_once_and_writes_nothing(graph: Path, command: str) ->
     output = graph.with_name("plan.json")
     options = ["--output", str(output)] if command == "solve" else ["--solver", "auto"]
     limits = ("--gap", "0", "--time-limit", str(LIMIT_S))
-    process = begin("-m", "remat", command, str(graph), "--budget", "80%", *options, *limits)
-    assert process.stderr is not None
-    process.stderr.readline()  # its first word of progress
-    assert terminate(process) == 143
+    with begun("-m", "remat", command, str(graph), "--budget", "80%", *options, *limits) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # its first word of progress
+        assert terminate(process) == 143
     assert [path.name for path in graph.parent.iterdir()] == [graph.name]
 
 
 def test_a_script_that_plans_leaves_no_half_plan(tmp_path: Path) -> None:
-    process = begin("-c", TRAINING, str(LIMIT_S), cache=tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "solving\n"
-    assert terminate(process) == 143
+    with begun("-c", TRAINING, str(LIMIT_S), "2", cache=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "solving\n"
+        assert terminate(process) == 143
     assert list(tmp_path.rglob("plans-*/*")) == []
 
 
 def test_a_handler_that_raises_is_not_kept_waiting(graph: Path) -> None:
     """Naive: the thread that raises the bound is waited for until the time limit."""
-    process = begin("-c", OWN_HANDLER, str(graph), str(LIMIT_S))
-    assert process.stdout is not None
-    assert process.stdout.readline() == "found\n"
-    time.sleep(1.0)
-    assert terminate(process) == 143
+    with begun("-c", OWN_HANDLER, str(graph), str(LIMIT_S)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "found\n"
+        time.sleep(1.0)
+        assert terminate(process) == 143

@@ -16,6 +16,7 @@ from remat.look.plot_style import new_figure, quiet
 
 Fact = dict[str, Any]
 _MIB = 2**20
+_WIDTH = 120  # columns of a table in a file or a log
 
 
 def read(path: Path) -> list[Fact]:
@@ -41,7 +42,7 @@ def show(path: Path) -> None:
 
     facts = read(path)
     rows = compared(facts)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for model in dict.fromkeys(row["model"] for row in rows):
         console.print(_table(model, [row for row in rows if row["model"] == model]))
     for fact in facts:
@@ -57,7 +58,7 @@ def show(path: Path) -> None:
 
 def _table(model: str, rows: Sequence[Fact]) -> Table:
     table = Table(title=model, title_justify="left", box=None)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading in ("predicted", "requested", "allocated", "reserved", "step", "gradient off"):
         table.add_column(heading, justify="right")
     plain_s = next((row["step_s"] for row in rows if row["way"].startswith("plain")), None)

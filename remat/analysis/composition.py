@@ -3,7 +3,7 @@
 Parameters, saved, recomputed, gradients, workspace.
 
 >>> from remat.core.graph import Graph
->>> from remat.schedule import Schedule
+>>> from remat.core.schedule import Schedule
 >>> graph = Graph.from_arrays([1, 1, 2], [8, 8, 4], [(0, 1), (1, 2)], first_backward=2)
 >>> parts = Composition.of(graph, Schedule.keep_all(graph))
 >>> parts.at(1)[Category.SAVED], parts.at(1)[Category.TEMPORARY]
