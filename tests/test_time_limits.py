@@ -15,7 +15,9 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.solvers import make_solver
+from remat.solvers.auto.frontier import frontier_solutions
 from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
 from remat.solvers.core.interrupt import until
 from remat.solvers.core.pace import pace_s
 
@@ -89,3 +91,10 @@ def test_nothing_is_made_past_the_deadline() -> None:
     assert [next(items), next(items)] == [1, 1]
     assert list(until(endless(), time.perf_counter() - 1)) == []
     assert len(made) == 2
+
+
+def test_a_curve_of_a_large_graph_takes_a_few_limits() -> None:
+    """Naive: its first and last budgets are looked for without one."""
+    graph = long_chain()
+    took_s = seconds_of(lambda: frontier_solutions(graph, 3, Auto(time_limit_s=1.0)))
+    assert took_s < 4 * LIMIT_S

@@ -30,6 +30,7 @@ from remat.tracers.costs import CostModel
 _LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
 _SHARE_OF_TIME = 0.1  # for a step that the plan of another shape fits already
+_LEAST_LIMIT_S = 10.0  # to look for the least budget where no plan fits
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
 def _minimum_bytes(graph: Graph) -> int:
     from remat.solvers.auto.minimum import minimum
 
-    return minimum(graph).peak_bytes
+    return minimum(graph, time_limit_s=_LEAST_LIMIT_S).peak_bytes
 
 
 class Plans:

@@ -10,8 +10,8 @@ still open share one more time limit evenly, the narrowest gap first, as it clos
 leaves its time to the others. Schedules of the next larger budgets, which need a little too much,
 are starts of the search; closed-form schedules are made once, and models start from the stages of
 the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of that where gaps
-close early: the time of a few solves at a tight budget. Ctrl-C ends it with the budgets that were
-solved.
+close early: the time of a few solves at a tight budget. Before them the least budget is looked for,
+in one limit at most. Ctrl-C ends it with the budgets that were solved.
 """
 
 from __future__ import annotations
@@ -65,14 +65,10 @@ def frontier_solutions(
         shared: what other solves of `graph` found out.
     """
     shared = shared or Shared(graph)
-    curve = _Curve(
-        graph, solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S), shared
-    )
-    asked = (
-        _spread(graph, budgets, shared.least().peak_bytes)
-        if isinstance(budgets, int)
-        else list(budgets)
-    )
+    solver = solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S)
+    least = shared.least(time_limit_s=getattr(solver, "time_limit_s", math.inf))
+    curve = _Curve(graph, solver, shared)
+    asked = _spread(graph, budgets, least.peak_bytes) if isinstance(budgets, int) else list(budgets)
     what = f"planning {graph.num_operators:,} operators in {len(asked)} budgets"
     with heeding_interrupts() as heeded, stage(what) as told:
         for count, budget in enumerate(_by_halves(sorted(set(asked)))):
