@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import remat
 from remat.fit.optimizer_memory import state_bytes_of
@@ -16,27 +16,40 @@ class RematCallback(TrainerCallback):
     Args:
         budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
             "60%".
+        trainer: whose `compute_loss` is planned, for a loss that is computed outside of the model:
+            `trainer.add_callback(RematCallback("20GiB", trainer=trainer))`. The model alone if it
+            is not given.
         **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds, and
             `is_accumulating` what the trainer's arguments say, if they are not given.
+
+    Attributes:
+        planned: the planned model or function, for `remat.report`; None before training begins.
     """
 
-    def __init__(self, budget: int | str, **options: Any) -> None:
-        self.budget, self.options = budget, options
+    def __init__(
+        self, budget: int | str, *, trainer: Trainer | None = None, **options: Any
+    ) -> None:
+        self.budget, self.trainer, self.options = budget, trainer, options
+        self.planned: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plans the model; called by the trainer once model and optimizer are where they train."""
+        """Plans the step; called by the trainer once model and optimizer are where they train."""
         optimizer = kwargs.get("optimizer")
-        held_bytes = state_bytes_of(optimizer) if optimizer is not None else 0
-        remat.checkpoint(
-            kwargs["model"],
-            self.budget,
-            **{
-                "reserve_bytes": held_bytes,
-                "is_accumulating": args.gradient_accumulation_steps > 1,
-                **self.options,
-            },
-        )
+        options = {
+            "reserve_bytes": state_bytes_of(optimizer) if optimizer is not None else 0,
+            "is_accumulating": args.gradient_accumulation_steps > 1,
+            **self.options,
+        }
+        if self.trainer is None:
+            self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)
+            return
+        vars(self.trainer).pop("compute_loss", None)  # of a training that was cut short
+        self.planned = remat.checkpoint(self.trainer.compute_loss, self.budget, **options)
+        vars(self.trainer)["compute_loss"] = self.planned
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Makes the model plain again."""
-        remat.unwrap(kwargs["model"])
+        """Makes the step plain again."""
+        if self.trainer is None:
+            remat.unwrap(kwargs["model"])
+        else:
+            vars(self.trainer).pop("compute_loss", None)

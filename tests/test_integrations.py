@@ -89,6 +89,43 @@ def test_trainer(tmp_path: Path) -> None:
         remat.report(model)  # plain again
 
 
+class LossOutside(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Computes the loss from the logits, as one does for weights of classes or of rows."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_loss_of_the_trainer_is_part_of_the_plan(tmp_path: Path, num_micro_batches: int) -> None:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=num_micro_batches,
+    )  # fmt: skip
+
+    def trained(budget: str) -> tuple[list[torch.Tensor], list[float], TrainerPlan | None]:
+        watch, model, callback = Watch(), gpt2(), None
+        trainer = LossOutside(model, arguments, train_dataset=rows(64), callbacks=[watch])
+        if budget:
+            callback = TrainerPlan(budget, trainer=trainer, costs="flops", gap=0.2)
+            trainer.add_callback(callback)
+        trainer.train()
+        assert "compute_loss" not in vars(trainer)  # the trainer's own again
+        return list(model.parameters()), watch.losses, callback
+
+    plain, plain_losses, _ = trained("")
+    mine, losses, callback = trained("85%")
+    assert losses == plain_losses and len(set(losses)) == 3
+    assert all(map(torch.equal, mine, plain))
+    assert callback is not None
+    report = remat.report(callback.planned)
+    assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.solution.budget_bytes
+    assert any("log_softmax" in operator.name for operator in report.graph.operators)
+
+
 def test_a_trainer_that_compiles_keeps_the_plan(tmp_path: Path) -> None:
     plain, _ = with_trainer(tmp_path)
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -115,7 +152,7 @@ def bytes_between(small: int, large: int) -> int:
 
 def test_a_trainer_that_searches_its_batch_takes_a_smaller_one(tmp_path: Path) -> None:
     budget = bytes_between(7, 8)
-    options = {"costs": "flops", "gap": 0.5, "time_limit_s": 3, "reserve_bytes": 0}
+    options: Any = {"costs": "flops", "gap": 0.5, "time_limit_s": 3, "reserve_bytes": 0}
     callback = TrainerPlan(budget, **options)
     watch, _ = with_trainer(tmp_path, callback, auto_find_batch_size=True)
 
@@ -220,10 +257,12 @@ class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def with_lightning(folder: Path, *callbacks: Any) -> Regression:
+def with_lightning(
+    folder: Path, *callbacks: Any, make: Callable[[], Regression] = Regression
+) -> Regression:
     torch.manual_seed(7)
     module, data = (
-        Regression(),
+        make(),
         torch.randn(4 * 256, 16, generator=torch.Generator().manual_seed(1)),
     )
     trainer = lightning.Trainer(
@@ -245,6 +284,28 @@ def test_lightning(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
     assert module.report is not None and module.report.measured_peak_bytes is not None
     assert module.report.measured_peak_bytes <= module.report.solution.budget_bytes
+
+
+def test_lightning_plans_all_of_a_training_step(tmp_path: Path) -> None:
+    """What it logs, and reads off its loss, is done as before."""
+    plain, callback = with_lightning(tmp_path), LightningPlan("85%", costs="flops", gap=0.2)
+    module = with_lightning(tmp_path, callback)
+    assert module.losses == plain.losses and len(set(module.losses)) == 4
+    assert module.trainer.callback_metrics == plain.trainer.callback_metrics
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    assert "training_step" not in vars(module)  # the module's own again
+    report = remat.report(callback.planned)
+    assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.solution.budget_bytes
+    assert any("mse_loss" in operator.name for operator in report.graph.operators)
+
+
+def test_lightning_says_what_to_name_where_a_step_optimizes_itself(tmp_path: Path) -> None:
+    class Manual(Regression):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"Manual optimizes by itself.*module=.*model"):
+        with_lightning(tmp_path, LightningPlan("80%"), make=Manual)
 
 
 def test_lightning_names_the_modules_there_are(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 A function says nowhere which modules it calls. They are found from its closure, defaults and bound
 object, from the arguments of a `functools.partial`, from its own arguments, and from the globals
-and attributes that its code names, in the functions of the user that it calls too.
+and attributes that its code names, in the functions of the user that it calls too. Functions of
+installed libraries are not looked into, but for those of the library that the first one is of.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sysconfig
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 _MOST_ITEMS = 1000  # of a container that is looked through: longer ones are data
+_INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 
 
@@ -31,7 +34,7 @@ def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[s
     >>> reached_modules(lambda x: model(x).sum())
     {'model': Linear(in_features=2, out_features=1, bias=True)}
     """
-    walk = _Walk()
+    walk = _Walk(_library_of(inspect.unwrap(function)))
     walk.look(function, "function")
     walk.look(list(args), "argument")
     walk.look(dict(kwargs or {}), "argument")
@@ -42,8 +45,9 @@ def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[s
 class _Walk:
     """Goes from a function to what it refers to, each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str) -> None:
         self.found: dict[str, nn.Module] = {}
+        self._own_library = library
         self._seen: dict[int, Any] = {}  # refers to them: an id is one object's while it lives
         self._names: dict[str, None] = {}  # of globals and attributes, in the code so far
         self._objects: list[Any] = []  # whose attributes may be among the names
@@ -95,7 +99,7 @@ class _Walk:
         self._objects.append(module)
 
     def _look_into(self, function: FunctionType) -> None:
-        if _is_torchs(function):
+        if _is_torchs(function) or _library_of(function) not in ("", self._own_library):
             return
         names = list(_names_in(function.__code__))
         self._names |= dict.fromkeys(names)
@@ -140,6 +144,16 @@ def _attribute(owner: Any, name: str) -> Any:
     if isinstance(found, property):
         return found.fget
     return getattr(owner, name, None) if inspect.ismemberdescriptor(found) else found
+
+
+def _library_of(function: Any) -> str:
+    """The name of the installed library that a function is of; empty for the user's own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_filename.startswith(_INSTALLED):
+        return ""
+    return str(function.__module__).split(".")[0]
 
 
 def _is_torchs(value: Any) -> bool:
