@@ -29,7 +29,12 @@ from remat.run.refusals import (
     size_that_data_decides,
 )
 from remat.run.rewrite import SplitStep, split
-from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_graph_kept
+from remat.torch_border.autograd import (
+    aot_autograd,
+    backward_without_autocast,
+    before_next_run,
+    is_graph_kept,
+)
 from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
@@ -174,7 +179,7 @@ def cut_at_sizes(module: fx.GraphModule) -> None:
 
 
 def runs_once(backward: BoxedFunction) -> BoxedFunction:
-    """Refuses to run where the graph is to be kept.
+    """Refuses to run where the graph is to be kept, and a second time.
 
     What is saved may be overwritten in place, and dies at its last use.
     """
@@ -187,10 +192,21 @@ def runs_once(backward: BoxedFunction) -> BoxedFunction:
                 "(gradients of gradients) can't be had; add the losses up and call backward "
                 "once, or use remat.unwrap(model)"
             )
+        before_next_run(_refuse_second_run)
         return backward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
     return run
+
+
+def _refuse_second_run(gradients: Sequence[Any]) -> None:
+    """Says it in our words, before autograd advises retain_graph=True, which can't be had."""
+    if any(gradient is not None for gradient in gradients):
+        raise TraceError(
+            "a second backward runs through one planned step, and what it saved is gone after the "
+            "first: a planned step runs its backward once; add its losses up and call backward "
+            "once, or plan a function that returns their sum, or use remat.unwrap(model)"
+        )
 
 
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:

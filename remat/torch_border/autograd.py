@@ -5,7 +5,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "at_end_of_backward",
     "autocast_cache_left_on",
     "backward_without_autocast",
+    "before_next_run",
     "is_compiled_node",
     "is_graph_kept",
     "is_inside_autocast_cast",
@@ -63,6 +64,15 @@ def is_graph_kept() -> bool:
     (`_get_current_graph_task_keep_graph`, 2.13).
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def before_next_run(check: Callable[[Sequence[Any]], None]) -> None:
+    """Calls `check` with the gradients that arrive, should the node that runs now ever run again
+    (`_current_autograd_node`, 2.13).
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is not None:  # somebody runs a backward by hand
+        node.register_prehook(check)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
