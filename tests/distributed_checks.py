@@ -85,7 +85,7 @@ class Counting(Solver):
         return remat.make_solver("auto", gap=0.2).solve(graph, budget_bytes=budget_bytes)
 
 
-def planned(model: nn.Module, budget: str = "70%", **options: Any) -> nn.Module:
+def planned(model: Any, budget: str = "70%", **options: Any) -> Any:
     return remat.checkpoint(model, budget, solver=Counting(), costs="flops", **options)
 
 
@@ -232,6 +232,51 @@ def a_collective_runs_once() -> dict[str, Any]:
     return {**found, "collectives": counts}
 
 
+def a_function_over_several_ddps() -> dict[str, Any]:
+    """Two modules that train, each in DDP, one of them called twice, and one that is frozen."""
+
+    def modules() -> list[nn.Module]:
+        torch.manual_seed(0)
+        body, head, frozen = Block(), Net(), Block().requires_grad_(False)
+        return [DistributedDataParallel(body), DistributedDataParallel(head), frozen]
+
+    def step_of(body: nn.Module, head: nn.Module, frozen: nn.Module) -> Callable[..., Any]:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = frozen(x)
+            return head(body(x) + body(x.flip(0))) + (body(x) - target).square().mean()
+
+        return step
+
+    def trained(plan: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor]]:
+        parts = modules()
+        step = plan(step_of(*parts))
+        parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = step(torch.randn(BATCH, TOKENS, WIDTH, generator=generator))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return step, [*losses, *(p.grad for p in parameters if p.grad is not None)]
+
+    _, expected = trained(lambda step: step)
+    before = Counting.count[0]
+    step, found = trained(lambda step: planned(step, "80%"))
+    report = remat.report(step)
+    assert report.solution.schedule is not None and report.measured_peak_bytes is not None
+    return {
+        "difference": max(of_all_ranks(difference(expected, found))),
+        "plans": len(set(of_all_ranks(report.solution.schedule.steps))),
+        "solved": sum(of_all_ranks(Counting.count[0] - before)),
+        "overhead": report.solution.overhead,
+        "measured": max(of_all_ranks(report.measured_peak_bytes)) / report.solution.budget_bytes,
+    }
+
+
 def number_of_collectives() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr, no-any-return]
 
@@ -265,6 +310,7 @@ CHECKS: dict[int, list[Callable[[], dict[str, Any]]]] = {
     2: [
         ddp_from_outside, ddp_blocks, fsdp, tensor_parallel, a_collective_runs_once,
         a_smaller_last_batch_on_one_rank, a_budget_that_cannot_be_met, fsdp_whole_is_refused,
+        a_function_over_several_ddps,
     ],
     4: [ddp, fsdp_sharded_first],
 }  # fmt: skip
