@@ -244,7 +244,8 @@ def a_function_over_several_ddps() -> dict[str, Any]:
         def step(x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 target = frozen(x)
-            return head(body(x) + body(x.flip(0))) + (body(x) - target).square().mean()
+            loss: torch.Tensor = head(body(x) + body(x.flip(0)))
+            return loss + (body(x) - target).square().mean()
 
         return step
 
