@@ -14,7 +14,7 @@ from torch import nn
 
 import remat
 from remat.core.solution import Solution
-from remat.plan import planner
+from remat.plan import planner, solving
 from remat.plan.disk_cache import PlanCache, key_of
 
 from .planned import assert_same, call_of, state_after
@@ -31,7 +31,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time limit of each call of a solver."""
     limits: list[float] = []
-    plain = planner.solve_in
+    plain = solving.solve_in
 
     def counted(*args: object, **kwargs: object) -> Solution:
         limits.append(float(kwargs["time_limit_s"]))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from torch import nn
 from remat.core.budget import Budget, parse_budget
 from remat.core.errors import ScheduleError, TraceError
 from remat.core.graph import Graph
+from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.face.blocks import PlannedBlocks, remove_blocks
@@ -29,7 +30,8 @@ from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.plan.distributed import planned_part
 from remat.plan.fixed_plan import FixedPlan
-from remat.plan.planner import Options, Plans, solve_graph
+from remat.plan.planner import Options, Plans
+from remat.plan.solving import solve_in
 from remat.run.capture import GraphBreak, device_type
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.frontier import frontier_solutions
@@ -298,14 +300,11 @@ def solve(
         BudgetError: no schedule is known that fits; `minimum_bytes` says what would.
         ValueError, TypeError: a malformed budget, an unknown solver.
     """
-    return solve_graph(
-        graph,
-        budget,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        gap=gap,
-        reserve_bytes=reserve_bytes,
-        progress=progress,
+    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes + reserve_bytes
+    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all)
+    room = Room(budget, budget_bytes, keep_all, reserve_bytes=reserve_bytes)
+    return solve_in(
+        room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap, progress=progress
     )
 
 

@@ -6,9 +6,8 @@ One it had before, one from the disk, one of a larger shape, or a new one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentage, parse_budget
 from remat.core.errors import BudgetError
@@ -16,21 +15,19 @@ from remat.core.graph import Graph, ValueKind
 from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
-from remat.core.units import Units
 from remat.core.validate import validate
-from remat.narration.stages import stage
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
+from remat.plan.solving import solve_in
 from remat.run.capture import Step
-from remat.solvers import Solver, make_solver
+from remat.solvers import Solver
 from remat.solvers.core.compiled import IS_COMPILED
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
 _SHARE_OF_TIME = 0.1  # for a step that the plan of another shape fits already
-_LEAST_LIMIT_S = 10.0  # to look for the least budget where no plan fits
 
 
 @dataclass(frozen=True)
@@ -69,87 +66,6 @@ class Options:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
         if self.executor not in ("eager", "inductor"):
             raise ValueError(f'executor={self.executor!r} is neither "eager" nor "inductor"')
-
-
-def solve_graph(
-    graph: Graph,
-    budget: Budget,
-    *,
-    solver: str | Solver = "auto",
-    time_limit_s: float = 60.0,
-    gap: float = 0.005,
-    reserve_bytes: int = 0,
-    progress: Callable[[Any], None] | None = None,
-) -> Solution:
-    """Returns the solution for `graph`, or raises `BudgetError` where there is none."""
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes + reserve_bytes
-    budget_bytes = parse_budget(budget, keep_all_bytes=keep_all)
-    room = Room(budget, budget_bytes, keep_all, reserve_bytes=reserve_bytes)
-    return solve_in(
-        room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap, progress=progress
-    )
-
-
-def solve_in(
-    room: Room,
-    graph: Graph,
-    *,
-    solver: str | Solver,
-    time_limit_s: float,
-    gap: float,
-    progress: Callable[[Any], None] | None = None,
-) -> Solution:
-    """Returns the solution for `graph` in the room that is left, or raises `BudgetError`."""
-    if time_limit_s <= 0:
-        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
-    method = (
-        make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
-        if isinstance(solver, str)
-        else solver
-    )
-    solution = _solve(graph, room.plan_bytes, method)
-    if solution.is_solved:
-        return solution
-    raise _budget_error(graph, solution, room)
-
-
-def _solve(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
-    """Solves, and tells how far it is, on stderr and in the log."""
-    what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
-    _LOG.info("solving %s by %s", what, method)
-    with stage(f"planning {what}") as told:
-        telling = method.telling(lambda moment: told.say(moment.text(graph.cost_s)))
-        solution = telling.solve(graph, budget_bytes=budget_bytes)
-
-    _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, solution.verdict)
-    return solution
-
-
-def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
-    is_proved = solution.status is Status.INFEASIBLE
-    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + room.held_bytes
-    what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
-    what += f" ({solution.cut_short})" if solution.cut_short else ""
-    kept_free = f" (of which: {room.held_text()})" if room.held_bytes else ""
-    held = (
-        f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
-        if graph.resident_bytes
-        else ""
-    )
-    return BudgetError(
-        f"{what} in the budget {room.budget_text()}{kept_free}: the least known to "
-        f"do is {describe_bytes(minimum_bytes)}{held}. "
-        "Raise the budget to at least that, or take a smaller batch.",
-        budget_bytes=room.budget_bytes,
-        minimum_bytes=minimum_bytes,
-        is_proved=is_proved,
-    )
-
-
-def _minimum_bytes(graph: Graph) -> int:
-    from remat.solvers.auto.minimum import minimum
-
-    return minimum(graph, time_limit_s=_LEAST_LIMIT_S).peak_bytes
 
 
 class Plans:
@@ -245,51 +161,52 @@ class Plans:
         )
 
     def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:
-        options = self.options
+        """Asks the plan of the largest shape, then all ranks, then the first micro-step's plan."""
         known = self._of_another_shape(graph, room.plan_bytes)
-
         if known and self._has_largest:
             return known, room
-
-        time_limit_s = options.time_limit_s * (_SHARE_OF_TIME if known else 1)
-
-        def solve() -> Solution:
-            try:
-                solved = solve_in(
-                    room,
-                    graph,
-                    solver=options.solver,
-                    time_limit_s=time_limit_s,
-                    gap=options.gap,
-                )
-            except BudgetError:
-                if known:
-                    return known
-                raise
-            return _better(solved, known) if known else solved
-
-        def read_or_solve() -> Solution:
-            # less time makes another plan, and so does plain Python in place of compiled loops
-            how = f"{asked} {time_limit_s} {IS_COMPILED}"
-            return (
-                self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
-                if self._cache
-                else solve()
-            )
-
-        # not by how much time: ranks that come by other ways share their plans all the same
-        asked = (
-            f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
-            f"{options.time_limit_s}"
-        )
         try:
-            solution = solve_once(graph, asked, read_or_solve, time_limit_s=options.time_limit_s)
+            return self._of_all_ranks(graph, room, known), room
         except BudgetError:
             first = self._before_gradients(room, computation)
             if first is None:
                 raise
             return first
-        return solution, room
+
+    def _of_all_ranks(self, graph: Graph, room: Room, known: Solution | None) -> Solution:
+        """The plan of the one rank that looks for it: in the cache, then by a solver."""
+        options = self.options
+        # not by how much time: ranks that come by other ways share their plans all the same
+        asked = (
+            f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
+            f"{options.time_limit_s}"
+        )
+        look = partial(self._of_the_cache, graph, room, known, asked)
+        return solve_once(graph, asked, look, time_limit_s=options.time_limit_s)
+
+    def _of_the_cache(
+        self, graph: Graph, room: Room, known: Solution | None, asked: str
+    ) -> Solution:
+        time_limit_s = self.options.time_limit_s * (_SHARE_OF_TIME if known else 1)
+        solve = partial(self._of_a_solver, graph, room, known, time_limit_s)
+        if self._cache is None:
+            return solve()
+        # less time makes another plan, and so does plain Python in place of compiled loops
+        how = f"{asked} {time_limit_s} {IS_COMPILED}"
+        return self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
+
+    def _of_a_solver(
+        self, graph: Graph, room: Room, known: Solution | None, time_limit_s: float
+    ) -> Solution:
+        """The solver's schedule, or that of another shape where it is cheaper or the only one."""
+        solver, gap = self.options.solver, self.options.gap
+        try:
+            solved = solve_in(room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap)
+        except BudgetError:
+            if known is None:
+                raise
+            return known
+        return _better(solved, known) if known else solved
 
     def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
         """The plan of a first micro-step, where nobody said that another would follow.

@@ -1,0 +1,81 @@
+"""Solving for a graph in the room that a budget leaves: what is told meanwhile, and the error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from remat.core.budget import describe_bytes
+from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.core.room import Room
+from remat.core.solution import Solution, Status
+from remat.core.units import Units
+from remat.narration.stages import stage
+from remat.solvers import Solver, make_solver
+
+_LOG = logging.getLogger(__name__)
+_LEAST_LIMIT_S = 10.0  # to look for the least budget where no plan fits
+
+
+def solve_in(
+    room: Room,
+    graph: Graph,
+    *,
+    solver: str | Solver,
+    time_limit_s: float,
+    gap: float,
+    progress: Callable[[Any], None] | None = None,
+) -> Solution:
+    """Returns the solution for `graph` in the room that is left, or raises `BudgetError`."""
+    if time_limit_s <= 0:
+        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
+    method = (
+        make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
+        if isinstance(solver, str)
+        else solver
+    )
+    solution = _told(graph, room.plan_bytes, method)
+    if solution.is_solved:
+        return solution
+    raise _budget_error(graph, solution, room)
+
+
+def _told(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
+    """Solves, and tells how far it is, on stderr and in the log."""
+    what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
+    _LOG.info("solving %s by %s", what, method)
+    with stage(f"planning {what}") as told:
+        telling = method.telling(lambda moment: told.say(moment.text(graph.cost_s)))
+        solution = telling.solve(graph, budget_bytes=budget_bytes)
+
+    _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, solution.verdict)
+    return solution
+
+
+def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
+    is_proved = solution.status is Status.INFEASIBLE
+    minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + room.held_bytes
+    what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
+    what += f" ({solution.cut_short})" if solution.cut_short else ""
+    kept_free = f" (of which: {room.held_text()})" if room.held_bytes else ""
+    held = (
+        f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
+        if graph.resident_bytes
+        else ""
+    )
+    return BudgetError(
+        f"{what} in the budget {room.budget_text()}{kept_free}: the least known to "
+        f"do is {describe_bytes(minimum_bytes)}{held}. "
+        "Raise the budget to at least that, or take a smaller batch.",
+        budget_bytes=room.budget_bytes,
+        minimum_bytes=minimum_bytes,
+        is_proved=is_proved,
+    )
+
+
+def _minimum_bytes(graph: Graph) -> int:
+    from remat.solvers.auto.minimum import minimum
+
+    return minimum(graph, time_limit_s=_LEAST_LIMIT_S).peak_bytes
