@@ -59,10 +59,7 @@ def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
     return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
 
 
-_FORWARD = (
-    "            return pieces[-1].meter.forward(run) if pieces else run  # no pieces: nothing "
-    "needs a gradient"
-)
+_FORWARD = "            return pieces[-1].meter.forward(run) if pieces else run"
 _NOTED = """            if not pieces:
                 return run
             inner = pieces[-1].meter.forward(run)
@@ -87,18 +84,14 @@ _LATEST = (
     "        pieces: list[Piece] = []\n",
     "        pieces: list[Piece] = []\n        latest = []\n",
 )
-_REPLAY = (
-    "        return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), "
-    "move_on=False)"
-)
-_CONTEXTS = (
-    "with backward_without_autocast(), plain_kernels(), autocast_cache(module, example_inputs):"
-)
+_REPLAY = """        return _with_generator(operator)(
+            *args, **kwargs, generator=_generator_in(state), move_on=False
+        )"""
 
 ALL = (
     _naive(
         "a number read off a tensor belongs to the backward", "tracers/phases.py", "test_never_wrong -k number_read",
-        ("is_forward = is_forward or any(user.op", "is_forward = is_forward or False and any(user.op"),
+        ("is_forward = is_forward or any(\n", "is_forward = is_forward or False and any(\n"),
     ),
     _naive(
         "gradients of earlier steps are not counted", "remat/face/planned_module.py", "test_training_loops -k earlier_steps",
@@ -144,7 +137,7 @@ ALL = (
     ),
     _naive(
         "what lies in the cache is believed", "remat/plan/disk_cache.py", "test_shapes -k fit_its_step",
-        (" or validate(graph, solution.schedule, budget_bytes=budget_bytes)", ""),
+        ("Solution.load(path).on(graph)", "Solution.load(path)"),
     ),
     _naive(
         "costs are no part of a plan's key", "remat/plan/disk_cache.py", "test_shapes -k depends_on",
@@ -152,11 +145,11 @@ ALL = (
     ),
     _naive(
         "autocast's cache is off in the trace", "remat/run/capture.py", "test_precision -k once_a_region",
-        (_CONTEXTS, "with backward_without_autocast(), plain_kernels():"),
+        ("            autocast_cache(module, example_inputs),\n", ""),
     ),
     _naive(
         "what changes between pieces is not copied", "remat/pieces/runner.py", "test_graph_breaks -k 'plain_step and InPlace'",
-        ("if tensor is not None and tensor._version != version", "if False and tensor is not None and tensor._version != version"),
+        ("and tensor._version != version", "and False"),
     ),
     _naive(
         "views of a copied input belong to the input", "remat/pieces/captured_piece.py", "test_graph_breaks -k ViewAfterwards",
@@ -177,7 +170,7 @@ ALL = (
     ),
     _naive(
         "Inductor's random kernels run again", "remat/run/fusion.py", "test_inductor -k 'computes and nothing'",
-        ('op.pinned or ("it draws random numbers: seeds are saved" if index in step.generator_states else "")', "op.pinned"),
+        ("if index in step.generator_states else", "if False else"),
     ),
     _naive(
         "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "test_inductor -k planned_again",
@@ -209,7 +202,7 @@ ALL = (
     ),
     _naive(
         "the backward of an earlier forward is measured", "remat/pieces/step_meter.py", "test_step_meter -k its_own",
-        ("not self._is_followed(args[:num_saved])", "False"),
+        ("token.untyped_storage()._cdata not in self._followed", "False"),
     ),
     _naive(
         "a budget that is not used is made smaller", "remat/pieces/runner.py", "test_step_meter -k room_for",
@@ -220,12 +213,12 @@ ALL = (
         ("if not torch.is_grad_enabled() or torch.compiler", "if torch.compiler"),
     ),
     _naive(
-        "a plan is copied and pickled with its module", "remat/face/planned_module.py", "test_running -k says_itself",
+        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "test_running -k says_itself",
         ("def __reduce__", "def reduce"),
     ),
     _naive(
         "each rank solves", "remat/plan/distributed.py", "test_distributed -k solved_on_one",
-        ("    if not is_distributed():\n        return solve()\n    store", "    if True:\n        return solve()\n    store"),
+        ("    if not is_distributed():\n        return solve()\n    workspaces", "    if True:\n        return solve()\n    workspaces"),
     ),
 )  # fmt: skip
 
