@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,7 +81,7 @@ def leanest(graph: Graph, *, deadline: float, most_states: int) -> Found:
     return _ByPeak(graph).run(deadline, most_states)
 
 
-class _States:
+class _States(ABC):
     """Every state seen, with the best key of each and how it was reached."""
 
     def __init__(self, graph: Graph, start: float) -> None:
@@ -92,13 +93,13 @@ class _States:
             for number in range(len(self._rules.ledgers)):
                 self._reach(State(number, 0, 0), start, None, -1)
 
+    @abstractmethod
     def _limit(self, value: float) -> float:
         """Bytes that a computation may need without a larger value than that of its state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _next(self, value: float, need_bytes: int, cost_s: float) -> float:
         """Returns the value after a computation; infinite where it is not allowed."""
-        raise NotImplementedError
 
     def run(self, deadline: float, most_states: int) -> Found:
         """Takes the best state until it is the end, none is left, or a limit is reached."""
