@@ -21,12 +21,12 @@ from remat.pieces.joined_step import Place
 from remat.run.capture import runs_once
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.rewrite import split
+from remat.run.tangents import Tangents, is_tangent
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import is_dense
 from remat.torch_border.scalars import is_symbol
 from remat.tracers.aot import TracedStep, is_only_read_as_number, read_joint
 from remat.tracers.costs import CostModel
-from remat.tracers.phases import is_backward_input
 from remat.tracers.storages import tensors_of
 
 # ("input" or "result", place): what a piece copies, since something outside changes it
@@ -51,6 +51,7 @@ class Piece:
     ) -> None:
         self.joint, self.num_forward, self.static_inputs = joint, num_forward, tuple(static_inputs)
         self.costs, self.device_type, self.is_trace = costs, device_type, is_trace
+        self.tangents = Tangents(joint, num_forward)
         self._steps: dict[Copied, TracedStep] = {}
         self._numbers: dict[tuple[Copied, Schedule], int] = {}
         self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
@@ -102,7 +103,7 @@ class Piece:
     def _all_copied(self, args: Sequence[Any]) -> Copied:
         """Every tensor that the piece is given or hands over, and that is no parameter."""
         inputs = [
-            node for node in self.joint.graph.find_nodes(op="placeholder") if not _is_tangent(node)
+            node for node in self.joint.graph.find_nodes(op="placeholder") if not is_tangent(node)
         ]
         given = [
             ("input", i)
@@ -121,74 +122,14 @@ class Piece:
         """Returns the forward and the backward that `number` stands for."""
         return self._halves[number]
 
-    def fill(self, args: list[Any]) -> frozenset[int]:
-        """Puts zeros where no gradient arrived for a backward, which ends in its tangents.
-
-        Returns which of these that were.
-        """
-        first = len(args) - self.num_tangents
-        missing = frozenset(
-            place for place in range(self.num_tangents) if args[first + place] is None
-        )
-        for place in missing:
-            like = self._tangents[place].meta["val"]
-            args[first + place] = torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device
-            ).zero_()
-        return missing
-
-    def arriving(self, gradients: Sequence[Any], missing: frozenset[int]) -> list[Any]:
-        """Returns the gradients, none for what is computed from nothing but `missing` ones.
-
-        So it is in plain PyTorch: no zeros, to which an optimizer would apply its weight decay.
-        """
-        return [
-            gradient if self._arrives(place, missing) else None
-            for place, gradient in enumerate(gradients)
-        ]
-
-    @property
-    def num_tangents(self) -> int:
-        """How many gradients arrive for its backward."""
-        return len(self._tangents)
-
     @cached_property
     def num_numbers(self) -> int:
         """How many Python numbers the forward hands over, and the backward takes first."""
         inputs = self.joint.graph.find_nodes(op="placeholder")
         return sum(is_symbol(node.meta.get("val")) for node in inputs)
 
-    @cached_property
-    def _tangents(self) -> list[fx.Node]:
-        return [node for node in self.joint.graph.find_nodes(op="placeholder") if _is_tangent(node)]
-
-    @cached_property
-    def _leading_to(self) -> list[frozenset[int]]:
-        """For each gradient that the backward returns, the tangents that it is computed from."""
-        leading: dict[fx.Node, frozenset[int]] = {
-            node: frozenset({place}) for place, node in enumerate(self._tangents)
-        }
-        for node in self.joint.graph.nodes:
-            leading.setdefault(
-                node, frozenset().union(*(leading[source] for source in node.all_input_nodes))
-            )
-        results: Any = self.joint.graph.output_node().args[0]
-        return [
-            leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset()
-            for node in results[self.num_forward :]
-        ]
-
-    def _arrives(self, place: int, missing: frozenset[int]) -> bool:
-        return not self._leading_to[place] or not self._leading_to[place] <= missing
-
 
 _PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return (
-        "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
-    )
 
 
 def _is_copied(argument: Any) -> bool:
@@ -221,7 +162,7 @@ def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.
     copy: dict[fx.Node, fx.Node] = {}
     results: Any = graph.graph_copy(joint.graph, copy)
     results = list(results)
-    inputs = [node for node in graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     last = graph.find_nodes(op="placeholder")[-1]
     for kind, place in sorted(copied):
         source = inputs[place] if kind == "input" else results[place]

@@ -310,11 +310,11 @@ class Piecewise:
         _, number, _ = token.shape
 
         def run(args: list[Any]) -> Any:
-            missing = piece.fill(args)
+            missing = piece.tangents.fill(args)
             gradients = piece.halves(number)[1](args)
-            return piece.arriving(gradients, missing) if missing else gradients
+            return piece.tangents.arriving(gradients, missing) if missing else gradients
 
-        return self.meter.backward(run, args, piece.num_tangents, token)
+        return self.meter.backward(run, args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         """Runs one forward by `call`; plans it where its path is new.
