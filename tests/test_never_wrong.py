@@ -409,5 +409,5 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(*ends)
 
     assert_only_naive_is_wrong(
-        check, monkeypatch, (capture, "runs_once", lambda backward: backward)
+        check, monkeypatch, (capture, "runs_once", lambda backward, *_: backward)
     )

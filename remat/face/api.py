@@ -33,6 +33,7 @@ from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
 from remat.plan.solving import solve_in
 from remat.run.capture import GraphBreak, device_type
+from remat.run.plain_steps import OnUnsupported
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.frontier import frontier_solutions
 from remat.torch_border.fakes import on_fakes
@@ -59,6 +60,7 @@ def checkpoint(
     differentiate: str = "scalars",
     plan_cache: bool = True,
     is_accumulating: bool = False,
+    on_unsupported: OnUnsupported = "error",
 ) -> Model:
     """Makes `model` train inside a memory budget, and returns it: the same object.
 
@@ -104,6 +106,11 @@ def checkpoint(
             measured at the first step, and a step above its budget is planned again with less.
         differentiate: "scalars" plans for gradients of scalar outputs where there are any (the
             loss); "all" for every output.
+        on_unsupported: what becomes of a backward that no plan can run: with `retain_graph` or
+            `create_graph`, or a second one through another loss of the same step. "error" refuses
+            it. "plain" computes it as plain PyTorch, with the forward run again, the same numbers
+            and a warning, once; the memory of that step is not the plan's, and the next step runs
+            planned. Buffers that the step changes are copied, which the budget counts.
 
     Raises:
         ValueError, TypeError: a malformed budget or option, at once.
@@ -122,12 +129,20 @@ def checkpoint(
         differentiate,
         plan_cache,
         is_accumulating,
+        on_unsupported,
     )
     part = planned_part(step)
     if blocks is None:
-        install(part, PlannedCall(part, Plans(options), costs, differentiate=differentiate))
+        call = PlannedCall(
+            part,
+            Plans(options),
+            costs,
+            differentiate=differentiate,
+            on_unsupported=on_unsupported,
+        )
+        install(part, call)
     else:
-        _refuse_blocks(step)
+        _refuse_blocks(step, on_unsupported)
         install(part, PlannedBlocks(part, blocks, Plans(options), costs))
     return _runs(model, step)
 
@@ -138,10 +153,12 @@ def wrap(
     *,
     costs: str | CostModel = "roofline",
     differentiate: str = "scalars",
+    on_unsupported: OnUnsupported = "error",
 ) -> Model:
     """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
 
-    Of a function, a callable with its signature is returned.
+    Of a function, a callable with its signature is returned. What `on_unsupported="plain"` keeps
+    beside the plan has to fit into what that leaves of its budget.
 
     Raises:
         ScheduleError: the solution has no schedule, at once; or it was made for another model,
@@ -155,7 +172,14 @@ def wrap(
             f"this solution has no schedule to run: its status is {solution.status}"
         )
     part = planned_part(step)
-    install(part, PlannedCall(part, FixedPlan(solution), costs, differentiate=differentiate))
+    call = PlannedCall(
+        part,
+        FixedPlan(solution),
+        costs,
+        differentiate=differentiate,
+        on_unsupported=on_unsupported,
+    )
+    install(part, call)
     return _runs(model, step)
 
 
@@ -175,7 +199,12 @@ def _runs(model: Model, step: nn.Module) -> Model:
     return model
 
 
-def _refuse_blocks(step: nn.Module) -> None:
+def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported) -> None:
+    if on_unsupported == "plain":
+        raise ValueError(
+            'on_unsupported="plain" is for a step that is planned as one graph, and blocks= plans '
+            "several; leave one of them out"
+        )
     if isinstance(step, StepFunction):
         raise ValueError(
             "blocks= plans the blocks of one module, and a function was given; give the module "

@@ -38,6 +38,7 @@ from remat.run.capture import (
     needs_gradient,
 )
 from remat.run.idle_hooks import IdleHooks
+from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import nested_is_refused, refuse_modes
 from remat.run.transformers_paths import install_capturing_hooks, plain_paths
 from remat.torch_border.dynamo import (
@@ -99,8 +100,11 @@ class PlannedCall(OwnCall):
         costs: str | CostModel,
         *,
         differentiate: str,
+        on_unsupported: OnUnsupported = "error",
     ) -> None:
         self.module, self.plan = module, plan
+        self.on_unsupported: OnUnsupported = on_unsupported
+        self._plain_steps = PlainSteps.asked(on_unsupported, type(module).__name__)
         self.device_type, self.differentiate = device_type(module), differentiate
         self._costs_asked, self.costs = costs, resolve_costs(costs, self.device_type)
         self.pieces: list[Piece] = []
@@ -165,7 +169,11 @@ class PlannedCall(OwnCall):
     def anew(self) -> PlannedCall:
         """Returns one for the same module, whose parts or their devices changed."""
         return PlannedCall(
-            self.module, self.plan, self._costs_asked, differentiate=self.differentiate
+            self.module,
+            self.plan,
+            self._costs_asked,
+            differentiate=self.differentiate,
+            on_unsupported=self.on_unsupported,
         )
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
@@ -280,9 +288,7 @@ class PlannedCall(OwnCall):
             assert module is not None, "what is captured is called"
             return model_bytes(module)
 
-        plan: Planner = partial(
-            self.plan, gradient_bytes=held_bytes, unplanned_bytes=self.unplanned_bytes
-        )
+        plan: Planner = partial(_planned_beside, self.plan, held_bytes, self.unplanned_bytes)
         make = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
@@ -293,7 +299,20 @@ class PlannedCall(OwnCall):
             self.pieces.append,
             differentiate=self.differentiate,
             model_bytes=own_bytes,
+            plain_steps=self._plain_steps,
         )
+
+
+def _planned_beside(
+    plan: Plans | FixedPlan,
+    gradient_bytes: int,
+    excess_bytes: int,
+    step: Step,
+    *,
+    unplanned_bytes: int = 0,
+) -> Solution:
+    """The solution for a step beside gradients that are held, and what no plan knows."""
+    return plan(step, gradient_bytes=gradient_bytes, unplanned_bytes=excess_bytes + unplanned_bytes)
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -526,6 +545,10 @@ def backend(
     if options.executor == "inductor":
         from remat.run.inductor import make_inductor_backend as make
     inner = make(
-        Plans(options), costs, BACKEND_STATE.pieces.append, differentiate=options.differentiate
+        Plans(options),
+        costs,
+        BACKEND_STATE.pieces.append,
+        differentiate=options.differentiate,
+        plain_steps=PlainSteps.asked(options.on_unsupported, "the compiled model"),
     )
     return inner(module, example_inputs)  # type: ignore[no-any-return]

@@ -38,7 +38,18 @@ class FixedPlan:
                 f"this solution has no schedule to run: its status is {self.solution.status}"
             )
         solution = self.solution.on(step.graph)
-        extra_bytes = unplanned_bytes + gap_bytes
+        left_bytes = solution.budget_bytes - solution.peak_bytes
+        if unplanned_bytes > left_bytes:
+            raise BudgetError(
+                f"this plan leaves {describe_bytes(left_bytes)} of its budget, and "
+                f'on_unsupported="plain" keeps {describe_bytes(unplanned_bytes)} beside it, of '
+                "buffers that the step changes and of random state; solve for a budget that is "
+                "smaller by so much",
+                budget_bytes=solution.budget_bytes,
+                minimum_bytes=solution.peak_bytes + unplanned_bytes,
+                is_proved=False,
+            )
+        extra_bytes = gap_bytes
         if extra_bytes:
             raise BudgetError(
                 f"this plan predicts {describe_bytes(solution.peak_bytes)}, and between "

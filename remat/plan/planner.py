@@ -21,6 +21,7 @@ from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
 from remat.plan.solving import solve_in
 from remat.run.capture import Step
+from remat.run.plain_steps import OnUnsupported, check_on_unsupported
 from remat.solvers import Solver
 from remat.solvers.core.compiled import IS_COMPILED
 from remat.tracers.costs import CostModel
@@ -46,6 +47,7 @@ class Options:
         executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to
             fused kernels.
         differentiate: "scalars" or "all", see `make_backend`.
+        on_unsupported: "error" or "plain", for steps whose backward no plan can run.
         plan_cache: plans are read from and written to the user's cache folder.
     """
 
@@ -59,6 +61,7 @@ class Options:
     differentiate: str = "scalars"
     plan_cache: bool = True
     is_accumulating: bool = False
+    on_unsupported: OnUnsupported = "error"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget, keep_all_bytes=1 << 60)
@@ -66,6 +69,7 @@ class Options:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
         if self.executor not in ("eager", "inductor"):
             raise ValueError(f'executor={self.executor!r} is neither "eager" nor "inductor"')
+        check_on_unsupported(self.on_unsupported)
 
 
 class Plans:

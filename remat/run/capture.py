@@ -20,7 +20,9 @@ from remat.core.solution import Solution
 from remat.run.autocast_cache import autocast_cache
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.measure import FirstStepMeter
+from remat.run.plain_forward import PlainForward
 from remat.run.plain_kernels import plain_kernels
+from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import (
     named,
     refuse_nested,
@@ -29,6 +31,7 @@ from remat.run.refusals import (
     size_that_data_decides,
 )
 from remat.run.rewrite import SplitStep, split
+from remat.run.tangents import Tangents
 from remat.torch_border.autograd import (
     aot_autograd,
     backward_without_autocast,
@@ -50,7 +53,8 @@ class Step(Protocol):
         """Its operators and storages."""
 
 
-Planner = Callable[[Step], Solution]
+# step -> solution; with `unplanned_bytes` it leaves room for so much that is no part of the step
+Planner = Callable[..., Solution]
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def make_backend(
     *,
     differentiate: str = "scalars",
     model_bytes: Callable[[], int] = lambda: 0,
+    plain_steps: PlainSteps | None = None,
 ) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
 
@@ -99,6 +104,7 @@ def make_backend(
             "all": every output.
         model_bytes: of all parameters and buffers, read by the step or not; asked at each capture,
             for a forward may register more.
+        plain_steps: runs the steps whose backward no plan can run; None: these are errors.
     """
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
@@ -108,6 +114,7 @@ def make_backend(
         refuse_changing_sizes(module.graph)
         refuse_nested(module)
         cut_at_sizes(module)
+        plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
@@ -129,12 +136,14 @@ def make_backend(
                 static_inputs=tuple(static_lifetime_input_indices or ()),
                 model_bytes=model_bytes(),
             )
-            solution = plan(step)
+            solution = plan(step, **(plain.room_beside(step) if plain else {}))
             if solution.schedule is None:
                 raise TraceError(f"the planner found no schedule ({solution.status})")
             halves = split(step, solution.schedule)
             graph = step.graph
             meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
+            if plain:
+                plain.forget = meter.forget
             pieces.append(Piece(step, solution, halves, meter))
             on_piece(pieces[-1])
             return halves.forward, halves.backward
@@ -145,7 +154,8 @@ def make_backend(
             return pieces[-1].meter.forward(run) if pieces else run
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return runs_once(pieces[-1].meter.backward(compile_graph(graph)))
+            piece = pieces[-1]
+            return runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)
 
         trace_and_compile = aot_autograd(
             fw_compiler=compile_forward,
@@ -160,6 +170,8 @@ def make_backend(
             autocast_cache(module, example_inputs),
         ):
             compiled = trace_and_compile(module, example_inputs)
+        if plain_steps and plain and pieces:
+            compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
@@ -178,11 +190,19 @@ def cut_at_sizes(module: fx.GraphModule) -> None:
         )
 
 
-def runs_once(backward: BoxedFunction) -> BoxedFunction:
+def runs_once(
+    backward: BoxedFunction, step: TracedStep | None = None, plain: PlainForward | None = None
+) -> BoxedFunction:
     """Refuses to run where the graph is to be kept, and a second time.
 
     What is saved may be overwritten in place, and dies at its last use.
+
+    Args:
+        backward: the planned backward.
+        step: what it is the backward of, where that is a whole step.
+        plain: runs such backwards in its place, where it can.
     """
+    tangents = Tangents(step.module, step.num_forward_outputs) if step and plain else None
 
     def run(args: list[Any]) -> Any:
         if is_graph_kept():
@@ -190,23 +210,38 @@ def runs_once(backward: BoxedFunction) -> BoxedFunction:
                 "a planned step runs its backward once: what it saved is gone afterwards, so "
                 "retain_graph=True and create_graph=True "
                 "(gradients of gradients) can't be had; add the losses up and call backward "
-                "once, or use remat.unwrap(model)"
+                f"once, or use remat.unwrap(model){_advice(step, plain)}"
             )
-        before_next_run(_refuse_second_run)
-        return backward(args)
+        before_next_run(refuse_second_run)
+        missing = tangents.fill(args) if tangents else frozenset()
+        gradients = backward(args)
+        return tangents.arriving(gradients, missing) if tangents and missing else gradients
+
+    def refuse_second_run(gradients: Sequence[Any]) -> None:
+        """Says it in our words, before autograd advises retain_graph=True."""
+        if any(gradient is not None for gradient in gradients):
+            raise TraceError(
+                "a second backward runs through one planned step, and what it saved is gone after "
+                "the first: a planned step runs its backward once; add its losses up and call "
+                "backward once, or plan a function that returns their sum, or use "
+                f"remat.unwrap(model){_advice(step, plain)}"
+            )
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
     return run
 
 
-def _refuse_second_run(gradients: Sequence[Any]) -> None:
-    """Says it in our words, before autograd advises retain_graph=True, which can't be had."""
-    if any(gradient is not None for gradient in gradients):
-        raise TraceError(
-            "a second backward runs through one planned step, and what it saved is gone after the "
-            "first: a planned step runs its backward once; add its losses up and call backward "
-            "once, or plan a function that returns their sum, or use remat.unwrap(model)"
+def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
+    if step is None:
+        return (
+            '; on_unsupported="plain" is for a step that is one graph, and this one runs in '
+            "pieces: remat.report says where it is cut"
         )
+    if plain is None:
+        return ', or give on_unsupported="plain", which runs such a step as plain PyTorch'
+    return (
+        f'; on_unsupported="plain" can\'t run this step: {plain.refusal}' if plain.refusal else ""
+    )
 
 
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:

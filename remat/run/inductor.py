@@ -25,6 +25,8 @@ from remat.run.capture import (
 )
 from remat.run.fusion import fuse
 from remat.run.measure import FirstStepMeter
+from remat.run.plain_forward import PlainForward
+from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import refuse_what_has_no_size
 from remat.run.rewrite import split
 from remat.torch_border.autograd import backward_without_autocast
@@ -42,6 +44,7 @@ def make_inductor_backend(
     *,
     differentiate: str = "scalars",
     model_bytes: Callable[[], int] = lambda: 0,
+    plain_steps: PlainSteps | None = None,
 ) -> Any:
     """Returns a `torch.compile` backend that runs what `plan` answers through Inductor.
 
@@ -49,6 +52,7 @@ def make_inductor_backend(
     """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         pieces: list[Piece] = []
 
@@ -60,20 +64,22 @@ def make_inductor_backend(
             compiled = compile_fx_inner(graph, inputs, **kwargs)
             if pieces:
                 run = compiled.current_callable
-                meter = pieces[-1].meter
+                step, meter = pieces[-1].step, pieces[-1].meter
                 compiled.current_callable = (
-                    runs_once(meter.backward(run))
+                    runs_once(meter.backward(run), step, plain)
                     if kwargs.get("is_backward")
                     else meter.forward(run)
                 )
             return compiled
 
-        partitioner = _partitioner(plan, costs, note, model_bytes)
+        partitioner = _partitioner(plan, costs, note, model_bytes, plain)
         with backward_without_autocast():
             patches = {"custom_partitioner_fn": partitioner, "fx_graph_cache": False}
             compiled: Callable[..., Any] = compile_fx(
                 module, list(example_inputs), inner_compile=compile_half, config_patches=patches
             )
+        if plain_steps and plain and pieces:
+            compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
@@ -84,6 +90,7 @@ def _partitioner(
     costs: CostModel,
     on_piece: Callable[[Piece], None],
     model_bytes: Callable[[], int],
+    plain: PlainForward | None,
 ) -> Any:
     """Returns what cuts Inductor's joint graph by a plan; one a compilation."""
 
@@ -102,11 +109,13 @@ def _partitioner(
                 joint, num_fwd_outputs, costs, static_inputs=static, model_bytes=model_bytes()
             )
         )
-        solution = plan(fused)
+        solution = plan(fused, **(plain.room_beside(fused.step) if plain else {}))
         if solution.schedule is None:
             raise TraceError(f"the planner found no schedule ({solution.status})")
         halves = split(fused.step, fused.unfused(solution.schedule), is_free_order=True)
         meter = FirstStepMeter(fused.graph.device, fused.graph.resident_bytes, num_fwd_outputs)
+        if plain:
+            plain.forget = meter.forget
         on_piece(Piece(fused.step, solution, halves, meter, fused.graph))
         return halves.forward, halves.backward
 

@@ -121,6 +121,10 @@ class FirstStepMeter:
         """Returns `run`, measured once, for the forward that was measured last."""
         return _boxed(lambda args: run(args) if self.peak_bytes else self._run_backward(run, args))
 
+    def forget(self) -> None:
+        """Drops what was measured of a forward whose step does not run as planned."""
+        self._forward = None
+
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self._forward = None
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():

@@ -20,11 +20,16 @@ __all__ = [
     "autocast_cache_left_on",
     "backward_without_autocast",
     "before_next_run",
+    "compiled_node",
+    "descriptor_of",
+    "gradient_node",
     "is_compiled_node",
     "is_graph_kept",
     "is_inside_autocast_cast",
+    "is_wanted",
     "saved_tensors",
     "sequence_number",
+    "skip_without_gradients",
 ]
 
 
@@ -93,6 +98,66 @@ def is_compiled_node(node: Any) -> bool:
     2.13).
     """
     return hasattr(node, "_aot_id") or type(node).__name__ == "CompiledFunctionBackward"
+
+
+def compiled_node(result: torch.Tensor) -> Any:
+    """Returns the autograd node of the compiled step that made `result`, None where there is none.
+
+    AOTAutograd makes views that it returns again outside of what it compiled (2.13).
+    """
+    node: Any = result.grad_fn
+    while node is not None and not is_compiled_node(node):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node
+
+
+_SKIPS = "_remat_skips"
+
+
+def skip_without_gradients(node: Any) -> None:
+    """Makes the node of a compiled step do nothing in a backward in which no gradient arrives for
+    it, and leaves its saved values alone (`_forward_cls`; `boxed_grads_call` from 2.13 on).
+
+    Without this it would be given zeros, and compute all gradients of zeros.
+    """
+    node.set_materialize_grads(False)
+    compiled = type(node)._forward_cls
+    if hasattr(compiled, _SKIPS):
+        return
+    backward = compiled.backward
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        is_boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        if all(each is None for each in (gradients[0] if is_boxed else gradients)):
+            return (None,) * len(ctx.needs_input_grad)
+        return backward(ctx, *gradients)
+
+    compiled.backward = staticmethod(run)
+    setattr(compiled, _SKIPS, True)
+
+
+def gradient_node(tensor: torch.Tensor) -> Any:
+    """Returns the autograd node that a tensor's gradient arrives at, of a leaf the one that
+    accumulates it.
+    """
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def is_wanted(tensor: torch.Tensor) -> bool:
+    """True where the backward that runs goes on to what made `tensor`, or stops at it and returns
+    its gradient (`_will_engine_execute_node`, 2.13, which fails for a leaf in `autograd.grad`).
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(gradient_node(tensor)))
+    except RuntimeError:
+        return True
+
+
+def descriptor_of(descriptor: Any, kind: str) -> int | None:
+    """The place that AOTAutograd notes at an input or a result of its graph, where it is of that
+    kind (`PlainAOTInput`, `PlainAOTOutput`, 2.13).
+    """
+    return int(descriptor.idx) if type(descriptor).__name__ == kind else None
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:

@@ -1,0 +1,60 @@
+"""Private names of torch's higher-order operators, which dynamo captures with graphs inside.
+
+Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint  # 2.13
+from torch._ops import HigherOrderOperator
+
+_CUSTOM_FUNCTION = "autograd_function_apply"  # 2.13
+
+
+def higher_order_operators(module: fx.GraphModule) -> Iterator[str]:
+    """Yields the names of those that a captured forward calls, inside of others too."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if isinstance(node.target, HigherOrderOperator):
+                    yield node.target.name()
+
+
+def is_custom_function(name: str) -> bool:
+    """True for a `torch.autograd.Function` of the user's, as dynamo captures it."""
+    return name == _CUSTOM_FUNCTION
+
+
+def is_checkpointed_region(name: str) -> bool:
+    """True for a `torch.utils.checkpoint.checkpoint`, as dynamo captures it."""
+    return bool(name == tag_activation_checkpoint.name())
+
+
+class Unpacked(fx.Interpreter):
+    """Runs a captured forward without the checkpoints in it.
+
+    Run as it is, a checkpointed region is computed again in the backward with other random numbers:
+    it is made for a compiler that takes care of these (`tag_activation_checkpoint`, 2.13).
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a checkpointed region as what it consists of."""
+        if target is not tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        region, *operands = args
+        _, own = tag_activation_checkpoint.divide_kwargs(kwargs)
+        if own:  # by name
+            names = [node.target for node in region.graph.find_nodes(op="placeholder")]
+            operands += [own[str(name)] for name in names[len(operands) :]]
+        return Unpacked(region).run(*operands, enable_io_processing=False)
+
+
+def run_unpacked(module: fx.GraphModule, operands: Any) -> Any:
+    """Runs a captured forward as plain PyTorch."""
+    with torch.enable_grad():
+        return Unpacked(module).run(*operands, enable_io_processing=False)
