@@ -70,8 +70,10 @@ _NOTED = """            if not pieces:
 
             noted._boxed_call = True
             return noted"""
-_BACKWARD = "            return runs_once(pieces[-1].meter.backward(compile_graph(graph)))"
-_STALE = """            inner = runs_once(pieces[-1].meter.backward(compile_graph(graph)))
+_BACKWARD = (
+    "            return runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)"
+)
+_STALE = """            inner = runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)
 
             def stale(args):
                 saved = latest[pieces[-1].step.num_forward_outputs :]
