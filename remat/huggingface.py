@@ -15,7 +15,7 @@ class RematCallback(TrainerCallback):
 
     Args:
         budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
-            "60%".
+            "60%". None for what the GPU has.
         trainer: whose `compute_loss` is planned, for a loss that is computed outside of the model:
             `trainer.add_callback(RematCallback("20GiB", trainer=trainer))`. The model alone if it
             is not given.
@@ -27,7 +27,7 @@ class RematCallback(TrainerCallback):
     """
 
     def __init__(
-        self, budget: int | str, *, trainer: Trainer | None = None, **options: Any
+        self, budget: int | str | None = None, *, trainer: Trainer | None = None, **options: Any
     ) -> None:
         self.budget, self.trainer, self.options = budget, trainer, options
         self.planned: Any = None

@@ -15,7 +15,7 @@ class RematCallback(Callback):
 
     Args:
         budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
-            "60%".
+            "60%". None for what the GPU has.
         module: the name of a module that `training_step` calls, such as "model" or "encoder.body",
             which is planned alone; needed where `training_step` runs the backward itself (manual
             optimization). All of `training_step` is planned if it is not given.
@@ -26,7 +26,9 @@ class RematCallback(Callback):
         planned: the planned function or module, for `remat.report`; None before training starts.
     """
 
-    def __init__(self, budget: int | str, *, module: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, budget: int | str | None = None, *, module: str | None = None, **options: Any
+    ) -> None:
         self.budget, self.module, self.options = budget, module, options
         self.planned: Any = None
 

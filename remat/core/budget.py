@@ -48,7 +48,7 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
     return size_bytes
 
 
-def is_percentage(budget: Budget) -> bool:
+def is_percentage(budget: Budget | None) -> bool:
     """True where a budget is a share of what keeping everything needs."""
     return isinstance(budget, str) and budget.strip().endswith("%")
 

@@ -12,7 +12,7 @@ class Room:
     """The budget of a training step, and what of it is not the plan's.
 
     Attributes:
-        asked: the budget as it was given.
+        asked: the budget as it was given; None for what the GPU has.
         budget_bytes: in bytes.
         keep_all_bytes: what the whole step needs where everything is kept, all of the below
             included: what a percentage is of.
@@ -22,7 +22,7 @@ class Room:
         gap_bytes: what runs between compiled pieces, or beside a plan otherwise.
     """
 
-    asked: Budget
+    asked: Budget | None
     budget_bytes: int
     keep_all_bytes: int
     gradient_bytes: int = 0
@@ -47,6 +47,8 @@ class Room:
         '500 B (500 bytes), 50% of 1000 B'
         """
         size = describe_bytes(self.budget_bytes)
+        if self.asked is None:
+            return f"{size}, what the GPU had when the first step was planned"
         if not is_percentage(self.asked):
             return size
         return f"{size}, {str(self.asked).strip()} of {format_bytes(self.keep_all_bytes)}"

@@ -48,7 +48,7 @@ Model = TypeVar("Model", bound=Callable[..., Any])  # a module, or a step functi
 
 def checkpoint(
     model: Model,
-    budget: Budget,
+    budget: Budget | None = None,
     *,
     blocks: Iterable[nn.Module] | None = None,
     reserve_bytes: int = 0,
@@ -84,7 +84,8 @@ def checkpoint(
         budget: bytes, or "8GiB", "7.5GB", "60%" (of what the step needs where everything is kept,
             at the largest shape so far, with the reserve and with gradients that accumulate). It
             bounds the peak of everything the step holds: parameters, buffers, inputs, activations,
-            gradients, workspace, and the reserve.
+            gradients, workspace, and the reserve. None, on a GPU: what it has when the first step
+            is planned, less a sixteenth of its memory (512 MiB at least) that is kept free.
         plan_cache: plans are kept in the user's cache folder (`remat doctor` says where) and found
             there again.
         blocks: submodules, such as `model.layers`: only they are captured and planned, what lies
@@ -113,7 +114,7 @@ def checkpoint(
             planned. Buffers that the step changes are copied, which the budget counts.
 
     Raises:
-        ValueError, TypeError: a malformed budget or option, at once.
+        ValueError, TypeError: a malformed budget or option, at once; no budget on a CPU.
         BudgetError: at the first call, where the budget can't be met; it says what can.
         TraceError: at the first call, where the step can't be captured.
     """

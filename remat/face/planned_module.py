@@ -24,7 +24,7 @@ from remat.core.solution import Solution
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
-from remat.pieces.unplanned_memory import gradient_bytes, tensors_of
+from remat.pieces.unplanned_memory import gradient_bytes, tensors_of, there_bytes
 from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
@@ -180,6 +180,11 @@ class PlannedCall(OwnCall):
         check_module(self.module, args, kwargs)
         if self.piecewise is None:
             refuse_sharded(self.module)
+        if isinstance(self.plan, Plans):
+            inputs = tensors_in(args, kwargs)
+            self.plan.look_at_card(
+                self.device_type, lambda: there_bytes(self.module, inputs, self.device_type)
+            )
         start = time.perf_counter()
         self._plan_largest(args, kwargs)
         result = self._run(args, kwargs)
@@ -517,15 +522,9 @@ def backend(
 
     `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
 
-    Options are those of `remat.checkpoint`. The first one, `budget`, is needed.
+    Options are those of `remat.checkpoint`. The first one, `budget`, is needed on a CPU.
     """
-    given = dict(kwargs.get("options") or {})
-    if "budget" not in given:
-        raise ValueError(
-            'the backend "remat" needs a budget: '
-            'torch.compile(model, backend="remat", options={"budget": "8GiB"})'
-        )
-    options = Options(**given)
+    options = Options(**{"budget": None, **(kwargs.get("options") or {})})
     if bucket_bytes() and is_ddp_optimizer_on():
         raise TraceError(
             "inside of DistributedDataParallel torch.compile cuts the graph along its "
@@ -540,12 +539,14 @@ def backend(
             "remat.checkpoint plans the pieces together"
         )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    costs = resolve_costs(options.costs, "cuda" if any(t.is_cuda for t in tensors) else "cpu")
+    plans, kind = Plans(options), "cuda" if any(t.is_cuda for t in tensors) else "cpu"
+    plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
+    costs = resolve_costs(options.costs, kind)
     make = make_backend
     if options.executor == "inductor":
         from remat.run.inductor import make_inductor_backend as make
     inner = make(
-        Plans(options),
+        plans,
         costs,
         BACKEND_STATE.pieces.append,
         differentiate=options.differentiate,

@@ -48,6 +48,15 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
     return found
 
 
+def there_bytes(module: nn.Module, inputs: Iterable[Any], kind: str) -> int:
+    """Bytes of what of a step is there before it runs, on devices of type `kind`.
+
+    Parameters, buffers, inputs, gradients and DDP's buckets.
+    """
+    resident = resident_values(module, inputs, kind).values()
+    return sum(v.size_bytes for v in resident) + gradient_bytes(module) + bucket_bytes()
+
+
 def gradient_bytes(module: nn.Module) -> int:
     """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets,
     which are counted apart.

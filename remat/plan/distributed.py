@@ -83,7 +83,7 @@ def solve_once(
     step = hashlib.sha256(f"{graph.fingerprint} {asked} ".encode() + workspaces).hexdigest()[:32]
     with _naming_a_lost_store():
         store = rank_store("remat")
-        tries = _failed_tries(store)
+        tries = _counts_of(store)
         key = f"{step}/{tries.get(step, 0)}"
         try:
             if store.add(f"{key}/asked", 1) == 1:
@@ -106,15 +106,42 @@ def _naming_a_lost_store() -> Iterator[None]:
         ) from error
 
 
-_tries: dict[int, dict[str, int]] = {}  # store -> step -> tries of this rank that failed
+_counts: dict[int, dict[str, int]] = {}  # store -> step -> tries of this rank that failed
 
 
-def _failed_tries(store: Any) -> dict[str, int]:
-    """The failed tries since the ranks were initialised, which are the same on ranks in step."""
+def _counts_of(store: Any) -> dict[str, int]:
+    """What this rank counted since the ranks were initialised: the same on ranks in step."""
     place = id(store.underlying_store)
-    if place not in _tries:
-        _tries.clear()
-    return _tries.setdefault(place, {})
+    if place not in _counts:
+        _counts.clear()
+    return _counts.setdefault(place, {})
+
+
+def least_of_all_ranks(own: int) -> int:
+    """Returns the least that any rank says, and waits for all of them.
+
+    `own` in a process that trains alone.
+
+    Raises:
+        SolverError: a rank says nothing for as long as the process group waits.
+    """
+    if not is_distributed():
+        return own
+    with _naming_a_lost_store():
+        store = rank_store("remat")
+        counts, num_ranks = _counts_of(store), dist.get_world_size()
+        counts["least"] = counts.get("least", 0) + 1
+        key, began = f"least/{counts['least']}", time.monotonic()
+        store.append(key, f"{own} ")
+        while len(said := store.get(key).split()) < num_ranks:
+            if time.monotonic() - began > store.timeout.total_seconds():
+                raise SolverError(
+                    f"{num_ranks - len(said)} of {num_ranks} ranks did not say what their GPU has; "
+                    "with budget=None every rank plans its first step together with the others; "
+                    "give a budget where they don't"
+                )
+            time.sleep(_POLL_S)
+        return min(map(int, said))
 
 
 def _wait(store: Any, key: str, time_limit_s: float) -> _Answer:

@@ -6,6 +6,7 @@ One it had before, one from the disk, one of a larger shape, or a new one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
+from remat.plan.card import budget_of_card, check_has_card
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
@@ -36,7 +38,7 @@ class Options:
     """How a step is planned.
 
     Attributes:
-        budget: bytes, or a text such as "8GiB" or "60%".
+        budget: bytes, or a text such as "8GiB" or "60%"; None for what the GPU has.
         is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
             first of each training step.
         reserve_bytes: held back from the budget for what the step can't see (optimizer state).
@@ -51,7 +53,7 @@ class Options:
         plan_cache: plans are read from and written to the user's cache folder.
     """
 
-    budget: Budget
+    budget: Budget | None
     reserve_bytes: int = 0
     solver: str | Solver = "auto"
     costs: str | CostModel = "profile"
@@ -64,7 +66,10 @@ class Options:
     on_unsupported: OnUnsupported = "error"
 
     def __post_init__(self) -> None:
-        parse_budget(self.budget, keep_all_bytes=1 << 60)
+        if self.budget is None:
+            check_has_card()
+        else:
+            parse_budget(self.budget, keep_all_bytes=1 << 60)
         if self.reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
         if self.executor not in ("eager", "inductor"):
@@ -85,6 +90,7 @@ class Plans:
         # by what a plan depends on, and what the step holds beside
         self._known: dict[tuple[str, int], tuple[Graph, Solution, Room]] = {}
         self._has_largest = False
+        self._card_bytes = 0  # what the GPU had for the first step, where no budget was given
         # of the largest step so far, with all that it holds: what "60%" is a percentage of
         self._keep_all_bytes = 0
         self._cache = (
@@ -92,6 +98,20 @@ class Plans:
             if options.plan_cache and isinstance(options.solver, str)
             else None
         )
+
+    def look_at_card(self, device_type: str, step_bytes: Callable[[], int]) -> None:
+        """Where no budget was given, takes what the GPU has, before the first step is captured.
+
+        Args:
+            device_type: where the step runs, `cpu` or `cuda`.
+            step_bytes: gives the bytes of what of the step is there: parameters, buffers, inputs,
+                gradients.
+
+        Raises:
+            ValueError: the step runs on a CPU, or nothing is left on the GPU.
+        """
+        if self.options.budget is None and not self._card_bytes:
+            self._card_bytes = budget_of_card(device_type, step_bytes())
 
     def __call__(
         self,
@@ -140,7 +160,7 @@ class Plans:
         if key not in self._known:
             room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
             self._known[key] = (graph, *self._solve(graph, room, key[0]))
-            _LOG.info("%s", _plan_text(graph, self._known[key][1], self.options.budget))
+            _LOG.info("%s", _plan_text(graph, *self._known[key][1:]))
         return self._known[key][1]
 
     def _room(
@@ -154,9 +174,13 @@ class Plans:
             + self.options.reserve_bytes
         )
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
+        asked = self.options.budget
+        assert asked is not None or self._card_bytes, "the GPU is looked at before a capture"
         return Room(
-            self.options.budget,
-            parse_budget(self.options.budget, keep_all_bytes=self._keep_all_bytes),
+            asked,
+            self._card_bytes
+            if asked is None
+            else parse_budget(asked, keep_all_bytes=self._keep_all_bytes),
             self._keep_all_bytes,
             gradient_bytes,
             self.options.reserve_bytes,
@@ -270,10 +294,10 @@ def _better(solved: Solution, known: Solution) -> Solution:
     return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
 
 
-def _plan_text(graph: Graph, solution: Solution, budget: Budget) -> str:
+def _plan_text(graph: Graph, solution: Solution, room: Room) -> str:
     """A plan in one line: what it may hold, what it will, and what that costs."""
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    asked = format_bytes(budget) if isinstance(budget, int) else budget
+    asked = room.asked if isinstance(room.asked, str) else format_bytes(room.budget_bytes)
     return (
         f"planned for {asked}: the step holds {format_bytes(solution.peak_bytes)} of "
         f"{format_bytes(solution.budget_bytes)}, where keeping everything takes "

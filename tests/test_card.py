@@ -1,0 +1,171 @@
+"""What a GPU has is the budget where none is given; here the GPU's words are made up."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.plan import card, distributed
+from remat.plan.planner import Options, Plans
+
+from .planned import call_of
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
+    """Makes torch say of a card of 80 GiB what is given, that it is free otherwise."""
+    total = words.get("total", 80 * GIB)
+    answers = {
+        "mem_get_info": (words.get("free", total), total),
+        "memory_reserved": words.get("reserved", 0),
+        "memory_allocated": words.get("allocated", 0),
+        "get_per_process_memory_fraction": words.get("fraction", 1.0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+
+
+def planned_there(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
+    """`model`, planned as if it were on that card."""
+    with monkeypatch.context() as while_asked:
+        while_asked.setattr(torch.cuda, "is_available", lambda: True)
+        remat.checkpoint(model, None, costs="flops", plan_cache=False, **options)
+    call_of(model).device_type = "cuda"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("words", "step_bytes", "budget_bytes"),
+    [
+        ({}, 0, 75 * GIB),
+        ({"free": 60 * GIB}, 0, 55 * GIB),
+        # what torch reserved and does not use is there, and so is what the step holds already
+        ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 0, 65 * GIB),
+        ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 3 * GIB, 68 * GIB),
+        # a share of the card, 20 GiB, of which this process holds 15 and uses 5
+        (
+            {"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB, "fraction": 0.25},
+            0,
+            15 * GIB - 20 * GIB // 16,
+        ),
+        ({"total": 4 * GIB}, 0, 4 * GIB - 512 * MIB),  # a small card keeps 512 MiB
+        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # the same plan for a byte less or more
+    ],
+)
+def test_a_card_gives_what_it_has(
+    words: dict[str, Any], step_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, **words)
+
+    assert card.budget_of_card("cuda", step_bytes) == budget_bytes
+
+
+def test_a_full_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, free=2 * GIB)
+
+    with pytest.raises(ValueError, match=r"the GPU has 2 GiB .* nothing is left for a step"):
+        card.budget_of_card("cuda", 0)
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_the_first_step_is_planned_for_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at once: optimizer state that comes after the first step is in the reserve."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0)), torch.randn(4, 8)
+    planned_there(monkeypatch, model, reserve_bytes=GIB)
+    say(monkeypatch, free=60 * GIB)
+    model(x).sum().backward()
+    say(monkeypatch, free=10 * GIB)
+    model.zero_grad()
+    model(x[:3]).sum().backward()
+
+    first, second = call_of(model).pieces
+    assert first.solution.budget_bytes == second.solution.budget_bytes == 54 * GIB
+    assert "55 GiB (59,055,800,320 bytes), what the GPU had" in str(remat.report(model))
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_a_step_in_pieces_is_planned_for_what_the_card_had_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x).tanh()
+            torch._dynamo.graph_break()
+            say(monkeypatch, free=6 * GIB)  # its own activations, when the pieces are planned
+            loss: torch.Tensor = self.layer(x).sum()
+            return loss
+
+    model = planned_there(monkeypatch, Cut())
+    say(monkeypatch, free=60 * GIB)
+    model(torch.randn(4, 8)).backward()
+
+    assert remat.report(model).solution.budget_bytes == 55 * GIB
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_cpu_needs_a_budget(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once where there is no GPU; at the first step where the model might have gone to one."""
+    message = r'a budget is needed on a CPU.*budget="8GiB" or budget="60%"'
+    model = nn.Linear(4, 4)
+    with monkeypatch.context() as while_asked:
+        while_asked.setattr(torch.cuda, "is_available", lambda: is_there)
+        if not is_there:
+            with pytest.raises(ValueError, match=message):
+                remat.checkpoint(model)
+            return
+        remat.checkpoint(model, costs="flops")
+
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(2, 4))
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_the_backend_needs_a_budget_on_a_cpu() -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend="remat")
+
+    with pytest.raises(Exception, match="a budget is needed on a CPU"):
+        compiled(torch.randn(2, 4)).sum()
+
+
+def test_a_solver_has_no_card_to_ask() -> None:
+    graph = remat.trace(nn.Linear(4, 4), (torch.randn(2, 4),), costs="flops")
+    with pytest.raises(TypeError, match="NoneType"):
+        remat.solve(graph, None)  # type: ignore[arg-type]
+
+
+def test_ranks_agree_on_the_card_that_has_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings: Any = torch._C._distributed_c10d
+    store = bindings.HashStore()
+    monkeypatch.setattr(distributed, "is_distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "rank_store", lambda _: bindings.PrefixStore("remat", store))
+    monkeypatch.setattr(distributed, "_counts_of", lambda _: {})
+    found: list[int] = []
+    ranks = [
+        threading.Thread(target=lambda own=own: found.append(distributed.least_of_all_ranks(own)))
+        for own in (70, 64, 68)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+    assert found == [64, 64, 64]
+
+
+def test_options_are_checked_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    plans = Plans(Options(None))
+    with pytest.raises(ValueError, match="a budget is needed on a CPU"):
+        plans.look_at_card("cpu", lambda: 0)
