@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -268,6 +270,113 @@ def test_other_models_are_those_of_plain_pytorch(make: Callable[[], nn.Module]) 
     for seed, run in enumerate([retained, planned_step, penalized, planned_step]):
         x = torch.randn(4, 8)
         assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
+
+
+class Field(nn.Module):
+    """A function of points, as physics-informed networks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.layers(x)
+        return values
+
+
+def third_derivatives(model: nn.Module, x: torch.Tensor) -> Any:
+    points = x.clone().requires_grad_()
+    values = model(points)
+    for along in range(3):
+        (slope,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        values = slope[:, along]
+    values.square().mean().backward()
+    return points.grad
+
+
+def learned_to_learn(model: nn.Module, x: torch.Tensor) -> None:
+    """The inner loop of MAML: parameters that are made of parameters."""
+    adapted: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for _ in range(2):
+        loss = functional_call(model, adapted, (x,)).square().mean()
+        slopes = torch.autograd.grad(loss, list(adapted.values()), create_graph=True)
+        pairs = zip(adapted.items(), slopes, strict=True)
+        adapted = {name: value - 0.1 * slope for (name, value), slope in pairs}
+    functional_call(model, adapted, (x.flip(0),)).square().mean().backward()
+
+
+def jacobians(model: nn.Module, x: torch.Tensor) -> Any:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = model(x).sum()
+        return values
+
+    return [
+        torch.autograd.functional.jacobian(model, x),
+        torch.autograd.functional.jacobian(model, x, vectorize=True),
+        torch.autograd.functional.hessian(total, x),
+        torch.autograd.functional.hessian(total, x, vectorize=True),
+    ]
+
+
+@pytest.mark.parametrize("run", [third_derivatives, jacobians])
+def test_other_derivatives_are_those_of_plain_pytorch(run: Callable[..., Any]) -> None:
+    model = Field()
+    plain = copy.deepcopy(model)
+    plain_where_needed(model)
+    for seed in range(2):
+        x = torch.randn(4, 8)
+        assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
+
+
+def test_second_derivatives_agree_with_differences() -> None:
+    model = plain_where_needed(Field().double())
+    x = torch.randn(2, 8, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(model, x)
+    assert torch.autograd.gradgradcheck(model, x)
+
+
+def with_its_slope(model: nn.Module, x: torch.Tensor) -> None:
+    points = x.clone().requires_grad_()
+    values = model(points)
+    (slope,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+    (slope.square().sum() + F.softplus(values).sum()).backward()
+
+
+@pytest.mark.parametrize("run", [with_its_slope, learned_to_learn])
+def test_losses_that_a_result_and_its_gradient_lead_to(run: Callable[..., Any]) -> None:
+    """Plain PyTorch sums both gradients on the way, and here at the parameters: other last bits."""
+    model = Field()
+    plain = copy.deepcopy(model)
+    plain_where_needed(model)
+    for seed in range(2):
+        x = torch.randn(4, 8)
+        got, want = left_by(model, run, x, seed), left_by(plain, run, x, seed)
+        torch.testing.assert_close(got, want)
+
+
+def test_many_gradients_at_once_are_refused() -> None:
+    """Naive: an error of torch's about the memory of a batched tensor."""
+    model = planned(Field())
+    with pytest.raises(remat.TraceError, match="is_grads_batched=True"):
+        torch.autograd.functional.jacobian(model, torch.randn(4, 8), vectorize=True)
+
+
+@pytest.mark.filterwarnings("default")
+def test_callbacks_hand_the_option_on() -> None:
+    pytest.importorskip("lightning.pytorch")
+    integration = pytest.importorskip("remat.lightning")
+    body = nn.Module()
+    body.model = Field()
+    trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
+    options = {"costs": "flops", "module": "model"}
+
+    callback = integration.RematCallback(UNLIMITED, **options, on_unsupported="plain")
+    callback.on_train_start(trainer, body)
+    assert call_of(body.model).on_unsupported == "plain"
+
+    callback = integration.RematCallback(UNLIMITED, **options, on_unsupported="plane")
+    with pytest.raises(ValueError, match="neither"):
+        callback.on_train_start(trainer, body)
 
 
 class WithLogits(Tied):

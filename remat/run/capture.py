@@ -36,6 +36,7 @@ from remat.torch_border.autograd import (
     aot_autograd,
     backward_without_autocast,
     before_next_run,
+    is_batched,
     is_graph_kept,
 )
 from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
@@ -202,7 +203,7 @@ def runs_once(
         step: what it is the backward of, where that is a whole step.
         plain: runs such backwards in its place, where it can.
     """
-    tangents = Tangents(step.module, step.num_forward_outputs) if step and plain else None
+    tangents = Tangents(step.module, step.num_forward_outputs) if step else None
 
     def run(args: list[Any]) -> Any:
         if is_graph_kept():
@@ -212,8 +213,14 @@ def runs_once(
                 "(gradients of gradients) can't be had; add the losses up and call backward "
                 f"once, or use remat.unwrap(model){_advice(step, plain)}"
             )
+        if tangents and any(map(is_batched, args[len(args) - tangents.num :])):
+            raise TraceError(
+                "a planned step is differentiated by one gradient at a time, and many arrived at "
+                "once (is_grads_batched=True, vectorize=True or torch.vmap); ask for them one "
+                f"after the other of remat.unwrap(model){_advice(step, plain)}"
+            )
         before_next_run(refuse_second_run)
-        missing = tangents.fill(args) if tangents else frozenset()
+        missing = tangents.fill(args) if tangents and plain else frozenset()
         gradients = backward(args)
         return tangents.arriving(gradients, missing) if tangents and missing else gradients
 

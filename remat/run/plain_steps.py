@@ -23,6 +23,7 @@ from remat.run.plain_forward import PlainForward, Surroundings
 from remat.torch_border.autograd import (
     compiled_node,
     gradient_node,
+    is_batched,
     is_graph_kept,
     is_wanted,
     skip_without_gradients,
@@ -166,7 +167,8 @@ class _Given:
                 "or add the losses up and call backward once"
             )
 
-        if is_kept or torch.is_grad_enabled() or self.is_planned_spent:
+        are_batched = any(map(is_batched, tangents))
+        if is_kept or torch.is_grad_enabled() or self.is_planned_spent or are_batched:
             gradients = [None] * len(tangents) + self._plain(tangents)
         else:
             gradients = [*tangents, *none]
@@ -183,7 +185,7 @@ class _Given:
         pairs = zip(self.places, tangents, strict=True)
         arrived = [(place, tangent) for place, tangent in pairs if tangent is not None]
         self._check([place for place, _ in arrived], creates_graph=creates_graph)
-        self.steps.warn(_why(creates_graph=creates_graph))
+        self.steps.warn(_why(tangents, creates_graph=creates_graph))
         self.forward.forget()
 
         wanted = [place for place in self.inputs if is_wanted(self.args[place])]
@@ -281,7 +283,9 @@ class _Watched(torch.autograd.Function):
 _watched: Any = _Watched.apply
 
 
-def _why(*, creates_graph: bool) -> str:
+def _why(tangents: Sequence[Any], *, creates_graph: bool) -> str:
+    if any(map(is_batched, tangents)):
+        return "its backward was called for many gradients at once (is_grads_batched=True)"
     if creates_graph:
         return "its backward was called with create_graph=True"
     if is_graph_kept():

@@ -23,6 +23,7 @@ __all__ = [
     "compiled_node",
     "descriptor_of",
     "gradient_node",
+    "is_batched",
     "is_compiled_node",
     "is_graph_kept",
     "is_inside_autocast_cast",
@@ -134,6 +135,16 @@ def skip_without_gradients(node: Any) -> None:
 
     compiled.backward = staticmethod(run)
     setattr(compiled, _SKIPS, True)
+
+
+def is_batched(gradient: Any) -> bool:
+    """True for one that stands for many, as with `is_grads_batched=True`
+    (`is_legacy_batchedtensor`, 2.13) or `torch.vmap` (`is_batchedtensor`, 2.13).
+    """
+    functorch = torch._C._functorch
+    return isinstance(gradient, torch.Tensor) and (
+        functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
+    )
 
 
 def gradient_node(tensor: torch.Tensor) -> Any:
