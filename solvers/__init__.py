@@ -1,4 +1,4 @@
-"""Solvers: a graph and a budget in, a solution out. One method a file; `auto` is the one to use."""
+"""Solvers take a graph and a budget and return a solution; `auto` is the one to use."""
 
 from __future__ import annotations
 

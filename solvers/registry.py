@@ -8,8 +8,8 @@ from typing import Any
 
 from .core.base import Solver
 
-# name -> (module, class, fixed options); modules are imported when asked for, so that a missing
-# backend of one method is no trouble to the others
+# name -> (module, class, fixed options); a module is imported when its solver is asked for, so that
+# a backend missing for one method does not affect the others
 _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "auto": ("auto.solver", "Auto", {}),
     "keep-all": ("baselines.keep_all", "KeepAll", {}),
@@ -31,14 +31,14 @@ _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"
-# what free order finds is never compared with theirs
+# free order is left out: its schedules are not comparable with those of the fixed order
 SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)
 
 
 def make_solver(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`.
 
-    Options that the method has no use for (a time limit of a closed-form heuristic) are left out.
+    Options that the method does not have (a time limit for a closed-form heuristic) are ignored.
 
     Raises:
         ValueError: no solver is called `name`.

@@ -1,6 +1,6 @@
-"""What bounds need to know of a graph.
+"""A graph as bounds see it.
 
-The sizes that count, and where values are read in the plain order.
+The bytes that count, and where values are read in the plain order.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Accounting:
-    """What a model needs to know of a graph.
-
-    Sizes that count, and where values are read in the plain order.
-    """
+    """The bytes of a graph that count, and where its values are read in the plain order."""
 
     graph: Graph
 
     @cached_property
     def size(self) -> Floats:
-        """Bytes of each value; 0 for resident values and those of snapshots."""
+        """Bytes of each value; 0 for resident values and for values that snapshots write."""
         arrays = self.graph.arrays
         counts = (arrays.producer >= 0) & ~arrays.is_snapshot[np.maximum(arrays.producer, 0)]
         return np.where(counts, arrays.size_bytes, 0).astype(np.float64)
 
     @cached_property
     def size_if_repeated(self) -> Floats:
-        """The same, with the bytes that snapshots take where an operator that reads them is
-        computed again.
+        """As `size`, but with the bytes of snapshots, which take memory where one of their readers
+        is recomputed.
         """
         return np.where(self.graph.arrays.producer >= 0, self.graph.arrays.size_bytes, 0).astype(
             np.float64
@@ -57,7 +54,7 @@ class Accounting:
         return np.asarray(reads + writes + arrays.workspace_bytes, np.float64)
 
     def last_read(self, end: int) -> Ints:
-        """For each value, its last reader before operator `end`, -1 if none.
+        """Returns each value's last reader before operator `end`, -1 if it has none.
 
         Outputs are read at the graph's end.
         """
@@ -70,8 +67,8 @@ class Accounting:
         return last
 
     def relevant(self, boundary: int) -> tuple[Bools, Bools]:
-        """Which values may be of use at `boundary`, and which operators before it may be computed
-        again after it.
+        """Returns masks of the values that may be worth holding at `boundary` and of the operators
+        before it that may be recomputed after it.
         """
         arrays = self.graph.arrays
         is_useful = (
@@ -92,9 +89,10 @@ class Accounting:
 
 
 def working_set_bytes(graph: Graph) -> int:
-    """The largest working set.
+    """Returns the largest working set in bytes; O(E).
 
-    What one operator reads, writes and works with, or all results, and what is resident; O(E).
+    It is the most that one operator needs for its reads, writes and workspace, or all results if
+    these are larger, plus the resident values.
     """
     accounting, arrays = Accounting(graph), graph.arrays
     taken = np.zeros(graph.num_operators)

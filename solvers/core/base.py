@@ -1,4 +1,4 @@
-"""What every solver is: options in the constructor, the problem in the call, a `Solution` out."""
+"""The solvers' base class: options in the constructor, problem in the call, a `Solution` out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Solver(ABC):
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the best schedule the method finds within `budget_bytes`.
 
-        A method whose schedules all exceed the budget answers `Status.NO_SOLUTION`; only a proof
-        answers `Status.INFEASIBLE`. The schedule was validated, its numbers are the simulator's.
+        Where all of the method's schedules exceed the budget the status is `Status.NO_SOLUTION`;
+        `Status.INFEASIBLE` always has a proof. The schedule is validated, and its numbers come from
+        the simulator.
         """
 
     def telling(self, tell: ProgressCallback) -> Solver:
-        """Returns this solver, which also calls `tell` with how far it is, where it says so."""
+        """Returns this solver, made to call `tell` with its progress too if it reports any."""
         if "progress" not in {option.name for option in fields(self)}:
             return self
 

@@ -1,12 +1,12 @@
-"""Compiles hot loops with numba.
+"""Compiles hot loops with numba; without numba the same code runs in plain Python.
 
-The same code runs in plain Python where numba does not import, and a warning says so once: it then
-makes a 270th of the moves. So numba is no extra: it takes 208 MB (173 of them llvmlite) beside the
-754 of torch for the CPU, and 0.16 s to import beside 1.1.
+Plain Python makes a 270th of the moves, and a warning says so once. This is why numba is a required
+dependency: it takes 208 MB (173 of them llvmlite) beside the 754 of torch for the CPU, and 0.16 s
+to import beside 1.1.
 
-Compiled code is cached on disk beside the module, or where `NUMBA_CACHE_DIR` says, so only the
-first call on a machine waits for the compiler, and is told of it; where no such folder can be
-written to, the first of each process does. `NUMBA_DISABLE_JIT=1` is as if numba were not there.
+Compiled code is cached on disk beside the module, or in `NUMBA_CACHE_DIR`, so only the first call
+on a machine waits for the compiler, and a message says so. Where no such folder is writable, the
+first call of each process waits. `NUMBA_DISABLE_JIT=1` acts as if numba were not installed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from remat.narration.stages import stage
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# with less time left, what was never compiled on this machine runs in plain Python, or not at all
+# with less time left, functions not yet compiled on this machine run in plain Python, or not at all
 COMPILER_S = 30.0
-# what a solution then says
+# what `Solution.cut_short` then says
 NOT_COMPILED = "its search was left out, since there was no time to compile it once"
 _IS_SWITCHED_OFF = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 _LOGGER = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def _is_numba_there() -> bool:
         return False
     try:
         importlib.import_module("numba")
-    # its library is some 200 MB, which an address space may not have left
+    # numba's library needs some 200 MB, more than a limited address space may have left
     except (OSError, ImportError, MemoryError) as error:
         _LOGGER.warning(
             "numba can't be loaded (%s): loops run in plain Python, with far fewer moves",
@@ -61,7 +61,7 @@ _sources: set[Path] = set()
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns `function`, compiled if numba is there; arrays in and out, no Python objects."""
+    """Returns `function`, compiled if numba is available; arrays in and out, no Python objects."""
     if not IS_COMPILED or _is_plain:
         _warn_of_plain_python()
         return function
@@ -69,11 +69,10 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns `function`, compiled to be called by compiled functions only, which saves half of the
-    compiler's time.
+    """Returns `function`, compiled for calls from compiled functions only; halves compile time.
 
-    It may not make arrays (slices are none), so references to them are not counted, which took two
-    thirds of the annealing's time.
+    It may not create arrays (slices are allowed). That turns off numba's reference counting, which
+    took two thirds of the annealing's time.
     """
     if not IS_COMPILED or _is_plain:
         return function
@@ -81,13 +80,11 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
-    """Returns what numba makes of `function`, cached on disk where numba finds a folder that can be
-    written to.
-    """
+    """Returns `function` compiled, cached on disk where numba finds a writable folder."""
     njit = importlib.import_module("numba").njit
     try:
         result: Callable[P, T] = njit(cache=True, **options)(function)
-    except RuntimeError:  # at once, as nothing is compiled before the first call
+    except RuntimeError:  # no writable folder; raised here, before anything is compiled
         _warn_of_no_cache()
         result = njit(**options)(function)
     _sources.update(_files_of(Path(function.__code__.co_filename), function.__module__))
@@ -98,13 +95,13 @@ def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
 
 @cache
 def _tell_of_compiling() -> None:
-    """Tells on stderr, and in the log, when numba compiles what is ours: once a machine, mostly."""
+    """Announces on stderr and in the log when numba compiles our code: mostly once per machine."""
     event = importlib.import_module("numba.core.event")
     listener = type("Listener", (event.Listener,), {"on_start": _begin, "on_end": _end})()
     event.register("numba:compile", listener)
 
 
-# one for each function that is being compiled, those that it calls inside
+# one entry per function being compiled; a callee's comes after its caller's
 _compiling: list[tuple[ExitStack, float]] = []
 
 
@@ -140,8 +137,8 @@ def _warn_of_plain_python() -> None:
 @cache
 def _warn_of_no_cache() -> None:
     _LOGGER.warning(
-        "no folder to keep compiled code in can be written to: each process compiles for up "
-        "to %.0f s; set NUMBA_CACHE_DIR",
+        "no folder for compiled code is writable, so each process compiles for up to %.0f s; "
+        "set NUMBA_CACHE_DIR",
         COMPILER_S,
     )
 
@@ -149,7 +146,7 @@ def _warn_of_no_cache() -> None:
 def is_ready(function: Callable[P, T]) -> bool:
     """True where calling `function` does not wait for the compiler.
 
-    Plain, compiled before, or cached on disk.
+    It is plain Python, compiled already, or cached on disk.
     """
     if not IS_COMPILED or getattr(function, "nopython_signatures", None):
         return True
@@ -157,10 +154,10 @@ def is_ready(function: Callable[P, T]) -> bool:
 
 
 def in_time(function: Callable[P, T], left_s: float) -> Callable[P, T]:
-    """Returns `function`, or where `left_s` seconds are too few for the compiler, the same in plain
-    Python: slow, but at once.
+    """Returns `function`, or its plain Python version where `left_s` is too short to compile it.
 
-    All it calls that is compiled must be in its own module, which is loaded a second time.
+    All compiled functions that it calls must be in its own module, of which a second copy is
+    loaded.
     """
     if is_ready(function) or left_s > COMPILER_S:
         return function
@@ -184,10 +181,7 @@ def _plain_copy(name: str) -> ModuleType:
 
 
 def _cached(function: Callable[P, T]) -> list[Path]:
-    """The files in which numba keeps what it compiled of `function`.
-
-    None where it has no folder for them.
-    """
+    """Returns numba's cache files of `function`; none where it has no folder for them."""
     folder: str | None = function.stats.cache_path  # type: ignore[attr-defined]
     return (
         []
@@ -202,9 +196,9 @@ def _cached(function: Callable[P, T]) -> list[Path]:
 
 @cache
 def _files_of(path: Path, name: str) -> frozenset[Path]:
-    """The file of a module, and those of its package and the one around it that it imports from.
+    """Returns a module's file and those it imports from in its own or the enclosing package.
 
-    Functions, and constants, which compiled code holds. What it imports was imported before.
+    Compiled code contains the functions and constants of these. The modules are already loaded.
     """
     around = name.rsplit(".", 2)[0]
     found = {path}
@@ -220,10 +214,7 @@ def _files_of(path: Path, name: str) -> frozenset[Path]:
 
 
 def _drop_stale(function: Callable[P, T]) -> None:
-    """Deletes what was compiled before a source changed.
-
-    Numba 0.68 looks at a function's own file alone.
-    """
+    """Deletes cached code that is older than a source; numba 0.68 checks only a function's file."""
     newest = max(path.stat().st_mtime for path in _sources)
     for path in _cached(function):
         if path.stat().st_mtime < newest:

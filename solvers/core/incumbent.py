@@ -1,7 +1,4 @@
-"""The state of a search for one graph and budget.
-
-Best schedule, best bound, and the time that is left.
-"""
+"""The state of a search for one graph and budget: best schedule, best bound, and the time left."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from remat.solvers.core.pace import pace_s
 from remat.solvers.core.progress import Progress, ProgressCallback
 
 _SHARE = 0.95  # of the time limit; the rest is for checking the answer
-# passes over the graph (`pace`): to check the answer, and to do the longest that looks at no clock
+# passes over the graph (`pace`): to check the answer, and for the longest part of a solve that does
+# not check the clock
 _CHECK_PASSES, _BLIND_PASSES = 130, 160
 _MOST_STARTS = 8
 _LOGGER = logging.getLogger(__name__)
@@ -29,11 +27,11 @@ _LOGGER = logging.getLogger(__name__)
 class Search:
     """The best schedule and the best bound so far.
 
-    Steps are offered, and kept where they are better and valid.
+    Methods offer steps; valid ones that cost less become the incumbent. Offered steps over the
+    budget serve as starts for local search, those first that cost little and are little above it.
+    The incumbent and the bound carry the name of the technique they come from.
 
-    `cut_short` says what had to be left out, in the words of a solution; empty where nothing had.
-    Steps that don't fit are starts for a search by moves: the best of them cost little and are
-    little above the budget. Whatever is taken over carries the name of who found it.
+    `cut_short` says what had to be left out, in the words of `Solution.cut_short`.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Search:
         self.cost_s: float | None = None
         self.steps: list[int] | None = None
         self.cut_short = ""
-        self.num_starts = 0  # that were offered so far
+        self.num_starts = 0  # offered so far
         self.found_by = self.proved_by = ""
         self.is_infeasible = False  # proved
         self._origin = threading.local()
@@ -74,7 +72,7 @@ class Search:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit; none after Ctrl-C."""
+        """Seconds until the deadline; 0 after Ctrl-C."""
         return 0.0 if is_interrupted() else self.deadline_s - time.perf_counter()
 
     @property
@@ -88,14 +86,14 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """True where the gap is closed, no schedule can fit, or too little time is left to begin
-        anything else.
+        """True where the gap is closed, no schedule can fit, or too little time is left to start
+        anything.
         """
         return self.is_proved or self.is_infeasible or self.left_s <= self._blind_s
 
     @contextmanager
     def by(self, name: str) -> Iterator[None]:
-        """What this thread finds inside is found by `name`."""
+        """Credits schedules and bounds that this thread finds inside to the technique `name`."""
         before = self._name
         self._origin.name = name
         try:
@@ -108,19 +106,17 @@ class Search:
         return getattr(self._origin, "name", "")
 
     def note_cut(self, reason: str) -> None:
-        """Takes note of what cut the search short, in the words of a solution."""
+        """Adds a reason to `cut_short`."""
         with self._lock:
             if reason not in self.cut_short:
                 self.cut_short = f"{self.cut_short}; {reason}" if self.cut_short else reason
 
     def refute(self) -> None:
-        """Takes note of a proof that no schedule fits."""
+        """Records a proof that no schedule fits."""
         self.is_infeasible = True
 
     def starts(self, count: int) -> list[list[int]]:
-        """Returns the best steps that were offered and did not fit, each of another cost and
-        peak.
-        """
+        """Returns the best offered steps that exceed the budget, no two of equal cost and peak."""
         return [steps for _, steps in self._starts[:count]]
 
     def _add_start(self, steps: Sequence[int], cost_s: float, peak_bytes: int) -> None:
@@ -131,10 +127,7 @@ class Search:
                 self._starts = sorted([*self._starts, (distance, list(steps))])[:_MOST_STARTS]
 
     def offer(self, steps: Sequence[int]) -> bool:
-        """Takes `steps` over where they fit the budget and cost less than the best.
-
-        Returns whether they fit.
-        """
+        """Makes `steps` the incumbent if they fit the budget and cost less; returns if they fit."""
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         simulation = simulate(self.graph, schedule)
         if not keeps_regions(self.graph, schedule.steps):
@@ -150,7 +143,7 @@ class Search:
         return True
 
     def raise_bound(self, bound_s: float) -> None:
-        """Takes `bound_s`, which is finite or -inf, over where it is better."""
+        """Raises the bound to `bound_s` (finite or -inf) where that is higher."""
         assert bound_s < math.inf, f"{bound_s} is no bound on the cost of a schedule"
         with self._lock:
             if bound_s > self.bound_s:
@@ -165,9 +158,6 @@ class Search:
 
 
 def keeps_regions(graph: Graph, steps: Sequence[int]) -> bool:
-    """True where no step leaves its region.
-
-    A graph of one region, as most are, costs O(V) to tell.
-    """
+    """True where no step leaves its region; O(V) for graphs of one region, as most are."""
     is_one = len({op.region for op in graph.operators}) <= 1
     return is_one or not validate(graph, Schedule.from_steps(graph, list(steps)))

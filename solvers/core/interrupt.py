@@ -1,12 +1,12 @@
-"""Ctrl-C during a solve: the solve ends soon and returns the best it has.
+"""Ctrl-C during a solve ends it soon, with the best found so far; a second Ctrl-C acts as usual.
 
-A second Ctrl-C is what it always is. So is SIGTERM, unless the program has a handler of its own:
-what that raises ends the threads of the solve too.
+SIGTERM acts as usual too. Where the program has a handler for it that raises an exception, the
+solve's threads end as well.
 
-Python runs a signal's handler between two of its own instructions. HiGHS is asked to stop from its
+Python runs a signal handler between two of its own instructions. HiGHS is stopped from its
 callbacks, which are such instructions; compiled loops return several times a second. So the handler
-only takes a note, no exception comes from the middle of anything, and search loops
-read the note wherever they read the clock.
+only sets a flag, no exception is raised in the middle of a computation, and search loops poll the
+flag wherever they check the deadline.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _REASON = "interrupted by Ctrl-C"
-_NOTE = threading.Event()  # signals belong to the process, and so does this
+_NOTE = threading.Event()  # one per process, as signals are
 
 
 @dataclass
 class Heeded:
-    """What became of a solve.
+    """Whether Ctrl-C ended a solve.
 
     Attributes:
-        cut_short: why it ended early, as a solution says it; empty before the end, and where
-            nothing did.
+        cut_short: why the solve ended early, in the words of `Solution.cut_short`; empty before the
+            end, and where the solve was not interrupted.
     """
 
     cut_short: str = ""
@@ -41,10 +41,10 @@ class Heeded:
 
 @contextmanager
 def heeding_interrupts() -> Iterator[Heeded]:
-    """Turns the first Ctrl-C inside into a note, where it would have been a `KeyboardInterrupt`.
+    """Makes the first Ctrl-C inside set a flag instead of raising `KeyboardInterrupt`.
 
-    Changes no handler outside of the main thread, inside another `heeding_interrupts`, and where
-    the program has a handler of its own.
+    The handler is left alone outside the main thread, inside another `heeding_interrupts`, and
+    where the program has its own.
     """
     heeded = Heeded()
     is_main = threading.current_thread() is threading.main_thread()
@@ -70,11 +70,10 @@ def _take_note(*_: Any) -> None:
 
 @contextmanager
 def threads_beside(count: int) -> Iterator[Executor]:
-    """Threads that end soon where an exception ends this one, such as a signal's handler raises.
+    """Yields an executor whose threads end soon when this thread raises, as in a signal handler.
 
-    Where there is no memory for them, this thread does their work, one after the other.
-
-    Naive: they are waited for until their own limits.
+    Without memory for the threads, the calling thread does their work, one task after the other.
+    Without the flag, leaving on an exception would wait for the threads' own time limits.
     """
     executor: Executor = ThreadPoolExecutor(count) if _may_start(count) else _Alone()
     is_heeded = is_interrupted()
@@ -91,7 +90,7 @@ def threads_beside(count: int) -> Iterator[Executor]:
 
 
 class _Alone(Executor):
-    """Does at once what it is given."""
+    """Runs each task at once, in the calling thread."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -120,7 +119,7 @@ def _may_start(count: int) -> bool:
 
 
 def is_interrupted() -> bool:
-    """True from Ctrl-C, or an exception in the thread that solves, until the solve ends."""
+    """True from Ctrl-C, or from an exception in the solving thread, until the solve ends."""
     return _NOTE.is_set()
 
 
@@ -130,7 +129,7 @@ def is_past(deadline: float) -> bool:
 
 
 def until(items: Iterable[T], deadline: float) -> Iterator[T]:
-    """Yields what `items` makes, and makes no more past the deadline.
+    """Yields from `items` until the deadline.
 
     >>> list(until([1, 2], -1.0))
     []
@@ -144,10 +143,7 @@ def until(items: Iterable[T], deadline: float) -> Iterator[T]:
 
 
 def stop_when_interrupted(solver: Any) -> None:
-    """Makes a `highspy.Highs` end at its next callback after Ctrl-C.
-
-    Costs nothing that can be measured.
-    """
+    """Makes a `highspy.Highs` end at its next callback after Ctrl-C, at no measurable cost."""
 
     def stop(event: Any) -> None:
         if is_interrupted():

@@ -1,4 +1,4 @@
-"""Too little memory: what needs less goes on, with a word; no inner error reaches the caller."""
+"""Skips parts of a solve that memory does not suffice for, with a warning in place of an error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @contextmanager
 def leaving_out(what: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Leaves out what is done inside where memory does not suffice for it.
+    """Abandons the block inside when memory runs out, and goes on after it.
 
     Args:
-        what: its name, for the log and for `note`.
-        note: called with the reason, in the words of a solution.
+        what: name of the block's work, for the log and for `note`.
+        note: called with the reason, in the words of `Solution.cut_short`.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def leaving_out(what: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def is_too_little(error: BaseException) -> bool:
-    """True where an error says that memory, for a thread's stack or a library too, is used up."""
+    """True for errors that mean lack of memory, also for a thread's stack or a shared library."""
     text = str(error).lower()
     words = ("can't start new thread", "cannot allocate memory", "failed to map segment", "libllvm")
     return isinstance(error, MemoryError) or any(word in text for word in words)

@@ -1,6 +1,6 @@
-"""From what is kept to a schedule: recompute on demand, depth first, hold to the last use.
+"""Builds a schedule from the values to keep: recompute on demand, depth first, hold to last use.
 
-Every method that decides only *which values to keep over the forward's end* shares this builder.
+All methods that decide only *which values to keep over the forward's end* use it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from remat.core.graph import Graph
 
 
 def forward_length(graph: Graph) -> int:
-    """Returns how many operators belong to the forward pass, inferred where the graph does not say.
+    """Returns the number of operators in the forward pass, inferred where the graph has no phases.
 
-    A plain DAG of a training step has its forward's end where most values are alive.
+    In a DAG of a training step without phases, the forward ends where most values are alive.
     """
     if graph.arrays.is_backward.any():
         return graph.num_forward
@@ -28,13 +28,11 @@ def forward_length(graph: Graph) -> int:
 
 
 def values_always_kept(graph: Graph) -> set[int]:
-    """Returns the values that no schedule built here drops.
+    """Returns the values that no schedule built here drops: resident or impossible to recompute.
 
-    Resident ones, and those it could not have back.
-
-    The latter are all that is written by a pinned operator, by a snapshot, by an operator that
-    writes a result of the graph (a caller holds it) or a value that another region reads (a region
-    is computed again only in its own backward, so that reader would wait in vain).
+    The latter are all values written by a pinned operator, by a snapshot, or by an operator that
+    writes a result of the graph (the caller holds it) or a value read in another region (a region
+    is recomputed only in its own backward, too late for that reader).
     """
     arrays, count = graph.arrays, graph.num_operators
     region = np.array([op.region for op in graph.operators], np.int64)
@@ -42,7 +40,7 @@ def values_always_kept(graph: Graph) -> set[int]:
     is_held[arrays.output] = True
     reader = np.repeat(np.arange(count), np.diff(arrays.read_start))
     is_held[arrays.read[region[reader] != region[arrays.producer[arrays.read]]]] = True
-    # the last is for what no operator writes
+    # the last entry, index -1, stands for values that no operator writes
     is_once = np.append(arrays.is_pinned | arrays.is_snapshot, True)
     is_once[arrays.producer[is_held]] = True
     return set(np.flatnonzero(is_once[arrays.producer]).tolist())
@@ -56,11 +54,10 @@ def steps_on_demand(
     Args:
         graph: any graph; without phases the forward's end is inferred (`forward_length`).
         kept: values to keep, besides those of `values_always_kept`.
-        later: by operator of the backward, what of the values written before it to keep when it is
-            reached.
+        later: for some backward operators, which of the values present to keep from there on.
 
-    Each backward operator first has what it reads computed again, depth first; a recomputed value
-    is held to its last use, so it is computed at most twice in all. Complexity: O(E).
+    Before each backward operator, its missing reads are recomputed, depth first. A recomputed value
+    is held to its last use, so without `later` it is computed at most twice. Complexity: O(E).
     """
     boundary = forward_length(graph)
     always = values_always_kept(graph)

@@ -1,8 +1,8 @@
-"""How long it takes to go through a graph.
+"""Estimates how long a pass over a graph takes.
 
-What looks at no clock before it is done begins only where it will be done in time. How long that
-takes is told in passes: the time to go once over all operators and what they read, in plain Python
-and on this machine, as busy as it is.
+Code that does not check the clock while it runs is started only if it will finish in time. Its
+duration is given in passes: the time to go once over all operators and their reads in plain Python,
+on this machine and under its present load.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import time
 
 from remat.core.graph import Graph
 
-_READS_AN_OPERATOR = 12  # that take as long; measured on a chain and on a complete graph
+# reads that take as long as one operator; measured on a chain and on a complete graph
+_READS_AN_OPERATOR = 12
 _USUAL_WORK = 20_000  # operators; a pass over fewer takes milliseconds
 _SAMPLES = 50_000  # some 8 ms
 
 
 def work_of(graph: Graph) -> float:
-    """Returns the size of a graph, in operators of few reads."""
+    """Returns the work of a pass over a graph, in operators with few reads."""
     return graph.num_operators + len(graph.arrays.read) / _READS_AN_OPERATOR
 
 
 def pace_s(graph: Graph) -> float:
-    """Returns the seconds of a pass; 0 for usual graphs."""
+    """Returns the seconds that a pass takes; 0 for graphs of usual size."""
     work = work_of(graph)
     if work <= _USUAL_WORK:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a running solver tells: how long, how good, how close."""
+"""What a running solver reports: time, best cost and bound so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Progress:
         cost_s: cost of the best schedule so far; None where there is none.
         bound_s: proved lower bound so far.
         found_by: the technique that found the schedule; empty where a solver has only one.
-        proved_by: the technique that proved the bound; empty before any did.
+        proved_by: the technique that proved the bound; empty until one has.
     """
 
     elapsed_s: float
@@ -25,7 +25,7 @@ class Progress:
     proved_by: str = ""
 
     def text(self, keep_all_cost_s: float) -> str:
-        """Returns what was found and what is proved, over keeping everything.
+        """Returns best cost and bound as text, in percent above the cost of keeping everything.
 
         >>> Progress(1.0, 10.5, 10.2).text(10.0)
         'found +5.00 %, at least +2.00 %'
