@@ -1,6 +1,4 @@
-"""A mixed-integer program as plain arrays, and the constants that stand in the place of a
-column.
-"""
+"""A mixed-integer program as plain arrays, and the constants that stand in for a column."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-ZERO, ONE = -1, -2  # constants in the place of a column
+ZERO, ONE = -1, -2  # constants in place of a column's index
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Mixed-integer programs with a start and a report: what a backend is, and HiGHS as one.
+"""MILP backends: the interface with warm start and progress report, and HiGHS as one.
 
-Arrays in, points and a dual bound out, safe against tolerances (`safe_bound`).
+A backend takes arrays and returns points and a dual bound that is safe against tolerances
+(`safe_bound`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Answer:
     """What a backend found.
 
     Attributes:
-        bound: no point of the model has a smaller objective; infinite where it has none.
+        bound: no point of the model has a smaller objective; infinite where it has no point.
         points: feasible points, best first.
-        is_finished: False where a limit stopped it.
+        is_finished: False where a limit stopped the backend.
     """
 
     bound: float
@@ -55,7 +56,7 @@ class Backend(Protocol):
     ) -> Answer:
         """Returns an answer within `gap` (a fraction) or `time_limit_s`.
 
-        `start` may have NaN where it says nothing.
+        NaN in `start` leaves a column open.
         """
 
 
@@ -65,8 +66,8 @@ class Highs:
 
     Attributes:
         threads: 0 leaves the number to HiGHS.
-        max_nodes: of branch and bound; 0 for no limit.
-        tolerance: of rows and integrality.
+        max_nodes: node limit of branch and bound; 0 for none.
+        tolerance: feasibility tolerance of rows and of integrality.
     """
 
     threads: int = 1
@@ -107,7 +108,7 @@ class Highs:
     def _bound(self, solver: Any, model: ModelArrays, best: float) -> float:
         """Returns the dual bound.
 
-        Columns without an upper bound are costs, and stay below the best point's.
+        Columns without an upper bound are costs, so they are at most the best point's objective.
         """
         if not model.is_integer.any():
             return _dual_bound(solver, model)

@@ -1,7 +1,7 @@
-"""HiGHS through highspy: the one place that builds, passes and runs its models.
+"""HiGHS through highspy: the one place that configures it, passes models and runs it.
 
-Arrays and never expressions: a model of 20,000 rows takes milliseconds so. Bounds that leave this
-room are made safe against HiGHS's tolerances (`safe_bound`).
+Models are passed as arrays, never as expressions, so one of 20,000 rows takes milliseconds. Bounds
+that leave this room are made safe against HiGHS's tolerances (`safe_bound`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def new_solver(*, threads: int = 1, **options: Any) -> highspy.Highs:
-    """Returns a silent HiGHS that ends at Ctrl-C, with these options of its own.
+    """Returns a HiGHS with these options, without output, that ends at Ctrl-C.
 
     Args:
         threads: 0 leaves the number to HiGHS.
-        **options: by HiGHS's names, such as `time_limit` in seconds.
+        **options: HiGHS's own, such as `time_limit` in seconds.
 
     Raises:
         SolverError: highspy is not installed.
@@ -50,7 +50,7 @@ def pass_program(
     *,
     offset: float = 0.0,
 ) -> None:
-    """Gives a solver a program to minimise, row by row; linear where `is_integer` is None."""
+    """Passes a program to minimise to a solver; linear where `is_integer` is None."""
     import highspy
 
     columns = len(program.cost)
@@ -77,8 +77,8 @@ def pass_program(
 def run(solver: highspy.Highs) -> None:
     """Runs a solver.
 
-    HiGHS starts its threads once per process, and another number of them is an error until they
-    are reset.
+    HiGHS starts its threads once per process and fails on another number of threads until its
+    scheduler is reset, so a failed run is tried once more after a reset.
 
     Raises:
         SolverError: HiGHS fails on the model.
@@ -96,7 +96,7 @@ def run(solver: highspy.Highs) -> None:
 
 
 def is_infeasible(solver: highspy.Highs) -> bool:
-    """True where HiGHS says that its model has no point."""
+    """True where HiGHS reports that its model has no feasible point."""
     import highspy
 
     status = highspy.HighsModelStatus
@@ -104,14 +104,14 @@ def is_infeasible(solver: highspy.Highs) -> bool:
 
 
 def is_finished(solver: highspy.Highs) -> bool:
-    """True where no limit stopped the last run, and there is an optimum."""
+    """True where the last run ended with an optimum, not at a limit."""
     import highspy
 
     return bool(solver.getModelStatus() == highspy.HighsModelStatus.kOptimal)
 
 
 def point_of(solver: highspy.Highs) -> NDArray[np.float64] | None:
-    """Returns the best point of the last run; None where there is none that is feasible."""
+    """Returns the best feasible point of the last run, or None."""
     import highspy
 
     is_feasible = highspy.SolutionStatus.kSolutionStatusFeasible

@@ -1,9 +1,9 @@
 """Mixed-integer programs from arrays, solved by HiGHS on one thread.
 
-Building through arrays instead of expressions is what makes models of 20,000 rows take
-milliseconds. Only dual bounds leave this module as bounds, made safe against HiGHS's tolerances
-(`safe_bound`): an LP's is derived again from its duals, with rounding downwards, also where a limit
-stopped it; a MIP's is HiGHS's own less what the tolerances can have added.
+Models are built from arrays, not from expressions, so one of 20,000 rows takes milliseconds. The
+bounds it returns are dual bounds, made safe against HiGHS's tolerances (`safe_bound`): that of an
+LP is recomputed from the duals and rounded down, also where a limit stopped the solve; that of a
+MIP is HiGHS's own, less what the tolerances can have added.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from remat.solvers.lp.safe_bound import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a solve left: a proved bound on the objective, and the best point, if there is one.
+    """What a solve returns: a proved bound on the objective, and the best point if there is one.
 
     Attributes:
         bound: no point of the program has a smaller objective; `inf` where it has no point at all.
@@ -50,16 +50,16 @@ class Outcome:
 
 
 class Program:
-    """Columns in [lower, 1], rows with few entries, minimised.
+    """A program to minimise, built row by row; rows have few entries.
 
     Attributes:
-        starts_from_last: relaxations go on from the last one's basis, which dual simplex repairs
-            where rows were added, without presolve; of use below some 10,000 columns.
+        starts_from_last: relaxations start from the last one's basis, without presolve; where rows
+            were added, dual simplex repairs it. This pays below some 10,000 columns.
     """
 
     def __init__(self) -> None:
         self.starts_from_last = False
-        # with the columns and rows that it has
+        # the last relaxation's solver and its numbers of columns and rows
         self._last: tuple[highspy.Highs, int, int] | None = None
         self._cost: list[Floats] = []
         self._lower: list[Floats] = []
@@ -70,14 +70,14 @@ class Program:
         self._length: list[Ints] = []
         self._row_lower: list[Floats] = []
         self._row_upper: list[Floats] = []
-        self._single: dict[int, Floats] = {}  # of `_row_upper`, by the row that it is of alone
+        self._single: dict[int, Floats] = {}  # by row: the part of `_row_upper` from `add_row`
         self._fixed: tuple[Ints, Floats] = np.zeros(0, np.int64), np.zeros(0)
         self.num_columns = 0
         self.num_rows = 0
 
     @property
     def costs(self) -> Floats:
-        """The objective's coefficients, by column."""
+        """Coefficients of the objective, by column."""
         return np.concatenate([*self._cost, np.zeros(0)])
 
     def add_columns(
@@ -88,7 +88,7 @@ class Program:
         upper: float = 1.0,
         is_integer: bool = True,
     ) -> Ints:
-        """Adds one column a cost and returns their indices."""
+        """Adds one column per cost and returns their indices."""
         count = len(cost)
         self._cost.append(cost)
         self._lower.append(np.zeros(count) if lower is None else lower)
@@ -105,9 +105,9 @@ class Program:
         lower: float = -math.inf,
         upper: float = math.inf,
     ) -> None:
-        """Adds rows of one shape.
+        """Adds rows with the same coefficients.
 
-        `columns` is (rows, entries), -1 for an entry that is not there.
+        `columns` has shape (rows, entries); -1 omits an entry.
         """
         is_there = columns >= 0
         self._index.append(columns[is_there])
@@ -120,8 +120,9 @@ class Program:
     def add_rows_of(
         self, entries: Sequence[Sequence[tuple[int, float]]], lower: Sequence[float]
     ) -> None:
-        """Adds a row `lower <= sum of coefficient * x[column]` for each sequence of pairs (column,
-        coefficient), of different columns.
+        """Adds rows `lower <= sum of coefficient * x[column]`.
+
+        Each row is a sequence of pairs (column, coefficient) with distinct columns.
         """
         self._index.append(np.array([column for row in entries for column, _ in row], np.int64))
         self._value.append(
@@ -144,13 +145,13 @@ class Program:
         return self.num_rows - 1
 
     def change_upper(self, row: int, upper: float) -> None:
-        """Gives a row of `add_row` another upper side."""
+        """Changes the upper side of a row that `add_row` made."""
         self._single[row][0] = upper
         if self._last is not None and row < self._last[2]:
             self._last[0].changeRowBounds(row, -math.inf, upper)
 
     def fix(self, columns: Ints, values: Floats) -> None:
-        """Fixes these columns at `values`, and those fixed before no longer."""
+        """Fixes these columns at `values` and frees those fixed before."""
         if self._last is not None:
             free = self._fixed[0]
             bounds = [
@@ -162,8 +163,9 @@ class Program:
         self._fixed = columns, values
 
     def support(self, columns: Ints) -> Support | None:
-        """Returns what the last relaxation (of one that `starts_from_last`) says of all values of
-        fixed columns; None without duals.
+        """Returns a bound as a function of fixed columns, from the duals of the last relaxation.
+
+        It holds for all values of these columns. None without duals; needs `starts_from_last`.
         """
         if self._last is None:
             return None
@@ -192,10 +194,10 @@ class Program:
         node_limit: int = 10_000,
         cutoff: float | None = None,
     ) -> Outcome:
-        """Returns the outcome of minimising the costs, columns continuous where `is_relaxed`.
+        """Minimises the costs; all columns are continuous where `is_relaxed`.
 
-        With a `cutoff`, points with a larger objective may be ignored, and the bound is never above
-        it.
+        With a `cutoff`, points with a larger objective may be ignored, and the bound never exceeds
+        the cutoff.
         """
         program = self._arrays()
         solver = self._loaded(program, is_relaxed=is_relaxed)
@@ -211,7 +213,7 @@ class Program:
             and solver.getModelStatus() == highspy.HighsModelStatus.kSolveError
             and self._last is not None
         ):
-            self._last = None  # the basis it went on from was of no use
+            self._last = None  # HiGHS failed from the last basis: start afresh
             solver = self._loaded(program, is_relaxed=True)
             solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
             solver.run()
@@ -224,9 +226,8 @@ class Program:
         )
 
     def _loaded(self, program: LinearProgram, *, is_relaxed: bool) -> highspy.Highs:
-        """Returns a solver that has the program.
-
-        A fresh one, or the last relaxation's with what was added since.
+        """Returns a solver with the program: a new one, or the last relaxation's, brought up to
+        date.
         """
         if is_relaxed and self._last is not None:
             solver, columns, rows = self._last
@@ -242,7 +243,7 @@ class Program:
     def _add_to(
         self, solver: highspy.Highs, program: LinearProgram, columns: int, rows: int
     ) -> None:
-        """Adds what comes after the first `columns` and `rows`."""
+        """Adds the columns and rows after the first `columns` and `rows` to the solver."""
         if self.num_columns > columns:
             solver.addVars(
                 self.num_columns - columns, program.lower[columns:], program.upper[columns:]
@@ -281,7 +282,7 @@ class Program:
 
 
 def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
-    """What branch and bound left."""
+    """Returns the outcome of branch and bound."""
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Outcome(math.inf, None, True)
@@ -295,10 +296,7 @@ def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
 
 
 def _read_relaxed(solver: highspy.Highs, program: LinearProgram) -> Outcome:
-    """What the simplex method left.
-
-    The bound is derived from its duals, whatever it says of them.
-    """
+    """Returns the outcome of the simplex method; the bound is derived from its duals."""
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Outcome(math.inf if proves_infeasible(solver, program) else -math.inf, None, True)

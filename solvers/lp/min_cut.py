@@ -1,17 +1,17 @@
-"""The least of recomputing and holding at given prices: a minimum cut.
+"""The cheapest choice of recomputed and kept values at given prices: a minimum cut.
 
-Each operator of the forward may be computed again in the backward (R), each value may be kept over
-the forward's end (S), and what the backward or a recomputed operator reads must be one or the
-other. With a weight w for each R and a price s for each S,
+Each operator of the forward may be recomputed in the backward (R), each value may be kept over the
+forward's end (S), and what the backward or a recomputed operator reads must be recomputed or kept.
+With a weight w for each R and a price s for each S,
 
-    min  sum_j w_j R_j + sum_i s_i S_i      S_i >= R_j - R_p(i)  where j reads i,   S_i >= 1 -
-    R_p(i)  where the backward reads i
+    min  sum_j w_j R_j + sum_i s_i S_i      S_i >= R_j - R_p(i)  where j reads i,
+                                            S_i >= 1 - R_p(i)    where the backward reads i
 
-is a closure problem: one node an operator, one a value ("it is needed"), and a cut. Binary, its
-relaxation is as good. Other names: project selection, minimum closure. Source: Picard, Maximal
-closure of a graph (1976). The flow is scipy's (Dinic); capacities are rounded down to integers, so
-the value is never above the true one. Complexity: near O(V + E) on training graphs, where flows are
-short (0.1 s for 70,000 operators).
+is a closure problem: one node per operator, one per value ("it is needed"), and a cut. Its linear
+relaxation has a binary optimum. Other names: project selection, minimum closure. Source: Picard,
+Maximal closure of a graph (1976). The flow is scipy's (Dinic); capacities are rounded down to
+integers, so the value is never above the true one. Complexity: near O(V + E) on training graphs,
+where flows are short (0.1 s for 70,000 operators).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat.solvers.core.accounting import Accounting, Bools, Floats, Ints
 
 _SOURCE, _SINK = 0, 1
 _LARGE = 2**30
-_ROUNDING = 1e-12  # of the sums of floats
+_ROUNDING = 1e-12  # relative error allowed for sums of floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Cut:
     """A point of least weight.
 
     Attributes:
-        value: no point weighs less (rounded down).
-        is_again: by operator, whether it is computed again.
+        value: its weight, rounded down; no point weighs less.
+        is_again: by operator, whether it is recomputed.
         is_kept: by value, whether it is kept.
     """
 
@@ -46,10 +46,10 @@ class Cut:
 
 
 class MinCut:
-    """The network of one graph and one end of its forward; only prices change between cuts."""
+    """The flow network of one graph and one forward's end; only prices change between cuts."""
 
     def __init__(self, graph: Graph, accounting: Accounting, first: int) -> None:
-        """Lays the network out, in O((V + E) log E).
+        """Builds the network in O((V + E) log E).
 
         Args:
             graph: any graph.
@@ -81,9 +81,7 @@ class MinCut:
         return 2 + self._first + values
 
     def _lay_out(self, tail: Ints, head: Ints) -> None:
-        """Orders the edges by rows once, parallel ones merged, so that a cut only fills in
-        capacities.
-        """
+        """Sorts the edges by row and merges parallel ones, so that cuts only fill in capacities."""
         num_nodes = 2 + self._first + self._num_values
         keys, self._place = np.unique(tail * num_nodes + head, return_inverse=True)
         tails = keys // num_nodes
@@ -92,14 +90,14 @@ class MinCut:
         self._num_nodes = num_nodes
 
     def cut(self, weight: Floats, price: Floats) -> Cut:
-        """Returns the least point.
+        """Returns a point of least weight.
 
         Args:
-            weight: by operator, of computing it again; may be negative.
+            weight: by operator, of recomputing it; may be negative.
             price: by value, of keeping it; at least 0.
         """
         weight = np.where(self._is_pinned, 0.0, weight)
-        # the backward's own need nothing here
+        # backward operators have no constraint here: the negative ones are taken
         free = float(np.minimum(weight[self._first :], 0.0).sum())
         inner, held = weight[: self._first], price[self._values]
         capacity = np.concatenate([np.maximum(-inner, 0.0), np.maximum(inner, 0.0), held])
@@ -124,7 +122,7 @@ class MinCut:
         return Cut(value, is_again, is_kept)
 
     def _reached(self, residual: csr_matrix) -> Bools:
-        """Which nodes the source still reaches: the side of the cut with the least in it."""
+        """Returns the nodes that the source still reaches, the smallest source side of a cut."""
         residual.data = (residual.data > 0).astype(np.int8)
         residual.eliminate_zeros()
         is_reached = np.zeros(self._num_nodes, np.bool_)

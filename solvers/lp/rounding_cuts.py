@@ -1,26 +1,25 @@
-"""Mixed-integer rounding.
-
-Memory is held by whole values, so a row of bytes says more than its linear relaxation.
+"""Mixed-integer rounding cuts of memory rows, which hold as values are kept whole or not at all.
 
 A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`,
-`transient_rows`). Values of a network come in few sizes, and the budget is no multiple of the large
-ones: a point of the linear relaxation fills the rest with a part of one more. With some columns
-replaced by their complements, any unit d > 0 and f the rest of b divided by d, every 0/1 point has
+`transient_rows`). A network's values come in few sizes, and the budget is no multiple of the large
+ones: a point of the linear relaxation fills what is left with a fraction of one more. With some
+columns replaced by their complements, any unit d > 0, and f = b mod d, every 0/1 point satisfies
 
     sum_i ( floor(a_i / d) + max(0, a_i mod d - f) / (d - f) ) x_i  <=  floor(b / d)
 
 (Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and
-Wolsey, 1990). As there, columns above a half are complemented, then one fractional one less or
-more; units are the sizes of fractional columns and these divided by 2, 4 and 8.
+Wolsey, 1990). As there, columns above a half are complemented, then one fractional column is
+flipped; units are the sizes of fractional columns and these divided by 2, 4 and 8.
 
-A point escapes such a cut by dropping a little of what is complemented, and there is much that is
-cheap to drop. So the same cut is given with few complements too: columns that are there in full are
-left as they are, those written first before the others, as long as the rest stays on its side of a
-multiple of the unit. Of these it then says nothing, and what remains is costly, such as gradients.
+A point can escape such a cut by dropping a little of the complemented values, many of which are
+cheap to drop. So the cut is also returned with few complements: columns kept in full, those
+written first before the others, are no longer complemented as long as floor(b / d) stays the same.
+The cut then does not constrain them, and the values left in it are expensive to drop, such as
+gradients.
 
-Columns that a schedule makes 0 or 1 may be declared continuous; the cuts hold for it all the same.
-Everything is computed in integers but the last quotient. Complexity: of one row, O(units *
-(fractional columns)^2), and O(columns) for the cut itself.
+Columns that are 0 or 1 in every schedule may be declared continuous in the model; the cuts hold
+nevertheless. Everything but the last quotient is computed in integers. Complexity per row:
+O(units * (fractional columns)^2), and O(columns) for the cut itself.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from remat.solvers.core.accounting import Bools, Floats, Ints
 
 _FRACTIONAL = 1e-5
 _DIVISORS = np.array([1, 2, 4, 8])
-_LEAST_VIOLATION = 1e-3  # Euclidean distance, over the columns that are not at their nearer end
-_LEAST_EXCESS = 1e-5  # of the largest coefficient, over the upper side
-_TINY = 1e-7  # of the largest coefficient; what is smaller is left out, on the safe side
-_MOST_FLIPS = 10  # complements tried one by one, those nearest to a half
-_MOST_SIZES = 16  # that units are made of, those of the columns nearest to a half
-_SLACK = 1e-9  # of a cut's coefficients, which are rounded twice
+_LEAST_VIOLATION = 1e-3  # Euclidean distance, over the fractional columns
+_LEAST_EXCESS = 1e-5  # over the upper side; fraction of the largest coefficient
+_TINY = 1e-7  # fraction of the largest coefficient; smaller ones are dropped, on the safe side
+_MOST_FLIPS = 10  # columns flipped one by one, those nearest to a half
+_MOST_SIZES = 16  # sizes that units are made from, those of the columns nearest to a half
+_SLACK = 1e-9  # fraction of a cut's coefficients, which are rounded twice
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class Knapsack:
     """The row `bytes @ x[columns] <= upper` over columns that are 0 or 1 for every schedule.
 
     Attributes:
-        columns: no column twice.
-        bytes: exact, of any sign.
+        columns: distinct.
+        bytes: exact, of either sign.
         upper: exact.
-        written: by which operator each column's bytes are written; where bytes must be missing,
-            those written early are cheap to miss.
+        written: the operator that writes each column's bytes; values written early are cheap to
+            drop.
     """
 
     columns: Ints
@@ -69,11 +68,10 @@ class Cut:
 
 
 def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
-    """Returns the cut that `point` violates most, of those tried, and the same one with few
-    complements; none where it violates none.
+    """Returns the most violated of the cuts tried, also with few complements; only violated ones.
 
     Args:
-        knapsack: holds for every schedule.
+        knapsack: a row that holds for every schedule.
         point: values of all columns.
     """
     value = np.clip(point[knapsack.columns], 0.0, 1.0)
@@ -117,9 +115,7 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
 
 
 def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -> Bools:
-    """Returns columns whose bytes are there in full and which the cut needn't name, those written
-    first.
-    """
+    """Returns the columns kept in full that the cut can leave out, those written first."""
     missing = unit - (knapsack.upper - int(knapsack.bytes[is_complement].sum())) % unit
     is_full = np.where(
         knapsack.bytes > 0,
@@ -135,7 +131,7 @@ def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -
 
 
 def _weights(bytes_: Ints, upper: Ints, unit: Ints) -> Floats:
-    """floor(a / d) + max(0, a mod d - f) / (d - f)."""
+    """Returns floor(a / d) + max(0, a mod d - f) / (d - f)."""
     rest = upper % unit
     whole, part = np.divmod(bytes_, unit)
     return np.asarray(whole + np.maximum(part - rest, 0) / (unit - rest))

@@ -1,32 +1,31 @@
 """Bounds that do not depend on an LP solver's tolerances.
 
-Linear programs. For `min c'x, L <= Ax <= U, l <= x <= u` and *any* row multipliers y,
+Linear programs. For `min c'x, L <= Ax <= U, l <= x <= u`, *any* row multipliers y, and d = c - A'y,
 
-    c'x = y'Ax + (c - A'y)'x >= sum_i min(y_i L_i, y_i U_i) + sum_j min(d_j l_j, d_j u_j),   d = c -
-    A'y
+    c'x = y'Ax + (c - A'y)'x >= sum_i min(y_i L_i, y_i U_i) + sum_j min(d_j l_j, d_j u_j)
 
 for every feasible x (Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear
 programming", 2004). The solver's duals are only a good choice of y: where they are slightly
-infeasible, the second sum pays for it. A multiplier towards an infinite side is set to zero. With c
-= 0 a positive right side proves that there is no feasible x (Farkas), which is how a solver's claim
-that there is none is checked, with its dual ray as y.
+infeasible, the second sum gets smaller. A multiplier of an infinite side is set to zero. With
+c = 0 a positive right side proves that there is no feasible x (Farkas): a solver's claim of
+infeasibility is checked with its dual ray as y.
 
 Rounding. With u = 2^-53, a sum of k products computed in any order is off by at most (k + 1) u sum
 |products| (1 + O(k u)) (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 3).
-d is lowered by twice that before it meets l >= 0, and the total by the same, so that what is
-returned is below the exact right side. The model's own coefficients are rounded once, when sizes
-are divided by the budget and costs scaled: relative errors of u, for which the window model's slack
-of 1e-6 of the budget and of the keep-all cost is ten orders of magnitude.
+d is lowered by twice that before it is multiplied with l >= 0, and so is the total, so the result
+is below the exact right side. The model's own coefficients are rounded once, when sizes are divided
+by the budget and costs are scaled: relative errors of u, ten orders of magnitude below the window
+model's slack of 1e-6 of the budget and of the keep-all cost.
 
 Integer programs. HiGHS's dual bound is the least over open nodes of the objective of an LP, each
 optimal up to its dual tolerance t = 0.1 * `mip_feasibility_tolerance` (`HighsLpRelaxation`, HiGHS
 1.5 to 1.15). By the formula above, an LP's objective exceeds its safe bound by at most t sum_j (u_j
-- l_j), as each d_j is at most t on the wrong side, and rounding. Nodes dropped as infeasible or too
-dear were so by more than the tolerances: rows hold up to 1e-6, rows of 0/1 columns with integer
-coefficients are violated by 1 or not at all, memory rows are solved with 1e-6 of the budget to
-spare, and cuts (`benders`, `rounding_cuts`) hold for every schedule with slack for their own
-rounding. So the bound less `branching_margin` holds for every schedule. It is an argument about
-HiGHS's algorithm, not a certificate of its tree.
+- l_j) plus rounding, as each d_j is at most t on the wrong side. Nodes that HiGHS pruned as
+infeasible or too expensive were so by more than the tolerances: rows hold up to 1e-6, rows of 0/1
+columns with integer coefficients are violated by 1 or not at all, memory rows have a slack of 1e-6
+of the budget, and cuts (`benders`, `rounding_cuts`) hold for every schedule with slack for their
+own rounding. So the bound less `branching_margin` holds for every schedule. This is an argument
+about HiGHS's algorithm, not a certificate of its tree.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ import numpy as np
 from remat.solvers.core.accounting import Floats, Ints
 
 _UNIT = 2.0**-53
-_DUAL_SHARE = 0.1  # HiGHS's dual tolerance in branch and bound, of its feasibility tolerance
-_ABSOLUTE_GAP = 1e-6  # HiGHS's `mip_abs_gap`: nodes so near the best point are dropped
+_DUAL_SHARE = 0.1  # HiGHS's dual tolerance in branch and bound, over its feasibility tolerance
+_ABSOLUTE_GAP = 1e-6  # HiGHS's `mip_abs_gap`: nodes this close to the best point are pruned
 
 
 @dataclass(frozen=True)
 class LinearProgram:
     """min cost'x over row_lower <= Ax <= row_upper, 0 <= lower <= x <= upper.
 
-    A in CSR form, shape (rows, columns).
+    A is in CSR form, of shape (rows, columns).
     """
 
     cost: Floats
@@ -63,15 +62,14 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class Support:
-    """An affine function of some columns.
+    """A lower bound `constant + slope @ x` on the objective, affine in some columns.
 
-    No feasible point's objective is below `constant + slope @ x`, whatever their bounds are.
+    It holds for every feasible point, whatever the bounds of these columns are.
 
     Attributes:
         constant: in units of the objective.
-        slope: of each column.
-        is_ray: the function is positive where no feasible point is, and says nothing of the
-            objective.
+        slope: by column.
+        is_ray: the function bounds no objective; where it is positive there is no feasible point.
     """
 
     constant: float
@@ -79,13 +77,14 @@ class Support:
     is_ray: bool = False
 
     def at(self, point: Floats) -> float:
-        """The function's value, rounded to nearest."""
+        """Returns the function's value, rounded to nearest."""
         return self.constant + float(np.dot(self.slope, point))
 
 
 def safe_bound(program: LinearProgram, multipliers: Floats) -> float:
-    """Returns a number that no feasible point's objective is below, whatever the multipliers are;
-    may be -inf. O(nonzeros).
+    """Returns a lower bound on the objective that holds for any multipliers; may be -inf.
+
+    Complexity: O(nonzeros).
     """
     return safe_support(program, program.cost, multipliers, np.zeros(0, np.int64)).constant
 
@@ -98,9 +97,9 @@ def is_surely_infeasible(program: LinearProgram, ray: Floats) -> bool:
 
 
 def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
-    """True where a `highspy.Highs` that calls its linear program infeasible has a proof.
+    """True where HiGHS's dual rays prove the linear program that it calls infeasible to be so.
 
-    Solves once more without presolve if need be.
+    Without a proof at first it solves once more, without presolve.
     """
     if any(is_surely_infeasible(program, ray) for ray in dual_rays(solver)):
         return True
@@ -111,7 +110,7 @@ def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
 
 
 def dual_rays(solver: Any) -> list[Floats]:
-    """The dual ray of a `highspy.Highs`, in both directions; empty where it has none."""
+    """Returns the dual ray of a `highspy.Highs` in both directions; empty where it has none."""
     _, has_ray, ray = solver.getDualRay()
     return [sign * np.array(ray) for sign in (1.0, -1.0)] if has_ray else []
 
@@ -119,13 +118,13 @@ def dual_rays(solver: Any) -> list[Floats]:
 def branching_margin(
     lower: Floats, upper: Floats, feasibility_tolerance: float, largest: float
 ) -> float:
-    """Returns what is taken off HiGHS's dual bound of an integer program.
+    """Returns what is subtracted from HiGHS's dual bound of an integer program.
 
     Args:
         lower: of the columns.
         upper: of the columns.
         feasibility_tolerance: HiGHS's `mip_feasibility_tolerance`.
-        largest: what columns without an upper bound stay below in every point that is of interest.
+        largest: upper bound, in every point of interest, of the columns that have none.
     """
     width = math.fsum(np.minimum(upper, largest) - lower)
     return _DUAL_SHARE * feasibility_tolerance * width * (1 + 1e-9) + _ABSOLUTE_GAP
@@ -134,11 +133,10 @@ def branching_margin(
 def safe_support(
     program: LinearProgram, cost: Floats, multipliers: Floats, columns: Ints
 ) -> Support:
-    """Returns the right side of the formula above as a function of `columns`.
+    """Returns the right side of the module's formula as a function of `columns`; O(nonzeros).
 
-    Its constant may be -inf. O(nonzeros).
-
-    What they are multiplied with is lowered as d is, which for x >= 0 lowers the function.
+    The constant may be -inf. The slopes are rounded down as d is, which for x >= 0 lowers the
+    function.
     """
     side = np.where(multipliers > 0, program.row_lower, program.row_upper)
     y = np.where(np.isfinite(side) & np.isfinite(multipliers), multipliers, 0.0)
