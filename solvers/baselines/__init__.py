@@ -1,1 +1,1 @@
-"""The field's closed-form heuristics, one method a file."""
+"""The field's closed-form heuristics, one method per file."""

@@ -5,8 +5,8 @@ Papers: P. Jain et al., "Checkmate: breaking the memory wall with optimal tensor
 MLSys 2020, arXiv:1910.02653, section 5 and appendix B.2; articulation points by R. Tarjan, 1972.
 Optimal: never proved; on a chain it is Chen's method.
 Complexity: O(E) for the points and for each schedule; greedy simulates about a hundred.
-Imperfections: a graph without articulation points (one long skip is enough) is one segment, kept
-or computed again as a whole; costs are not looked at.
+Imperfections: a graph without articulation points (one long skip connection is enough) is one
+segment, kept or recomputed as a whole; ignores costs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ class ArticulationSqrt(Family):
 @final
 @dataclass(frozen=True)
 class ArticulationGreedy(Family):
-    """Segments of at most so many bytes that end at articulation points.
-
-    The cheapest size that fits.
-    """
+    """Segments of limited bytes that end at articulation points; the cheapest limit that fits."""
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields the schedules of each size of segment."""
+        """Yields the schedules for each segment size."""
         return greedy_members(graph, _candidates(graph))
 
 
@@ -64,7 +61,7 @@ def _forward_neighbours(graph: Graph) -> list[list[int]]:
 
 
 def articulation_points(neighbours: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the nodes of an undirected graph whose removal disconnects what they connect.
+    """Returns the articulation points of an undirected graph: nodes whose removal disconnects it.
 
     Tarjan's depth-first search without recursion; O(nodes + edges).
 

@@ -5,9 +5,9 @@ Papers: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinea
 2016, arXiv:1604.06174, section 4 and algorithm 3.
 Optimal: never proved for this model; on a uniform chain sqrt(n) segments give a peak of O(sqrt n)
 for at most one extra forward.
-Complexity: O(E) a schedule; greedy simulates about a hundred of them.
-Imperfections: needs a forward that is a sequence of stages, where one operator alone carries
-everything to the rest; costs are not looked at; sqrt(n) does not look at sizes or the budget.
+Complexity: O(E) per schedule; greedy simulates about a hundred of them.
+Imperfections: needs a forward that is a sequence of stages, each ending in one operator on whose
+output alone the rest depends; ignores costs; sqrt(n) also ignores sizes and the budget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChenSqrt(Family):
         """Yields the segmentation's schedules.
 
         Raises:
-            SolverError: the forward is no sequence of stages.
+            SolverError: the forward is not a sequence of stages.
         """
         return sqrt_members(graph, stage_ends(graph))
 
@@ -46,27 +46,24 @@ class ChenSqrt(Family):
 @final
 @dataclass(frozen=True)
 class ChenGreedy(Family):
-    """Segments of at most so many bytes.
-
-    Every size of segment is tried, the cheapest that fits taken.
-    """
+    """Segments of limited bytes; of all the limits tried, the cheapest schedule that fits."""
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields the schedules of each size of segment.
+        """Yields the schedules for each segment size.
 
         Raises:
-            SolverError: the forward is no sequence of stages.
+            SolverError: the forward is not a sequence of stages.
         """
         return greedy_members(graph, stage_ends(graph))
 
 
 def stage_ends(graph: Graph) -> list[int]:
-    """Returns the operators that alone carry everything droppable to the forward's rest."""
+    """Returns the operators after which the forward reads no older droppable values but theirs."""
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
     # droppable values alive after each forward operator
     num_crossing = np.zeros(boundary + 1, np.int64)
-    num_own = np.zeros(boundary, np.int64)  # those among them that the operator itself wrote
+    num_own = np.zeros(boundary, np.int64)  # of these, the ones that the operator itself wrote
     for value, (producer, users) in enumerate(zip(graph.producer, graph.users_of, strict=True)):
         last_use = max((u for u in users if u < boundary), default=-1)
         if value not in always_kept and last_use > producer:
@@ -77,8 +74,8 @@ def stage_ends(graph: Graph) -> list[int]:
     ends = [i for i in forward_operators(graph) if is_end[i]]
     if not ends:
         raise SolverError(
-            "Chen's segments need a forward that is a sequence of stages; after no operator "
-            "of this graph does one operator's output "
-            'alone lead on. Use "linear-sqrt" or "linear-greedy", which cut any order, or "auto"'
+            "Chen's segments need a forward that is a sequence of stages, but this graph has no "
+            "operator whose output alone feeds the rest of the forward. "
+            'Use "linear-sqrt" or "linear-greedy", which cut any order, or "auto"'
         )
     return ends

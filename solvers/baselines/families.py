@@ -1,11 +1,9 @@
-"""The closed-form families together.
+"""The schedules of all closed-form heuristics for a budget, in seconds at 20,000 operators.
 
-What the heuristics of the field give for a budget, in seconds at 20,000 operators.
-
-`auto` takes them over where they fit, so that it is never above one of them, and starts from them;
-`minimum` takes the leanest. Deep networks near their least budget need segments of several blocks,
-which neither a relaxation nor moves find. Most families' schedules are the same whatever the
-budget: they are made and simulated once for all solves of a graph.
+`auto` starts from those that fit, so its cost is never above theirs; `minimum` takes those of the
+lowest peak. Deep networks near their least budget need segments of several blocks, which neither
+relaxations nor local search find. Most families' schedules do not depend on the budget: they are
+built and simulated once for all solves of a graph.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from remat.solvers.core.accounting import Ints
 from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import until
 
-KNAPSACK = PyTorchKnapsack("dp")  # whose schedules close in on the budget
+KNAPSACK = PyTorchKnapsack("dp")  # the only one whose schedules depend on the budget
 FAMILIES: tuple[Solver, ...] = (
     PerBlock(),
     ChenGreedy(),
@@ -40,8 +38,8 @@ FAMILIES: tuple[Solver, ...] = (
     LinearizedGreedy(),
     KNAPSACK,
 )
-# not among the leanest: the greedy finds leaner ones, but fewer where it is looked for below the
-# peaks of these
+# not used by `leanest`: greedy eviction finds lower peaks, but fewer of them when it has to start
+# from below the peaks of these
 NESTED = Nested()
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
@@ -57,32 +55,30 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What of a family was made so far, and what makes the rest."""
+    """A family's best schedules so far, and the iterator of the rest."""
 
     rest: Iterator[Sequence[int]]
     front: list[_Member]
 
 
 def _of_class(family: Family, graph: Graph) -> Iterator[Sequence[int]]:
-    with suppress(SolverError):  # the graph is not of the class that the family is for
+    with suppress(SolverError):  # the family does not apply to this graph
         yield from family.members(graph)
 
 
 class Families:
-    """What the families give for one graph, whose schedules are kept.
-
-    O(E) each, about three hundred in all.
-    """
+    """The families' schedules for one graph, cached: about three hundred, O(E) each."""
 
     def __init__(self, graph: Graph) -> None:
-        """Prepares; a family's schedules are made when they are first asked for."""
+        """Computes nothing yet; a family's schedules are built when first asked for."""
         self._graph = graph
         self._known: dict[Family, _Known] = {}
 
     def cheapest(self, budget_bytes: int, *, deadline: float = math.inf) -> Iterator[list[int]]:
-        """Yields the cheapest steps of each family that fit, of those made by the deadline.
+        """Yields each family's cheapest schedule that fits, of those built by the deadline.
 
-        None on larger graphs, or outside a family's class.
+        Families that do not apply to the graph are skipped, and so are all of them above
+        `MOST_OPERATORS`.
         """
         for solver in self._solvers:
             if isinstance(solver, Family):
@@ -101,8 +97,9 @@ class Families:
     def above(
         self, budget_bytes: int, *, deadline: float = math.inf
     ) -> Iterator[tuple[float, list[int]]]:
-        """Yields cost and steps of the members that don't fit, those first that cost little and are
-        little above the budget.
+        """Yields cost and steps of the schedules that don't fit.
+
+        Those come first that cost little and are little above the budget.
         """
         members = [
             member
@@ -121,9 +118,7 @@ class Families:
                 yield member.cost_s, member.steps.tolist()
 
     def leanest(self, below_bytes: int, *, deadline: float = math.inf) -> Iterator[list[int]]:
-        """Yields the steps of each family's member of the lowest peak, where it is below so many
-        bytes, ever lower.
-        """
+        """Yields schedules of ever lower peaks, all below `below_bytes`; at most one per family."""
         for solver in self._solvers:
             if solver is NESTED:
                 continue
@@ -151,10 +146,10 @@ class Families:
         return cheapest_that_fits(self._graph, budget_bytes, members, solver=repr(KNAPSACK))
 
     def _members_of(self, family: Family, deadline: float) -> list[_Member]:
-        """The schedules of a family than which none of it is both cheaper and leaner, of those made
-        by the deadline; none outside its class.
+        """Returns a family's Pareto-optimal schedules in cost and peak, of those built by the
+        deadline.
 
-        The rest is made when it is asked for again.
+        The next call builds the rest. There are none where the family does not apply to the graph.
         """
         if family not in self._known:
             self._known[family] = _Known(iter(_of_class(family, self._graph)), [])

@@ -3,7 +3,7 @@
 Other names: store-all, checkpoint-all (Checkmate), no rematerialization.
 Optimal: whenever it fits, as no schedule costs less than computing every operator once.
 Complexity: O(E).
-Imperfections: it fits or it does not.
+Imperfections: one schedule, which fits the budget or does not.
 """
 
 from __future__ import annotations

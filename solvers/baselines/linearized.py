@@ -3,9 +3,9 @@
 Other names: linearized sqrt(n), linearized greedy.
 Papers: P. Jain et al., "Checkmate", MLSys 2020, arXiv:1910.02653, section 5 and appendix B.2.
 Optimal: never proved; on a chain it is Chen's method.
-Complexity: O(E) a schedule; greedy simulates about a hundred.
+Complexity: O(E) per schedule; greedy simulates about a hundred.
 Imperfections: a border keeps what its own operator writes and nothing that skips over it, so a
-value carried by a long skip is found by computing its ancestors again; costs are not looked at.
+value carried by a long skip connection needs its ancestors recomputed; ignores costs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LinearizedSqrt(Family):
 @final
 @dataclass(frozen=True)
 class LinearizedGreedy(Family):
-    """Segments of at most so many bytes of the execution order; the cheapest size that fits."""
+    """Segments of the execution order with limited bytes; the cheapest limit that fits."""
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields the schedules of each size of segment."""
+        """Yields the schedules for each segment size."""
         return greedy_members(graph, forward_operators(graph))

@@ -1,14 +1,13 @@
-"""One segment a block: what users of `torch.utils.checkpoint` write by hand.
+"""One segment per block: what users of `torch.utils.checkpoint` write by hand.
 
 Other names: full activation recomputation (Megatron-LM), `gradient_checkpointing_enable` (Hugging
 Face), uniform checkpointing.
 Papers: T. Chen et al., 2016, arXiv:1604.06174, with layers as stages.
 Optimal: never proved.
-Complexity: O(E) a schedule; one for each depth of nested containers that most operators share.
-Imperfections: needs module paths with numbered containers (`blocks.3.attn`); every block is treated
-alike, whatever the budget leaves. It is slightly kinder than `torch.utils.checkpoint`, which
-computes a whole block again when the backward enters it: here only what is read is computed, when
-it is read.
+Complexity: O(E) per schedule; one for each depth of nested containers that most operators share.
+Imperfections: needs module paths with numbered containers (`blocks.3.attn`); treats all blocks
+alike, whatever the budget. It is slightly better than `torch.utils.checkpoint`, which recomputes a
+whole block when the backward enters it: here only what is read is recomputed, when it is read.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from remat.solvers.core.on_demand import forward_length, steps_on_demand
 @final
 @dataclass(frozen=True)
 class PerBlock(Family):
-    """Drops what is inside each block; where containers are nested, each depth is tried.
+    """Drops the inside of each block; where containers are nested, the cheapest depth that fits.
 
-    A block is a module with a number for a name, such as `blocks.3` or `layer1.0`; the cheapest
-    depth that fits is taken.
+    A block is a module whose name is a number, such as `blocks.3` or `layer1.0`.
     """
 
     def members(self, graph: Graph) -> list[list[int]]:
-        """Returns one schedule a depth.
+        """Returns one schedule per depth.
 
         Raises:
-            SolverError: the operators' modules name no two blocks.
+            SolverError: the operators' modules name fewer than two blocks.
         """
         members = list(block_schedules(graph))
         if not members:
@@ -51,9 +49,7 @@ class PerBlock(Family):
 
 
 def block_of(module: str, depth: int) -> str:
-    """Returns the path of the block around `module` at a depth of nested numbered containers.
-
-    Empty if none.
+    """Returns the path of the block around `module` at a depth of nested containers, or "".
 
     >>> path = "layers.0.blocks.1.mlp"
     >>> block_of(path, 1), block_of(path, 2), block_of("head", 1)
@@ -65,7 +61,7 @@ def block_of(module: str, depth: int) -> str:
 
 
 def block_schedules(graph: Graph) -> Iterator[list[int]]:
-    """Yields one schedule a depth that at least half of the operators inside blocks reach.
+    """Yields one schedule per depth that at least half of the operators in blocks reach.
 
     A block's own small `Sequential` (`blocks.3.mlp.0`) does not make a depth; stages of blocks do.
     """
@@ -79,10 +75,7 @@ def block_schedules(graph: Graph) -> Iterator[list[int]]:
 
 
 def _segments(graph: Graph, depth: int) -> dict[int, int]:
-    """Returns the segment of each forward operator inside a block.
-
-    A block that runs twice has two.
-    """
+    """Returns the segment of each forward operator in a block; a block that runs twice has two."""
     segment_of: dict[int, int] = {}
     segment, latest = -1, ""
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
@@ -97,10 +90,7 @@ def _segments(graph: Graph, depth: int) -> dict[int, int]:
 
 
 def _kept_values(graph: Graph, segment_of: dict[int, int]) -> set[int]:
-    """Returns the forward values that are not inside a segment.
-
-    Written outside, or read outside.
-    """
+    """Returns the forward values that are written or read outside their segment."""
     boundary = forward_length(graph)
     kept: set[int] = set()
     for index, op in enumerate(graph.operators[:boundary]):

@@ -1,19 +1,20 @@
 """PyTorch's `activation_memory_budget`: a knapsack over saved bytes.
 
 Other names: the min-cut partitioner with a memory budget,
-`torch._functorch.config.activation_memory_budget`. Source: PyTorch 2.13,
-`torch/_functorch/partitioners.py` (`choose_saved_values_set`) and
-`torch/_functorch/_activation_checkpointing/knapsack.py` (`dp_knapsack`, `ilp_knapsack`), written
-anew on arrays. Optimal: as a knapsack, up to the quantization of sizes to 1/10,000 of all saved
-bytes (`dp`) or exactly (`ilp`); as a training step never proved. Complexity: `dp` O(10,000 n) once
-for all fractions; `ilp` one integer program a fraction. Imperfections: the budget is a fraction of
-the saved bytes and knows nothing of the step's peak, of parameters, gradients or of what
-recomputing holds; a value counts its own operator's cost, though having it back can need its
-ancestors too. PyTorch also lets its min-cut choose again among what the knapsack gave up, and never
-saves what Inductor fuses; neither is done here.
+`torch._functorch.config.activation_memory_budget`.
+Source: PyTorch 2.13, `torch/_functorch/partitioners.py` (`choose_saved_values_set`) and
+`torch/_functorch/_activation_checkpointing/knapsack.py` (`dp_knapsack`, `ilp_knapsack`),
+reimplemented on arrays.
+Optimal: as a knapsack, up to the quantization of sizes to 1/10,000 of all saved bytes (`dp`) or
+exactly (`ilp`); never proved for the training step.
+Complexity: `dp` O(10,000 n) once for all fractions; `ilp` one integer program per fraction.
+Imperfections: the budget is a fraction of the saved bytes and ignores the step's peak, parameters,
+gradients and the memory of recomputing; a value counts its own operator's cost, though recomputing
+it can need its ancestors too. PyTorch also runs its min-cut again on the values that the knapsack
+does not save, and never saves what Inductor fuses; neither is done here.
 
-The budget in bytes is met as a user would: fractions are tried from 1 downwards, bisecting at the
-end, and the cheapest step whose simulated peak fits is taken.
+A budget in bytes is met as a user would meet it: fractions are tried from 1 downwards, then
+bisected, and the cheapest schedule whose simulated peak fits is taken.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NUM_FRACTIONS = 32
 _NUM_BISECTIONS = 5  # down to a thousandth of the saved bytes
 
 Knapsack = Callable[[float], Collection[int]]
-"""From a fraction of all bytes to the items that are saved."""
+"""Maps a fraction of all bytes to the items that are saved."""
 
 
 @final
@@ -56,7 +57,7 @@ class PyTorchKnapsack(Solver):
     time_limit_s: float = 10.0
 
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the cheapest step of all tried fractions that fits.
+        """Returns the cheapest schedule that fits, of all fractions tried.
 
         Raises:
             SolverError: an integer program hit its time limit without an answer.
@@ -66,7 +67,7 @@ class PyTorchKnapsack(Solver):
         )
 
     def members(self, graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
-        """Yields the steps of every fraction tried, the last ones ever nearer to the budget."""
+        """Yields the steps for each fraction tried; the last ones approach the budget."""
         items = _items(graph)
         size = np.array(
             [sum(graph.values[v].size_bytes for v in graph.operators[i].writes) for i in items],
@@ -109,7 +110,7 @@ def _items(graph: Graph) -> list[int]:
 def _members(
     graph: Graph, budget_bytes: int, steps: Callable[[float], list[int]]
 ) -> Iterator[list[int]]:
-    """Yields the steps of every fraction tried; the last ones close in on the highest that fits."""
+    """Yields the steps for each fraction tried; the last ones bisect for the highest that fits."""
     fits_at, too_much = -1.0, 1.0
     for part in reversed(range(_NUM_FRACTIONS + 1)):
         fraction = part / _NUM_FRACTIONS
@@ -175,7 +176,7 @@ def ilp_knapsack(
         if outcome.point is None:
             raise SolverError(
                 f"the knapsack of {len(share)} values was not solved in {time_limit_s:g} s; "
-                "raise time_limit_s or use dp"
+                "raise time_limit_s or use method='dp'"
             )
         return [int(i) for i in np.flatnonzero(outcome.point > 0.5)]
 

@@ -3,11 +3,12 @@
 Other names: selective activation recomputation (Megatron-LM).
 Papers: V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
 MLSys 2023, arXiv:2205.05198, section 5.
-Optimal: never proved; it drops what is large for its cost in a transformer with long sequences.
+Optimal: never proved; it drops the values of a transformer with long sequences that are large but
+cheap to recompute.
 Complexity: O(E); one schedule.
-Imperfections: transformers only, and of them only those whose attention is written out: a fused
-kernel has no inside. What counts as inside is read from the operators: the batched matrix products
-before and after a softmax and all between; without targets, the modules called attention.
+Imperfections: only for transformers whose attention is written out; a fused kernel has no inside.
+The inside is recognised by its operators: the batched matrix products before and after a softmax
+and all between; without targets, by the modules named attention.
 """
 
 from __future__ import annotations
@@ -35,17 +36,13 @@ _ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
 @final
 @dataclass(frozen=True)
 class RecomputeAttention(Family):
-    """Recomputes scores, softmax, dropout and what else lies inside attention.
-
-    Keeps everything else.
-    """
+    """Recomputes the inside of attention (scores, softmax, dropout, ...); keeps everything else."""
 
     def members(self, graph: Graph) -> list[list[int]]:
         """Returns the method's one schedule.
 
         Raises:
-            SolverError: the graph has no attention, does not say where it is, or has it in fused
-                kernels only.
+            SolverError: the graph has no attention, no names to find it by, or only fused kernels.
         """
         inside = _values_inside(graph, _attention_operators(graph))
         if not inside:
@@ -66,7 +63,7 @@ class RecomputeAttention(Family):
 def _missing(graph: Graph) -> str:
     if any(op.target or op.module for op in graph.operators):
         return "the graph has no softmax between two batched matrix products"
-    return "the graph says of no operator which one it is or from which module"
+    return "no operator of the graph names its target or its module"
 
 
 def _attention_operators(graph: Graph) -> set[int]:
@@ -91,10 +88,7 @@ def _attention_operators(graph: Graph) -> set[int]:
 
 
 def _reach(graph: Graph, start: int, step: Callable[[int], Iterable[int]]) -> set[int]:
-    """Returns what `step` leads to from `start`, up to the first matrix products.
-
-    Batched ones are included.
-    """
+    """Returns what `step` reaches from `start` up to matrix products, batched ones included."""
     reached, stack = {start}, [start]
     while stack:
         for index in step(stack.pop()):
@@ -112,9 +106,7 @@ def _has_product(graph: Graph, operators: set[int]) -> bool:
 
 
 def _values_inside(graph: Graph, attention: set[int]) -> set[int]:
-    """Returns the values of operators whose every value is read in attention only, as far as the
-    forward goes.
-    """
+    """Returns the values of operators whose outputs the forward reads only inside attention."""
     boundary = forward_length(graph)
     inside: set[int] = set()
     for index in attention:

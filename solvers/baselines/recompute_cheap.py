@@ -1,12 +1,13 @@
-"""Keep what is expensive to compute, compute the rest again.
+"""Keep what is expensive to compute, recompute the rest.
 
 Other names: recompute-elementwise, "save dots" (JAX's `dots_saveable` policy), selective activation
 checkpointing with the usual list of operators, fusible recomputation of AOTAutograd's min-cut.
 Papers: none; JAX's `jax.checkpoint_policies` and
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` are the best-known forms. Optimal:
-never proved. Complexity: O(E) a schedule; one where operators have targets, twenty-one where they
-have costs only. Imperfections: one choice for the whole network; with targets there is nothing to
-turn when it does not fit, and nothing to spend when it fits easily.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` are the best-known forms.
+Optimal: never proved.
+Complexity: O(E) per schedule; one where operators have targets, twenty-one where they have only
+costs.
+Imperfections: one rule for the whole network; with targets it does not depend on the budget.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _NUM_SHARES = 20
 class RecomputeCheap(Family):
     """Keeps the outputs of matrix products, convolutions and attention, and recomputes the others.
 
-    Where operators have no targets, those are kept that cost most and together make up a share of
-    the forward's cost; shares from 0 to 100 % are tried, the cheapest schedule that fits is taken.
+    Where operators have no targets, it keeps the most expensive ones up to a share of the forward's
+    cost; shares from 0 to 100 % are tried, and the cheapest schedule that fits is taken.
     """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields one schedule, or where operators have no targets one a share."""
+        """Yields one schedule, or one per share where operators have no targets."""
         return (
             steps_on_demand(graph, {v for i in kept for v in graph.operators[i].writes})
             for kept in _kept_operators(graph)
@@ -46,7 +47,7 @@ class RecomputeCheap(Family):
 
 
 def operator_name(target: str) -> str:
-    """Returns the name without namespace and overload.
+    """Returns an operator's name without namespace and overload.
 
     >>> operator_name("aten.mm.default"), operator_name("aten::mm")
     ('mm', 'mm')

@@ -4,17 +4,17 @@ Other names: revolve, treeverse, Griewank's log n.
 Papers: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000, proposition 1;
 A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
 differentiation", 1992.
-Optimal: on a chain of equal costs and sizes it computes the fewest forward operators that can bring
-its values back in reverse order with a given number of slots; a backward operator that also reads
-its layer's output, and the gradients, need memory that the theory leaves out.
+Optimal: on a chain of equal costs and sizes, it recomputes the fewest forward operators with which
+a given number of slots can yield the values in reverse order. The theory leaves out the memory of
+gradients, and of a backward operator that also reads its layer's output.
 Complexity: r l steps; about forty numbers of slots are tried, few slots only while r l stays below
 two million.
-Imperfections: chains only; every operator counts the same, whatever its cost and size; pinned
-operators are borders that take no slot, and each run between two of them, or of one region, has the
-slots to itself.
+Imperfections: chains only; all operators count the same, whatever their cost and size; pinned
+operators are borders that take no slot, and each run between two of them, or within one region, has
+all slots to itself.
 
 Notation of the paper: s slots, l values in reverse, r repetitions, beta(s, r) = (s + r choose s).
-A slot holds one value; the chain's start, which nothing needs to compute, has the first.
+A slot holds one value; the first slot holds the chain's start, which is never computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from remat.core.graph import Graph
 from remat.solvers.baselines.segment_family import Family
 from remat.solvers.core.on_demand import forward_length, values_always_kept
 
-_MAX_ADVANCES = 2_000_000  # longer schedules would take seconds to simulate and are of no use
+_MAX_ADVANCES = 2_000_000  # longer schedules take seconds to simulate and are useless
 
 
 @final
@@ -40,13 +40,13 @@ class Revolve(Family):
     """Binomial schedules for numbers of slots from one to all; the cheapest that fits.
 
     Attributes:
-        num_slots: only this number of slots, where given.
+        num_slots: tries this number of slots only.
     """
 
     num_slots: int | None = None
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields one schedule a number of slots.
+        """Yields one schedule per number of slots.
 
         Raises:
             SolverError: the forward is not a chain.
@@ -59,9 +59,7 @@ class Revolve(Family):
 
 
 def advances(num_values: int, num_slots: int) -> int:
-    """Returns t(l, s) = r l - beta(s + 1, r - 1).
-
-    The fewest advances that give l values in reverse.
+    """Returns t(l, s) = r l - beta(s + 1, r - 1), the fewest advances that reverse l values.
 
     r is the number with beta(s, r - 1) < l <= beta(s, r).
 
@@ -94,7 +92,7 @@ def _repetitions(num_values: int, num_slots: int) -> int:
 
 
 def _slot_counts(num_values: int) -> list[int]:
-    """Returns the numbers of slots to try: all small ones, then ever sparser ones."""
+    """Returns the numbers of slots to try: all small ones, then ever fewer of the larger ones."""
     counts = {
         *range(1, min(num_values, 16) + 1),
         *(round(x) for x in np.geomspace(1, num_values, 32)),
@@ -137,9 +135,7 @@ def _steps(graph: Graph, num_slots: int) -> list[int]:
 
 
 def _runs(graph: Graph, boundary: int) -> list[list[int]]:
-    """Returns the chain's operators, cut where one may not be computed again and between
-    regions.
-    """
+    """Returns the chain's operators, cut at pinned operators and between regions."""
     runs: list[list[int]] = [[]]
     for index, op in enumerate(graph.operators[:boundary]):
         if op.is_snapshot:
@@ -154,7 +150,7 @@ def _runs(graph: Graph, boundary: int) -> list[list[int]]:
 
 
 class _Run:
-    """A part of the chain in reverse: which values are stored, and what brings the others back."""
+    """A part of the chain in reverse: which values are stored, and how to recompute the others."""
 
     def __init__(self, operators: list[int], num_slots: int) -> None:
         self.operators = operators
@@ -164,9 +160,7 @@ class _Run:
         self._given = {len(operators) - 1}  # the last value has only just been computed
 
     def bring_back(self, position: int) -> list[int]:
-        """Returns what to compute so that the value at `position` is in memory, and stores on the
-        way.
-        """
+        """Returns what to recompute to get the value at `position`; stores values on the way."""
         if position in self._given:
             return []
         self._given.add(position)

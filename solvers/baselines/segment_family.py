@@ -1,7 +1,8 @@
-"""What the heuristics share: cutting the forward into segments, and the cheapest member that fits.
+"""Common code of the heuristics: cut the forward into segments, choose the cheapest that fits.
 
-A *segment* is a run of forward operators between two *borders*. What the border operators write is
-kept over the forward's end; the inside of a segment is computed again when the backward reaches it.
+A *segment* is a run of forward operators between two *borders*. The values that border operators
+write are kept over the forward's end; the inside of a segment is recomputed when the backward
+reaches it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from remat.core.solution import Solution, Status
 from remat.solvers.core.base import Solver
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
-# sizes of segment that the greedy methods try; beyond, the schedules hardly differ
+# segment sizes that the greedy methods try; with more, the schedules hardly differ
 _NUM_LIMITS = 48
 
 
 @dataclass(frozen=True)
 class Family(Solver):
-    """A method with a few schedules a graph, whatever the budget.
+    """A method with a few schedules per graph, the same for every budget.
 
-    The cheapest that fits is its answer.
+    Its answer is the cheapest that fits.
     """
 
     @abstractmethod
@@ -36,14 +37,14 @@ class Family(Solver):
         """Returns the steps of each schedule.
 
         Raises:
-            SolverError: the graph is not of the class that the method is for.
+            SolverError: the method does not apply to graphs of this kind.
         """
 
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the cheapest schedule of the family that fits, `NO_SOLUTION` where none does.
 
         Raises:
-            SolverError: the graph is not of the class that the method is for.
+            SolverError: the method does not apply to graphs of this kind.
         """
         return cheapest_that_fits(graph, budget_bytes, self.members(graph), solver=repr(self))
 
@@ -51,17 +52,16 @@ class Family(Solver):
 def cheapest_that_fits(
     graph: Graph, budget_bytes: int, members: Iterable[Sequence[int]], *, solver: str
 ) -> Solution:
-    """Returns the cheapest of a family of step sequences within the budget, the lowest peak on
-    ties.
+    """Returns the cheapest of some schedules within the budget, of the lowest peak on ties.
 
     Args:
-        graph: the graph the sequences belong to.
-        budget_bytes: the budget.
-        members: valid sequences; an iterator is timed while it makes them.
+        graph: the graph the schedules belong to.
+        budget_bytes: resident bytes included.
+        members: steps of valid schedules; the time to generate them is counted.
         solver: the configuration to report.
 
-    Where no member fits the status is `NO_SOLUTION`; either way `minimum_bytes` is the lowest
-    peak of the family. The bound is that of any schedule: the cost of computing everything once.
+    Where none fits the status is `NO_SOLUTION`; either way `minimum_bytes` is the lowest peak. The
+    bound is the trivial one: the cost of computing everything once.
     """
     started = time.perf_counter()
     best: tuple[float, int, Sequence[int]] | None = None
@@ -97,10 +97,7 @@ def cheapest_that_fits(
 
 
 def forward_operators(graph: Graph) -> list[int]:
-    """Returns the forward operators whose values can be dropped, in order.
-
-    Candidates for a border.
-    """
+    """Returns the forward operators whose values can be dropped, in order: border candidates."""
     return [
         i
         for i, op in enumerate(graph.operators[: forward_length(graph)])
@@ -120,7 +117,7 @@ def sqrt_borders(candidates: Sequence[int]) -> list[int]:
 
 
 def greedy_borders(graph: Graph, candidates: Sequence[int], limit_bytes: int) -> list[int]:
-    """Returns a border at each first candidate that makes a segment larger than `limit_bytes`.
+    """Returns borders, each at the first candidate where a segment exceeds `limit_bytes`.
 
     Algorithm 3 of Chen et al. 2016; bytes are those that the segment's operators write.
     """
@@ -151,8 +148,8 @@ def greedy_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int
 def borders_by_size(
     graph: Graph, candidates: Sequence[int], divisors: Iterable[float]
 ) -> Iterator[list[int]]:
-    """Yields the greedy borders of segments that are all of the forward's bytes divided by each
-    divisor; each borders once.
+    """Yields the greedy borders for segments of the forward's bytes over each divisor, no two
+    alike.
     """
     forward = graph.operators[: forward_length(graph)]
     total_bytes = sum(graph.values[v].size_bytes for op in forward for v in op.writes)
@@ -165,10 +162,10 @@ def borders_by_size(
 
 
 def steps_of_segments(graph: Graph, borders: Sequence[int]) -> Iterator[list[int]]:
-    """Yields two schedules of one segmentation: the last segment kept, and dropped like the others.
+    """Yields two schedules of one segmentation: with the last segment kept, and dropped.
 
-    The backward begins with the last segment, so keeping it saves its recomputation, and costs
-    memory only where the loss needs much.
+    The backward begins with the last segment. Keeping it saves its recomputation, and costs memory
+    only where the loss needs much.
     """
     kept = {v for border in borders for v in graph.operators[border].writes}
     last_segment = graph.operators[borders[-1] + 1 if borders else 0 : forward_length(graph)]

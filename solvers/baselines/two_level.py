@@ -1,14 +1,13 @@
-"""Checkpoints of two levels.
-
-Few over the forward's end, more in the run of segments that the backward has reached.
+"""Two-level checkpoints: few over the forward's end, more where the backward has arrived.
 
 Other names: recursive, multi-level or divide-and-conquer checkpointing.
 Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174,
 section 4.3; J. M. Siskind, B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary
-programs with no user annotation", 2018. Optimal: never proved; on a chain of equal segments
-binomial checkpointing (`revolve`) is. Complexity: O(E) a schedule; some 40 are made. Imperfections:
-two levels only; costs are not looked at. Of use where one operator, such as the loss, leaves room
-for few checkpoints.
+programs with no user annotation", 2018.
+Optimal: never proved; on a chain of equal segments binomial checkpointing (`revolve`) is.
+Complexity: O(E) per schedule, of which there are some 40.
+Imperfections: two levels only; ignores costs. Helps where one operator, such as the loss, leaves
+room for few checkpoints.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ from remat.solvers.baselines.segment_family import Family, borders_by_size
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.on_demand import forward_length, steps_on_demand, values_always_kept
 
-_SIZES = 8  # of segments; from half of the forward down to single stages
+_SIZES = 8  # segment sizes tried, from half of the forward down to single stages
 _MOST_SEGMENTS = 64
 
 
 @final
 @dataclass(frozen=True)
 class Nested(Family):
-    """Segments that end at Chen's stages, of several sizes, with every number of outer borders that
-    is a power of two.
+    """Two-level segments that end at Chen's stages.
+
+    Tried are several segment sizes, each with no outer borders and with 1, 2, 4, ... of them.
     """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
-        """Yields the schedules of each size of segment and number of outer borders.
+        """Yields a schedule for each segment size and number of outer borders.
 
         Raises:
-            SolverError: the forward is no sequence of stages.
+            SolverError: the forward is not a sequence of stages.
         """
         candidates = stage_ends(graph)
         ends = _ends_in_backward(graph)
@@ -52,8 +52,10 @@ class Nested(Family):
 
 
 def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends: Ints) -> list[int]:
-    """Returns the schedule that keeps what `outer` borders write, and within the run between two of
-    these what `inner` ones write.
+    """Returns the steps of the schedule with these two levels of borders.
+
+    What outer borders write is kept over the forward's end. When the backward reaches the part
+    between two outer borders, what the inner borders there write is recomputed and kept.
 
     Args:
         graph: any graph.
@@ -64,7 +66,7 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
     boundary = forward_length(graph)
     gradients = {v for v, producer in enumerate(graph.producer) if producer >= boundary}
     later: dict[int, set[int]] = {}
-    # of a segment, which ends with a border
+    # one segment at a time, each ends with a border
     for begin, end in zip([-1, *inner], [*inner, boundary - 1], strict=True):
         run = max((border for border in outer if border <= begin), default=-1)
         held = [border for border in inner if border <= end and (border > run or border in outer)]
@@ -78,11 +80,12 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
 
 
 def _ends_in_backward(graph: Graph) -> Ints:
-    """For each forward operator, the first operator of the backward from which on nothing written
-    after it is read; O(E).
+    """Returns, for each forward operator, where in the backward the values after it are done with.
+
+    That is the first operator from which on no forward value written after it is read; O(E).
     """
     boundary, always, producer = forward_length(graph), values_always_kept(graph), graph.producer
-    last = np.full(boundary + 1, boundary - 1, np.int64)  # reader, by the operator that writes
+    last = np.full(boundary + 1, boundary - 1, np.int64)  # last reader of what an operator writes
     for index in range(boundary, graph.num_operators):
         for value in graph.operators[index].reads:
             if 0 <= producer[value] < boundary and value not in always:
