@@ -7,18 +7,18 @@ Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerial
     S[t, v]  value v is kept across the start of stage t
     U, FREE  memory after each computation and what it frees: eliminated here (no big-M). The memory
              of the original computation is linear in S of the next stage, since nothing follows it
-             in its stage; the memory while recomputing is written per moment, where it is needed
+             in its stage; the memory while recomputing is added per moment, where it is needed
 
-Two accountings of the moments of recomputation share everything else:
+There are two ways to account for the memory at a moment of recomputation:
 
-- `add_moment` holds for every schedule in fixed order: no order and no multiplicity inside a stage
-  is assumed. The model with any number of these rows is a relaxation: its optimum is a bound.
+- `add_moment` holds for every schedule in fixed order: it assumes no order and no multiplicity
+  inside a stage. The model with any number of these rows is a relaxation: its optimum is a bound.
 - `add_ordered_stage` is the paper's: in a stage each operator is recomputed at most once, in the
   graph's order. Schedules outside that class can be better (see `stage_order`), so it is a
   restriction.
 
-Differences to the paper, all towards the simulator of `remat.schedule`: values die at their last
-use, also those without a user in the stage; several outputs an operator; in-place operators;
+Differences from the paper, all to match the simulator (`remat.core.schedule`): values die at their
+last use, also those without a user in the stage; several outputs per operator; in-place operators;
 workspace; snapshots. Memory rows are divided by the capacity, costs by `unit_s`.
 Complexity: O(n (n + E)) columns and nonzeros.
 """
@@ -35,7 +35,7 @@ from remat.solvers.checkmate.stage_form import StageForm
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 
 MAX_NONZEROS = 2_000_000
-# above it costs are scaled to a total of 1e4 rather than to whole numbers
+# where the total is above it, costs are scaled to a total of 1e4 and not to whole numbers
 _LARGEST_EXACT_TOTAL = 1e7
 
 Terms = list[tuple[int, float]]
@@ -48,9 +48,9 @@ class CheckmateModel:
         form: the problem.
         recompute: [t, i] -> column of R, or `ZERO`.
         keep: [t, v] -> column of S, or `ZERO`.
-        needed: [v] -> `ONE`, or the column that says that a snapshot is needed.
-        unit_s: objective 1 in seconds.
-        is_integral: all costs are multiples of it.
+        needed: [v] -> `ONE`, or the column that says whether a snapshot is needed.
+        unit_s: seconds per unit of the objective.
+        is_integral: True where all costs are multiples of `unit_s`.
     """
 
     def __init__(self, form: StageForm) -> None:
@@ -69,7 +69,7 @@ class CheckmateModel:
         self._add_columns()
 
     def _add_columns(self) -> None:
-        """Makes R and S where they can be of use; the rest is zero (1d-1f and more)."""
+        """Adds R and S where they can be useful; all others are zero (1d-1f and more)."""
         for stage, operator in np.argwhere(self.form.may_recompute).tolist():
             self.recompute[stage, operator] = self.add_column(self.form.cost_s[operator])
         for stage, value in np.argwhere(self.form.may_keep).tolist():
@@ -87,7 +87,7 @@ class CheckmateModel:
         return len(self.costs) - 1
 
     def add_row(self, terms: Iterable[tuple[int, float]], upper: float = 0.0) -> None:
-        """Adds `terms <= upper`; constants move to the right, repeated columns add up."""
+        """Adds `terms <= upper`; constants move to the right, repeated columns are summed."""
         row: dict[int, float] = {}
         for column, factor in terms:
             if column == ONE:
@@ -123,11 +123,10 @@ class CheckmateModel:
         )
 
     def through(self, stage: int, value: int) -> Terms:
-        """Returns a term that is 1 where `value` is held through the stage, from its start to its
-        original.
+        """Returns the term H[t, v]: 1 where `value` is held from the stage's start to its original.
 
-        H >= S[t+1, v] - R[t, p], and 1 - R[t, p] where the original reads v. Zero where v is
-        recomputed.
+        H >= S[t+1, v] - R[t, p], or H = 1 - R[t, p] where the original reads v. It is zero where v
+        is recomputed.
         """
         again = int(self.recompute[stage, self.form.producer[value]])
         end = (
@@ -144,7 +143,7 @@ class CheckmateModel:
         return [(self.held_through[key], 1.0)]
 
     def taken_over(self, operator: int, now: int, after: Callable[[int], int]) -> Terms:
-        """Returns minus m_v D[v], the memory of one dying input.
+        """Returns the terms -m_v D[v]: the memory of one dying input, which is reused in place.
 
         D[v] <= 1 - held after, D <= computed now, sum D <= 1.
         """
@@ -161,17 +160,17 @@ class CheckmateModel:
 
 
 def stage_model(form: StageForm) -> CheckmateModel:
-    """Returns the model with every row but the moments of recomputation: a relaxation.
+    """Returns the model with all rows but the moments of recomputation: a relaxation.
 
     Raises:
-        SolverError: the model would be absurdly big.
+        SolverError: the model would have more than `MAX_NONZEROS` nonzeros.
     """
     nonzeros = form.num_nonzeros()
     if nonzeros > MAX_NONZEROS:
         raise SolverError(
             f"the Checkmate MILP of this graph ({form.num_steps:,} operators) has about "
             f"{nonzeros:,} nonzeros; "
-            f"more than {MAX_NONZEROS:,} are hopeless for a MILP solver; use solver='auto'"
+            f"more than {MAX_NONZEROS:,} are too many for a MILP solver; use solver='auto'"
         )
     model = CheckmateModel(form)
     add_dependencies(model)
@@ -183,7 +182,7 @@ def stage_model(form: StageForm) -> CheckmateModel:
 
 
 def add_dependencies(model: CheckmateModel) -> None:
-    """R[t, j] <= R[t, i] + S[t, v] for every value v of i that j reads (paper: 1b)."""
+    """Adds R[t, j] <= R[t, i] + S[t, v] for every value v of i that j reads (paper: 1b)."""
     form = model.form
     for stage in range(form.num_operators):
         for operator in [*np.flatnonzero(form.may_recompute[stage]), stage]:
@@ -198,7 +197,7 @@ def add_dependencies(model: CheckmateModel) -> None:
 
 
 def add_retention(model: CheckmateModel) -> None:
-    """S[t+1, v] <= R[t, i] + S[t, v] for every value v of an i < t (paper: 1c)."""
+    """Adds S[t+1, v] <= R[t, i] + S[t, v] for every value v of an i < t (paper: 1c)."""
     form = model.form
     for stage in range(form.num_operators):
         for value in np.flatnonzero(form.may_keep[stage + 1]):
@@ -215,9 +214,9 @@ def add_retention(model: CheckmateModel) -> None:
 
 
 def add_snapshot_needs(model: CheckmateModel) -> None:
-    """R[t, j] <= Z[v] for every snapshot v that j reads.
+    """Adds R[t, j] <= Z[v] for every snapshot v that j reads.
 
-    A snapshot takes memory where a reader repeats.
+    A snapshot takes memory where a reader is recomputed.
     """
     form = model.form
     for value in np.flatnonzero(form.is_snapshot):
@@ -229,11 +228,10 @@ def add_snapshot_needs(model: CheckmateModel) -> None:
 
 
 def add_original_memory(model: CheckmateModel, stage: int) -> None:
-    """m(writes) + m(reads) + workspace + sum of m_v S[t+1, v] over the others <= B (paper: 5-6 at k
-    = t).
+    """Adds m(writes) + m(reads) + workspace + sum of m_v S[t+1, v] over the others <= B.
 
-    Exact: the original computation ends its stage, so what is kept into the next one is held while
-    it runs.
+    This is (5)-(6) of the paper at k = t. It is exact: the original computation ends its stage, so
+    what is kept into the next one is held while it runs.
     """
     form = model.form
     own = {*form.reads[stage], *form.writes[stage]}
@@ -248,10 +246,10 @@ def add_original_memory(model: CheckmateModel, stage: int) -> None:
 
 
 def add_moment(model: CheckmateModel, stage: int, operator: int) -> None:
-    """(m(writes) + m(reads) + workspace) R[t, j] + sum of m_v H[t, v] over the others <= B.
+    """Adds (m(writes) + m(reads) + workspace) R[t, j] + sum of m_v H[t, v] over the others <= B.
 
-    H (see `CheckmateModel.through`) are the values held through the whole stage, whatever the order
-    and the number of recomputations in it. Valid for every schedule.
+    H (see `CheckmateModel.through`) says which values are held through the whole stage, whatever
+    the order and number of its recomputations. The row is valid for every schedule.
     """
     form = model.form
     own = {*form.reads[operator], *form.writes[operator]}
@@ -269,10 +267,7 @@ def add_moment(model: CheckmateModel, stage: int, operator: int) -> None:
 
 
 def moment_bytes(form: StageForm, operator: int) -> int:
-    """Returns the least memory in which the operator can run again.
-
-    The snapshots it reads take theirs then.
-    """
+    """Returns the least memory in which the operator can be recomputed, snapshots included."""
     return form.working_bytes(operator) + sum(
         form.size_bytes[v] for v in form.reads[operator] if form.is_snapshot[v]
     )
@@ -286,12 +281,12 @@ def add_stage_cut(
     snapshots: Set[int],
     cost_s: float,
 ) -> None:
-    """Sum of c_i R[t, i] + E[t] >= f (1 - values kept beyond A - values of B not wanted after all).
+    """Adds the cut sum of c_i R[t, i] + E[t] >= f (1 - values kept beyond A - values of B missing).
 
-    Where recomputing in stage t costs at least f for everyone who starts it with no more than A
-    (`kept`), ends it with no less than B (`wanted`) and needs exactly `snapshots`; infinite f
-    forbids it. Logic-based Benders (Hooker and Ottosson 2003); E[t] is what a stage costs beyond
-    one computation of each R.
+    It is valid where the recomputations of stage t cost at least f (`cost_s`) for every schedule
+    that starts the stage with no values beyond A (`kept`), ends it with all of B (`wanted`) and
+    needs exactly `snapshots`; an infinite f forbids that. E[t] is what a stage costs beyond one
+    computation of each R. A logic-based Benders cut (Hooker and Ottosson 2003).
     """
     form = model.form
     away: Terms = [

@@ -1,15 +1,14 @@
 """The LP relaxation of the Checkmate model: a bound, and schedules by two-phase rounding.
 
-Also called: Checkmate approximation. Paper: Jain et al., "Checkmate", MLSys 2020, section 5 and
-algorithm 2. Phase 1 rounds the relaxed S to what is kept across each stage, at 1/2 or by a coin as
-biased as S; phase 2 sets R to the least that this needs. The memory is not rounded: the relaxation
-is solved within (1 - allowance) of the budget, and what still does not fit is thrown away. Optimal:
-never by construction; `OPTIMAL` where the schedule meets the relaxation's bound. Complexity: one LP
-of O(n (n + E)) nonzeros an allowance, O(n (n + E)) a rounding.
-
-Known imperfections: at tight budgets every rounding may exceed the budget (`NO_SOLUTION`); the
-bound does not see the memory while recomputing. The paper has one allowance (0.1); several are
-tried here.
+Other names: Checkmate approximation.
+Papers: Jain et al., "Checkmate", MLSys 2020, section 5 and algorithm 2.
+Phase 1 rounds the relaxed S, at 1/2 or at random with probability S, to the values kept across each
+stage; phase 2 recomputes the least that this needs. Rounding ignores memory: the relaxation is
+solved within (1 - allowance) of the budget, and schedules that still do not fit are discarded.
+Optimal: never by construction; `OPTIMAL` where the schedule meets the relaxation's bound.
+Complexity: one LP of O(n (n + E)) nonzeros per allowance, O(n (n + E)) per rounding.
+Imperfections: at tight budgets every rounding may exceed the budget (`NO_SOLUTION`); the bound
+ignores the memory while recomputing. The paper has one allowance (0.1); several are tried here.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from remat.solvers.core.base import Solver
 from remat.solvers.lp.backend import Highs
 
 ALLOWANCES = (0.0, 0.05, 0.1, 0.2, 0.3)
-# relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` sees to the
-# tolerances)
+# relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` covers the
+# LP solver's tolerances)
 _ROUNDOFF = 1e-9
 
 
@@ -45,7 +44,7 @@ class LPRounding(Solver):
 
     Attributes:
         seed: of the randomized rounding; None rounds deterministically, at 1/2.
-        num_samples: randomized roundings an allowance.
+        num_samples: randomized roundings per allowance.
         time_limit_s: stop after this long, with the best schedule so far.
     """
 
@@ -57,7 +56,7 @@ class LPRounding(Solver):
         """Returns the cheapest rounding that fits, with the relaxation's bound.
 
         Raises:
-            SolverError: the model would be absurdly big, or HiGHS is not installed.
+            SolverError: the graph is too large for the model, or HiGHS is not installed.
         """
         began = time.monotonic()
         steps = list(range(graph.num_operators))
@@ -83,10 +82,7 @@ class LPRounding(Solver):
         )
 
     def _roundings(self, form: StageForm, began: float) -> Iterator[tuple[Relaxation, list[int]]]:
-        """Yields each relaxation with each of its roundings.
-
-        No steps where the relaxation has no point.
-        """
+        """Yields each relaxation with each of its roundings, or no steps where it is infeasible."""
         random = None if self.seed is None else np.random.default_rng(self.seed)
         for allowance in ALLOWANCES:
             left_s = self.time_limit_s - (time.monotonic() - began)
@@ -103,10 +99,7 @@ class LPRounding(Solver):
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The optimum of the LP relaxation.
-
-    A lower bound (infinite where it has no point) and S, [t, v].
-    """
+    """The optimum of the LP relaxation: a lower bound (infinite if infeasible) and S, [t, v]."""
 
     allowance: float
     bound_s: float
@@ -116,7 +109,7 @@ class Relaxation:
 def lp_bound(graph: Graph, budget_bytes: int, *, time_limit_s: float = 60.0) -> float:
     """Returns a lower bound on the cost of every schedule in fixed order within the budget.
 
-    Infinite where it proves that there is none; the cost of keeping everything where time runs out.
+    Infinite where it proves that none fits; the cost of keeping everything where time runs out.
 
     >>> lp_bound(Graph.from_arrays([1, 1, 1, 1], [4, 4, 4, 1], [(0, 1), (1, 2), (2, 3), (0, 3)]), 9)
     5.0
@@ -146,10 +139,9 @@ def relax(
 
 
 def round_to_steps(form: StageForm, keep: NDArray[np.bool_]) -> list[int]:
-    """Returns the steps that keep what `keep` says and recompute the least that this needs (phase
-    2).
+    """Returns the steps that keep what `keep` says and recompute the least that this needs.
 
-    Values that could not be recomputed where they are needed are kept, whatever `keep` says.
+    This is phase 2. Values that can't be recomputed where they are needed are kept in any case.
     """
     keep = keep.copy()
     while True:
@@ -162,10 +154,7 @@ def round_to_steps(form: StageForm, keep: NDArray[np.bool_]) -> list[int]:
 
 
 def _run(form: StageForm, keep: NDArray[np.bool_], steps: list[int]) -> tuple[int, int] | None:
-    """Appends the steps of all stages.
-
-    Stops at the first value that cannot be had, and returns where.
-    """
+    """Appends the steps of all stages; returns the first (stage, value) that is not available."""
     held: set[int] = set()
     for stage in range(form.num_operators):
         held &= set(np.flatnonzero(keep[stage]).tolist())

@@ -1,15 +1,15 @@
 """The Checkmate MILP, exact over all schedules in fixed order, solved by HiGHS.
 
-Also called: optimal tensor rematerialization, Checkmate ILP. Papers: Jain et al., "Checkmate",
-MLSys 2020; Hooker and Ottosson, "Logic-based Benders decomposition", 2003 (for the inside of
-stages). Optimal: for every graph and budget, where it ends before its limits; the class is all
-schedules whose first computations come in the graph's order, with any order and repetition of
-recomputations. The paper's own model allows each operator once a stage, in the graph's order; see
-`stage_search` for how the two meet. The bound is valid whenever it stops. Complexity: NP-hard; O(n
-(n + E)) nonzeros.
-
-Known imperfections: above about 150 operators HiGHS rarely closes the gap in minutes (use `auto`).
-A stage that recomputes many operators beside many live values may exceed the exact search of its
+Other names: optimal tensor rematerialization, Checkmate ILP.
+Papers: Jain et al., "Checkmate", MLSys 2020; Hooker and Ottosson, "Logic-based Benders
+decomposition", 2003 (for the inside of stages).
+Optimal: for every graph and budget, where it ends before its limits; the class is all schedules
+whose first computations come in the graph's order, with recomputations in any order and number. The
+paper's own model allows each operator once per stage, in the graph's order; `stage_search` says how
+the two are combined. The bound is valid whenever the solve stops.
+Complexity: NP-hard; O(n (n + E)) nonzeros.
+Imperfections: above about 150 operators HiGHS rarely closes the gap in minutes (use `auto`). A
+stage that recomputes many operators beside many live values may exceed the exact search of its
 order; then the answer is `FEASIBLE` with a valid bound. Where costs are not whole multiples of one
 number, a gap of 0 means 1e-7.
 """
@@ -48,7 +48,7 @@ class MILP(Solver):
         gap: stop where the cost is proved within this fraction of the optimum.
         time_limit_s: stop after this long, with the best schedule and bound so far.
         threads: of HiGHS; 0 leaves the number to it.
-        incumbent: steps to start from, where a schedule is known.
+        incumbent: steps of a known schedule to start from.
         progress: called with the best cost and bound so far.
 
     >>> graph = Graph.from_arrays([1, 1, 1, 1], [4, 4, 4, 1], [(0, 1), (1, 2), (2, 3), (0, 3)])
@@ -66,7 +66,7 @@ class MILP(Solver):
         """Returns the optimum, or the best schedule within the limits with a valid bound.
 
         Raises:
-            SolverError: the model would be absurdly big, or HiGHS is not installed.
+            SolverError: the graph is too large for the model, or HiGHS is not installed.
         """
         limits = Limits(self.gap, self.time_limit_s)
         rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / 10)
@@ -92,9 +92,9 @@ def solve_exactly(
     solver: str,
     progress: ProgressCallback | None = None,
 ) -> Solution:
-    """Returns the answer of the stage model with any backend.
+    """Returns the stage model's solution with any backend.
 
-    `starts` are schedules to begin with, asked for while needed.
+    `starts` yields schedules to begin with; they are drawn until one closes the gap.
     """
     began = time.monotonic()
     keep_all = Schedule.keep_all(graph)
@@ -149,7 +149,7 @@ def solve_exactly(
 def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
     """Yields schedules to start from.
 
-    Greedy eviction, then forgetting the largest values of the forward, ever more of them.
+    First greedy eviction, then schedules that drop ever more of the largest forward values.
     """
     for rule in Rule:
         steps = steps_with_eviction(graph, budget_bytes, rule)
@@ -163,7 +163,7 @@ def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
 
 
 def _rounded_schedules(graph: Graph, budget_bytes: int, time_limit_s: float) -> Iterator[list[int]]:
-    """Yields deterministic roundings of the LP relaxation, within all and most of the budget."""
+    """Yields deterministic roundings of the LP relaxation, within 100 and 90 % of the budget."""
     for allowance in (0.0, 0.1):
         form = stage_form(graph, budget_bytes)
         relaxed = relax(form, allowance=allowance, time_limit_s=time_limit_s)

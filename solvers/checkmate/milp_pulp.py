@@ -1,12 +1,11 @@
 """The Checkmate MILP through PuLP: the same model for people who have another MILP solver.
 
-Everything but the call of the solver is that of `milp`, and so are papers, class and guarantees.
-PuLP knows no dual bound, so a bound exists only where the solver ended by itself: then it is the
-objective less the gap that was asked for. Models are handed over as expressions: seconds where
-`milp` needs milliseconds.
+All but the call of the solver is the same as in `milp`, and so are papers, class and guarantees.
+PuLP reports no dual bound, so there is a bound only where the solver ended by itself: the objective
+less the requested gap. Models are passed as expressions, which takes seconds where `milp` needs
+milliseconds.
 
-Known imperfections: no warm start, no progress during a solve. The tolerances are the backend's
-own.
+Imperfections: no warm start, no progress during a solve. The tolerances are the backend's own.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class PuLPMILP(Solver):
         gap: stop where the cost is proved within this fraction of the optimum.
         time_limit_s: stop after this long, with the best schedule and bound so far.
         threads: of the backend; 0 leaves the number to it.
-        incumbent: steps to compare with, where a schedule is known.
+        incumbent: steps of a known schedule to compare with.
         progress: called with the best cost and bound so far, between solves.
     """
 
@@ -58,7 +57,8 @@ class PuLPMILP(Solver):
         """Returns the optimum, or the best schedule within the limits with a valid bound.
 
         Raises:
-            SolverError: the model would be absurdly big, or PuLP or the backend is not there.
+            SolverError: the graph is too large for the model, or PuLP or the backend is not
+                installed.
         """
         backend = PuLP(self.backend, self.threads)
         backend.check()
@@ -90,7 +90,7 @@ class PuLP:
                 f"PuLP's solver {self.name!r} is not installed: install its package or program "
                 "(`pip install highspy` for HiGHS, `pip install gurobipy` for GUROBI, `pip "
                 "install pulp[cbc]` for CBC), "
-                f"or name one that is there ({available})"
+                f"or name one that is installed ({available})"
             )
 
     def minimise(
@@ -102,10 +102,7 @@ class PuLP:
         start: NDArray[np.float64] | None = None,
         report: Report | None = None,
     ) -> Answer:
-        """Returns the point the solver ended with.
-
-        The bound is infinite below unless it ended by itself.
-        """
+        """Returns the solver's last point; the bound is -inf unless it ended by itself."""
         del start, report
         pulp = _import_pulp()
         gap = max(gap, _SMALLEST_GAP)
@@ -131,9 +128,9 @@ class PuLP:
 
 
 def is_feasible(model: ModelArrays, point: NDArray[np.float64], *, tolerance: float = 1e-5) -> bool:
-    """Returns whether a point keeps to rows, bounds and integrality.
+    """Returns whether a point satisfies rows, bounds and integrality.
 
-    Some interfaces pass on leftovers after a time limit.
+    After a time limit some interfaces return points that do not.
     """
     rows = np.repeat(np.arange(len(model.row_upper)), np.diff(model.row_start))
     activity = np.bincount(rows, model.value * point[model.index], len(model.row_upper))

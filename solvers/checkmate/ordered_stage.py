@@ -6,10 +6,10 @@ that v is freed there. Both are eliminated. With the *hold* of a value
     H[t, v, k] = 1   v is in memory right before its reader k runs in stage t
 
 a value is held in a gap between two of its readers where the next gap needs it, so FREE is the
-difference of two holds and U the sum of the holds that cover a moment. Exact for its class: unlike
-the paper's, a value without a further reader dies at once, and there is no big-M.
+difference of two holds and U the sum of the holds that cover a moment. This is exact for its class:
+unlike in the paper, a value without a further reader dies at once, and there is no big-M.
 
-A model with these rows is a restriction: its optimum is no bound for all schedules in fixed order.
+A model with these rows is a restriction: its optimum does not bound all schedules in fixed order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from remat.solvers.checkmate.checkmate_model import CheckmateModel, Terms
 
 @dataclass(frozen=True)
 class _Holds:
-    """The gaps of one stage: for each value the readers in it, and the hold column before each."""
+    """The gaps of one stage: each value's readers in it, and the hold column before each reader."""
 
     stage: int
     readers: dict[int, list[int]]
     before: dict[tuple[int, int], int]
-    # after the last reader: needed by the original, or kept into the next stage
+    # column after the last reader: needed by the original, or kept into the next stage
     tail: dict[int, int]
 
     def at(self, model: CheckmateModel, value: int, moment: int) -> int:
@@ -77,8 +77,9 @@ def _make_holds(model: CheckmateModel, stage: int, slots: list[int]) -> _Holds:
 
 
 def _add_hold_rows(model: CheckmateModel, holds: _Holds) -> None:
-    """R[t, k] <= H[v, k], H[v, next k] <= H[v, k], H[v, first k] <= S[t, v] + R[t, p] (1b, 1c and
-    FREE >= 0, 7-8).
+    """Adds R[t, k] <= H[v, k], H[v, next k] <= H[v, k], H[v, first k] <= S[t, v] + R[t, p].
+
+    These are the paper's (1b), (1c) and FREE >= 0 (7-8).
     """
     for value, readers in holds.readers.items():
         again = int(model.recompute[holds.stage, model.form.producer[value]])
@@ -91,15 +92,13 @@ def _add_hold_rows(model: CheckmateModel, holds: _Holds) -> None:
 
 
 def _add_slot_memory(model: CheckmateModel, holds: _Holds, slot: int) -> None:
-    """The sum of the holds that cover the moment, the writes and the workspace <= B (5, 6, U <=
-    budget).
-    """
+    """Adds holds that cover the moment + writes + workspace <= B (paper: 5, 6, U <= budget)."""
     form = model.form
     now = int(model.recompute[holds.stage, slot])
     terms: Terms = [(now, form.workspace_bytes[slot])]
     for value in form.writes[slot]:
         column = holds.after(value, slot)
-        # an output may die at once: at the moment, the larger of R and H counts
+        # an output may die at once, so the larger of R and H counts at this moment
         if len(form.writes[slot]) > 1:
             column = model.add_column(is_integer=False)
             model.add_row([(holds.after(value, slot), 1.0), (column, -1.0)])

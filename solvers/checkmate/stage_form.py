@@ -1,13 +1,13 @@
-"""A graph as the stage models see it: one stage an operator, recomputations first.
+"""A graph as the stage models see it: one stage per operator, recomputations first.
 
 A schedule in fixed order falls into *stages*: stage t is everything after the first computation
-of operator t - 1, up to and including the first computation of operator t. What a schedule does
-is then which values it *keeps* across the start of each stage and which operators it *recomputes*
-inside it. (Jain et al., "Checkmate", MLSys 2020, section 4.3, frontier-advancing stages.)
+of operator t - 1, up to and including the first computation of operator t. A schedule is then
+described by the values it *keeps* across the start of each stage and the operators it *recomputes*
+inside. (Jain et al., "Checkmate", MLSys 2020, section 4.3, frontier-advancing stages.)
 
-This module normalises a `Graph` for that reading: resident values leave the budget, values that
-outlive the graph are read by a last operator of no cost (the *sink*), and what can never be of
-use is ruled out. Bytes are exact integers; nothing here knows a MILP.
+This module brings a `Graph` into that form: resident values are taken off the budget, outputs are
+read by a last operator without cost (the *sink*), and what can never be useful is ruled out. Bytes
+are exact integers; nothing here depends on the MILP.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MAX_OPERATORS = 2_000
 
 @dataclass(frozen=True)
 class StageForm:
-    """Operators 0..n-1, the sink last where there is one; values keep the graph's numbers.
+    """The normal form: operators 0..n-1, the sink last if there is one; values keep their numbers.
 
     Attributes:
         num_steps: operators of the graph; `num_operators` is one more where there is a sink.
-        reads, writes, reuses: values of each operator, resident ones left out.
+        reads, writes, reuses: values of each operator, without resident ones.
         users: operators that read each value.
-        size_bytes: of each value; 0 for resident values and snapshots that nothing can need.
+        size_bytes: of each value; 0 for resident values and for snapshots that nothing can need.
         is_snapshot: values that take memory only where a reader is recomputed.
-        may_recompute: [t, i]: computing i again in stage t is allowed and can be of use.
-        may_keep: [t, v]: keeping v across the start of stage t can be of use; row n is empty.
-        capacity_bytes: the budget less what is resident.
+        may_recompute: [t, i]: recomputing i in stage t is allowed and can be useful.
+        may_keep: [t, v]: keeping v across the start of stage t can be useful; row n is empty.
+        capacity_bytes: the budget less the resident bytes.
     """
 
     num_steps: int
@@ -64,11 +64,9 @@ class StageForm:
         return len(self.size_bytes)
 
     def working_bytes(self, operator: int) -> int:
-        """Returns the least memory in which the operator can run.
+        """Returns the least memory in which the operator can run: its reads, writes and workspace.
 
-        What it reads and writes, and its workspace.
-
-        Snapshots count nothing, and the largest value it may take over is taken over.
+        Snapshots do not count, and the largest value that it may reuse in place is reused.
         """
         held = sum(
             self.size_bytes[v]
@@ -79,14 +77,15 @@ class StageForm:
 
     @property
     def fits_every_operator(self) -> bool:
-        """False proves that no schedule fits: an operator's own working memory does not."""
+        """False where an operator's working memory exceeds the capacity, so no schedule fits."""
         return self.capacity_bytes >= max(
             (self.working_bytes(i) for i in range(self.num_operators)), default=0
         )
 
     def reusable_bytes(self, operator: int, candidates: Sequence[int] | None = None) -> int:
-        """Returns the size of the largest value among `candidates` (all of its reuses) that the
-        operator can take over.
+        """Returns the size of the largest value that the operator can reuse in place.
+
+        `candidates` limits the choice; None allows all of its reuses.
         """
         return max(
             (
@@ -97,7 +96,7 @@ class StageForm:
         )
 
     def num_nonzeros(self) -> int:
-        """Returns about how many nonzeros the stage model has."""
+        """Returns the approximate number of nonzeros of the stage model."""
         readers = np.array([len(r) for r in self.reads])
         return int(3 * (self.may_recompute @ readers).sum() + 4 * self.may_keep.sum())
 
@@ -106,13 +105,13 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
     """Returns the normal form of `graph` under a budget. Complexity: O(n^2) set operations.
 
     Raises:
-        SolverError: n^2 is absurdly big.
+        SolverError: the graph has more than `MAX_OPERATORS` operators.
     """
     if graph.num_operators > MAX_OPERATORS:
         raise SolverError(
             f"a stage model of {graph.num_operators:,} operators has some "
             f"{graph.num_operators**2:,} columns; "
-            f"more than {MAX_OPERATORS:,} operators are hopeless for a MILP solver; use "
+            f"more than {MAX_OPERATORS:,} operators are too many for a MILP solver; use "
             "solver='auto'"
         )
     arrays = graph.arrays
@@ -161,7 +160,7 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
 
 
 def _allowed(graph: Graph, num_stages: int) -> NDArray[np.bool_]:
-    """Returns [t, i]: operator i may be computed again in stage t, by pins and regions."""
+    """Returns [t, i]: pins and regions allow recomputing operator i in stage t."""
     allowed: NDArray[np.bool_] = np.tril(np.ones((num_stages, num_stages), np.bool_), -1)
     allowed[:, [i for i, op in enumerate(graph.operators) if not op.is_recomputable]] = False
     spans: dict[tuple[int, Phase], tuple[int, int]] = {}
@@ -182,7 +181,7 @@ def _useful(
     writes: Sequence[tuple[int, ...]],
     num_values: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns where recomputing and keeping can be of use: something later reads what it gives.
+    """Returns where recomputing and keeping can be useful, as something later reads the value.
 
     Sets of values are bit masks.
     """

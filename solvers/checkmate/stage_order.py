@@ -1,14 +1,14 @@
-"""The inside of a stage: in which order to recompute, and what that costs at least.
+"""The inside of a stage: in which order to recompute, and the least cost of that.
 
-The stage models say which values are there when a stage starts (*kept*), which must be there when
-it ends (*wanted*), and which operators are recomputed in between. Memory while recomputing depends
-on their order, and computing something twice in one stage can be needed. Example: t reads a and b,
-b is computed from c, and a is as large as c; in the graph's order a, c, b are held at once, while
-c, b, a holds less.
+The stage models say which values are in memory when a stage starts (*kept*), which must be when it
+ends (*wanted*), and which operators are recomputed in between. The memory while recomputing depends
+on their order, and an operator may have to run twice in one stage. Example: t reads a and b, b is
+computed from c, and a is as large as c; the graph's order holds a, c, b at once, while c, b, a
+holds less.
 
-The search is A* over sets of held values (bit masks), so it is exact where it ends: it returns the
-least cost of a stage over all sequences, or that there is none. It is exponential in the worst case
-(rematerialization inside one stage is a pebble game) and stops at `max_states`.
+The search is A* over sets of held values (bit masks) and exact where it ends: it returns the least
+cost of a stage over all sequences, or proves that there is none. It is exponential in the worst
+case (rematerialization inside one stage is a pebble game) and stops at `max_states`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remat.solvers.checkmate.stage_form import StageForm
 
 @dataclass(frozen=True)
 class StageTask:
-    """What one stage must do: from `kept` to the original operator and `wanted`.
+    """The task of one stage: get from `kept` to the original operator and `wanted`.
 
     Attributes:
         stage: the original operator that ends it.
@@ -42,9 +42,9 @@ class StageTask:
 
 
 class StageResult(NamedTuple):
-    """The recomputations of a stage in order and their cost.
+    """The recomputations of a stage in order, and their cost.
 
-    Infinite where proved impossible, NaN where unknown.
+    The cost is infinite where the task is proved impossible, NaN where it is unknown.
     """
 
     cost_s: float
@@ -56,7 +56,7 @@ UNKNOWN = StageResult(math.nan, ())
 
 
 def cheapest_stage(form: StageForm, task: StageTask, *, max_states: int) -> StageResult:
-    """Returns the cheapest sequence of recomputations that does `task` within the capacity."""
+    """Returns the cheapest sequence of recomputations that solves `task` within the capacity."""
     if original_bytes(form, task) > form.capacity_bytes:
         return IMPOSSIBLE
     if goal_of(form, task) <= task.kept:
@@ -83,7 +83,7 @@ def original_bytes(form: StageForm, task: StageTask) -> int:
 
 
 def is_sequence_fit(form: StageForm, task: StageTask, steps: Sequence[int]) -> bool:
-    """Returns whether recomputing exactly `steps` in this order does `task` within the capacity."""
+    """Returns whether recomputing `steps` in this order solves `task` within the capacity."""
     if original_bytes(form, task) > form.capacity_bytes:
         return False
     alive = set(goal_of(form, task))
@@ -111,10 +111,10 @@ class _Move(NamedTuple):
 
 
 class _Search:
-    """A* over masks of held values; values outside the stage's reach have no bit.
+    """A* over masks of held values; values that the stage cannot use have no bit.
 
-    Holding more is never worse, as dropping is free; so values are dropped only where a computation
-    needs the room, and then no more than it needs.
+    Holding more is never worse, as dropping is free. So values are dropped only where a computation
+    needs the room, and no more than it needs.
     """
 
     def __init__(self, form: StageForm, task: StageTask) -> None:
@@ -128,7 +128,7 @@ class _Search:
         self.maker = {bit: move for move in self.moves for bit in _bits(move.writes)}
         self.useful = self.goal | self._mask(v for j in operators for v in form.reads[j])
         self.start = self._mask(task.kept & values) & self.useful
-        # gone, it would not come back
+        # nothing in the stage recomputes these, so they are never dropped
         self.fixed = (
             self.goal & self.start & ~self._mask(v for j in operators for v in form.writes[j])
         )
@@ -148,7 +148,7 @@ class _Search:
         )
 
     def run(self, max_states: int) -> StageResult:
-        """Returns the answer, or `UNKNOWN` after looking at `max_states` states."""
+        """Returns the cheapest sequence, or `UNKNOWN` after `max_states` states."""
         num_seen = 0
         best: dict[int, float] = {self.start: 0.0}
         came: dict[int, tuple[int, int]] = {}
@@ -176,10 +176,7 @@ class _Search:
         return IMPOSSIBLE
 
     def _least_rest(self, held: int) -> float:
-        """Returns a bound on what is still to pay.
-
-        Whatever is missing for the goal is computed at least once.
-        """
+        """Returns a lower bound on the remaining cost: all that is missing is computed once."""
         missing, operators, rest_s = self.goal & ~held, 0, 0.0
         while missing:
             move = self.maker.get(missing & -missing)
@@ -204,7 +201,7 @@ class _Search:
                     yield ((held | move.writes) & ~(taken | dropped)) & self.useful, move
 
     def _smallest_drops(self, droppable: int, excess: int) -> Iterator[int]:
-        """Yields the sets of at least `excess` bytes from which nothing can be left out."""
+        """Yields the minimal sets of at least `excess` bytes."""
         if excess <= 0:
             yield 0
             return

@@ -1,7 +1,4 @@
-"""Between points of the stage models and schedules.
-
-What is kept, wanted and recomputed in each stage.
-"""
+"""Converts points of the stage models to schedules and back, stage by stage."""
 
 from __future__ import annotations
 
@@ -25,17 +22,17 @@ from remat.solvers.checkmate.stage_order import (
 
 
 class StagePlan(NamedTuple):
-    """One stage of a point: the task, and what the model takes it to cost."""
+    """One stage of a point: its task, and its cost according to the model."""
 
     task: StageTask
     cost_s: float
 
 
 def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[StagePlan]:
-    """Returns what an integral point does in each stage, without what nothing needs.
+    """Returns what an integral point does in each stage.
 
-    A stage's `candidates` are what the point recomputes; `wanted` are the values that later stages
-    really use, `kept` all that the point keeps.
+    A stage's `candidates` are the operators that the point recomputes, `kept` all values that it
+    keeps, `wanted` only those that later stages use.
     """
     form = model.form
     chosen = np.append(point > 0.5, [True, False])  # ONE and ZERO, by index from the end
@@ -60,8 +57,8 @@ def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[St
 
 
 def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
-    """Returns the recomputations that the stage has use for, in the graph's order, and all values
-    read or wanted.
+    """Returns the recomputations that the stage can use, in the graph's order, and the values that
+    they and the goal need.
     """
     needed = set(goal_of(form, task))
     useful: list[int] = []
@@ -73,8 +70,9 @@ def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
 
 
 def order_stage(form: StageForm, plan: StagePlan) -> StageResult:
-    """Returns the stage's recomputations, each once, in the graph's order or depth first where one
-    of these fits.
+    """Returns the stage's recomputations, each once, in the graph's order or depth first.
+
+    `UNKNOWN` where neither order fits.
     """
     useful, _ = useful_in(form, plan.task)
     for steps in (useful, _depth_first(form, plan.task, useful)):
@@ -84,9 +82,7 @@ def order_stage(form: StageForm, plan: StagePlan) -> StageResult:
 
 
 def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> list[int]:
-    """Returns `useful` with the inputs of each operator right before it, largest working memory
-    first.
-    """
+    """Returns `useful` depth first, inputs before their readers, large working memory first."""
     pending, steps = set(useful), []
     for root in sorted(useful, key=lambda i: -form.working_bytes(i)):
         stack = [root]
@@ -103,10 +99,7 @@ def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> lis
 
 
 def point_of_steps(model: CheckmateModel, steps: Sequence[int]) -> NDArray[np.float64]:
-    """Returns the integral part of the point of a schedule.
-
-    Other columns are NaN, to be completed.
-    """
+    """Returns the integer columns of a schedule's point; the others are NaN."""
     form = model.form
     point = np.full(len(model.costs), math.nan)
     point[[*model.recompute[model.recompute >= 0], *model.keep[model.keep >= 0]]] = 0.0

@@ -2,15 +2,17 @@
 
 1. Solve the relaxation (`checkmate_model` without the moments of recomputation). Its optimum bounds
    every schedule in fixed order.
-2. Bring each stage's recomputations into an order that fits. Where all stages have one, the
+2. Look for an order of each stage's recomputations that fits. Where all stages have one, the
    schedule costs what the model says, and is optimal.
-3. Where a stage has none, add the moment rows that the point violates; where it violates none, the
-   least cost of that stage (`stage_order`) as a Benders cut. Both hold for every schedule. Repeat.
-4. Where a stage is too large for the exact search, the bound stays, and the model is solved once
-   more with the paper's own accounting in such stages (`ordered_stage`): a restriction, for the
-   schedule's sake.
+3. Where a stage has none, add the moment rows that the point violates; where it violates none, add
+   the least cost of that stage (`stage_order`) as a Benders cut. Both hold for every schedule.
+   Repeat.
+4. Where a stage is too large for the exact search, the bound remains valid, and the model is solved
+   once more with the paper's own accounting in such stages (`ordered_stage`): a restriction, only
+   to find a schedule.
 
-Terminates: every round cuts off the point it found. Each bound is the backend's dual bound.
+The loop terminates, as every round cuts off the point it found. Each bound is the backend's dual
+bound.
 """
 
 from __future__ import annotations
@@ -54,19 +56,19 @@ from remat.solvers.core.interrupt import is_interrupted
 from remat.solvers.core.progress import Progress, ProgressCallback
 from remat.solvers.lp.backend import Answer, Backend
 
-# relative; what HiGHS's own tolerances leave of a bound on costs that are no integers
+# relative; a bound on costs that are no integers is no better, given HiGHS's tolerances
 TOLERANCE = 1e-7
-# of the time left, for a solve that may teach cuts; for one more without
+# of the time left: for a solve whose point may give cuts, and for another one if it gave none
 _FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75
-_RESERVE = 0.3  # of the time left, for schedules in the paper's class
+_RESERVE = 0.3  # share of the time left that is kept for schedules in the paper's class
 _MAX_STATES = 20_000
 _STATES_TO_WIDEN = 3_000
-_FARTHER = 8
+_FARTHER = 8  # factor on `max_states` in the next round
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: a proved gap (a fraction), or a time."""
+    """When to stop: at a proved gap (a fraction), or after a time."""
 
     gap: float
     time_limit_s: float
@@ -105,14 +107,14 @@ class StageSearch:
 
     @property
     def remaining_s(self) -> float:
-        """Time left; none after Ctrl-C."""
+        """Seconds left; 0 after Ctrl-C."""
         return (
             0.0 if is_interrupted() else self.limits.time_limit_s - (time.monotonic() - self.began)
         )
 
     @property
     def is_closed(self) -> bool:
-        """True where the best schedule is proved within the gap, or that there is none."""
+        """True where the best schedule is proved within the gap, or infeasibility is proved."""
         return (
             self.is_infeasible
             or self.cost_s - self.bound_s
@@ -133,8 +135,9 @@ class StageSearch:
             self._tell()
 
     def run(self) -> None:
-        """Runs until closed, out of time, or out of cuts, the exact search of stages reaching
-        farther every time.
+        """Runs until closed, out of time, or out of cuts.
+
+        Each round gives the exact search of stages more states.
         """
         while not self.is_closed and self.remaining_s > 0:
             self.unordered.clear()
@@ -145,7 +148,7 @@ class StageSearch:
             self.max_states *= _FARTHER if self.unordered else 1
 
     def _run_relaxation(self, reserve_s: float) -> bool:
-        """Solves and cuts; returns whether there is more to do than time allowed."""
+        """Solves and cuts; returns whether time ran out before the work was done."""
         share = _FIRST_SHARE
         while not self.is_closed and self.remaining_s > reserve_s:
             answer = self._minimise(self.model, share * self.remaining_s)
@@ -204,9 +207,7 @@ class StageSearch:
             self._tell()
 
     def _learn(self, answer: Answer) -> bool:
-        """Orders the stages of each point, keeps the best schedule, and returns whether a cut was
-        added.
-        """
+        """Orders each point's stages and keeps the best schedule; returns if it added a cut."""
         is_cut = False
         plans = [plans_of_point(self.model, point) for point in answer.points]
         for rank in reversed(range(len(plans))):  # the best one last
@@ -232,7 +233,7 @@ class StageSearch:
     def _cut(self, plan: StagePlan) -> tuple[bool, StageResult]:
         """Cuts off a stage that has no order at the model's cost.
 
-        Returns whether, and its true cost.
+        Returns whether a cut was added, and the stage's true cost.
         """
         violated = [(plan.task.stage, j) for j in violated_moments(self.form, plan.task)]
         if fresh := [moment for moment in violated if moment not in self.moments]:
@@ -260,9 +261,9 @@ class StageSearch:
         return replace(task, candidates=candidates)
 
     def _widened(self, task: StageTask, cost_s: float) -> StageTask:
-        """Returns a task that asks less, starts from more, and still costs as much.
+        """Returns an easier task that still costs as much, which makes a stronger cut.
 
-        A stronger cut.
+        It starts from more values and wants fewer.
         """
         more = sorted(set(np.flatnonzero(self.form.may_keep[task.stage]).tolist()) - task.kept)
         easier = [("wanted", v) for v in sorted(task.wanted)] + [("kept", v) for v in more]
@@ -276,7 +277,7 @@ class StageSearch:
         return task
 
     def _run_ordered(self) -> None:
-        """Looks for a better schedule with the paper's accounting in every stage that needs one."""
+        """Looks for a better schedule, with the paper's accounting in stages without an order."""
         if self.is_closed or self.remaining_s <= 0:
             return
         model = stage_model(self.form)
@@ -301,9 +302,7 @@ def _slightly_above(cost_s: float) -> float:
 
 
 def violated_moments(form: StageForm, task: StageTask) -> list[int]:
-    """Returns the recomputations of a task that cannot run beside what it holds through the
-    stage.
-    """
+    """Returns the task's recomputations that do not fit beside what is held through the stage."""
     again = {v for j in task.candidates for v in form.writes[j]}
     through = goal_of(form, task) - again
     found = []
