@@ -163,9 +163,11 @@ def test_ranks_agree_on_the_card_that_has_least(monkeypatch: pytest.MonkeyPatch)
     assert found == [64, 64, 64]
 
 
-def test_options_are_checked_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_leaves_the_card_needs_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
+    say(monkeypatch)
     plans = Plans(Options(None))
+    plans.look_at_card("cuda", lambda: 0)
+
     with pytest.raises(ValueError, match="a budget is needed on a CPU"):
         plans.look_at_card("cpu", lambda: 0)

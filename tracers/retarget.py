@@ -1,8 +1,9 @@
 """The graph of a step as another device would run it, where that device is not available.
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the
-CPU, and what is known to differ is changed: CUDA's allocator rounds sizes, the generator's state
-takes none of the device's memory, and some kernels may not run twice. What stays different:
+CPU, and what is known to differ is changed: CUDA's autocast casts for other operators, its
+allocator rounds sizes, the generator's state takes none of the device's memory, and some kernels
+may not run twice. What stays different:
 attention kernels save a little more or less (the logarithms of their sums), and cuDNN keeps a
 reserve for batch norm that the CPU does not have.
 """
@@ -19,6 +20,7 @@ import torch
 from remat.core.graph import Graph
 
 from .aot import CUDA_GRANULARITY_BYTES
+from .cuda_autocast import cuda_autocast
 from .recomputable import is_nondeterministic
 
 
@@ -51,6 +53,13 @@ def retarget(graph: Graph, device_type: str) -> Graph:
 
 def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Traces on the CPU what CUDA runs: its attention, and what its autocast casts for."""
+    with fused_attention(), cuda_autocast():
+        yield
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from remat.solvers.auto.solver import Auto
 from remat.tracers.cost_models import roofline
 from remat.tracers.devices import Device, device_at_hand
 from remat.tracers.devices import device as device_named
-from remat.tracers.retarget import fused_attention, retarget
+from remat.tracers.retarget import as_on_cuda, retarget
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,11 @@ class Question:
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
         is_there = self.device.type == self._traced_on
-        attention = nullcontext() if is_there else fused_attention()
         is_on = self.autocast is not None
-        with attention, torch.autocast(self._traced_on, self.autocast, enabled=is_on):
+        with (
+            nullcontext() if is_there else as_on_cuda(),
+            torch.autocast(self._traced_on, self.autocast, enabled=is_on),
+        ):
             yield
 
     def plain_bytes(

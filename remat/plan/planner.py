@@ -110,7 +110,8 @@ class Plans:
         Raises:
             ValueError: the step runs on a CPU, or nothing is left on the GPU.
         """
-        if self.options.budget is None and not self._card_bytes:
+        is_known = self._card_bytes and device_type == "cuda"
+        if self.options.budget is None and not is_known:
             self._card_bytes = budget_of_card(device_type, step_bytes())
 
     def __call__(
