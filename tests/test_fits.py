@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import remat
 from remat.cli.commands import app
+from remat.fit.fits import Question
 from remat.fit.max_batch import _largest
 from remat.fit.optimizer_memory import OPTIMIZERS, optimizer_memory
 
@@ -192,6 +193,32 @@ def test_another_device_rounds_and_keeps_no_generator_state() -> None:
     assert found.graph.device == "cuda" and found.graph.costs == "roofline:H100"
     assert all(value.size_bytes % 512 == 0 for value in found.graph.values)
     assert {v.size_bytes for v in found.graph.values if v.name.endswith("_generator")} == {0}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_on_a_gpu_keeps_a_byte_an_element(
+    dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    """On a CPU in 16 bits the mask is a factor of 2 bytes."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Flatten(0)
+    ).to(dtype)
+    args = (torch.randn(128, 64, dtype=dtype),)
+
+    def masks(device: str) -> list[int]:
+        graph = Question.of(model, device=device, optimizer="none", autocast=autocast).trace(args)
+        bernoulli = [op for op in graph.operators if "bernoulli" in op.target]
+        fused = [op for op in graph.operators if op.target == "aten.native_dropout.default"]
+        assert len(bernoulli if device == "cpu" and is_narrow else fused) == 2
+        assert not (bernoulli if device == "H100" or not is_narrow else fused)
+        values = [graph.values[value] for op in fused for value in op.writes]
+        return [value.size_bytes for value in values if value.dtype == "bool"]
+
+    is_narrow = (autocast or dtype) != torch.float32
+
+    assert masks("H100") == [128 * 64, 128 * 64]
+    assert masks("cpu") == ([] if is_narrow else [128 * 64, 128 * 64])
 
 
 def test_attention_with_dropout_is_the_fused_kernel_on_a_gpu() -> None:

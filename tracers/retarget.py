@@ -1,9 +1,9 @@
 """The graph of a step as another device would run it, where that device is not available.
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the
-CPU, and what is known to differ is changed: CUDA's autocast casts for other operators, its
-allocator rounds sizes, the generator's state takes none of the device's memory, and some kernels
-may not run twice. What stays different:
+CPU, and what is known to differ is changed: CUDA's autocast casts for other operators, its dropout
+keeps a byte an element in every precision, its allocator rounds sizes, the generator's state takes
+none of the device's memory, and some kernels may not run twice. What stays different:
 attention kernels save a little more or less (the logarithms of their sums), and cuDNN keeps a
 reserve for batch norm that the CPU does not have.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -55,11 +56,25 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
 
 
+_is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
+
+
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Traces on the CPU what CUDA runs: its attention, and what its autocast casts for."""
-    with fused_attention(), cuda_autocast():
-        yield
+    """Traces on the CPU what CUDA runs: its attention, its dropout, and what its autocast casts
+    for.
+    """
+    token = _is_for_cuda.set(True)
+    try:
+        with fused_attention(), cuda_autocast():
+            yield
+    finally:
+        _is_for_cuda.reset(token)
+
+
+def is_for_cuda() -> bool:
+    """True where a step on the CPU's tensors is traced as CUDA would run it."""
+    return _is_for_cuda.get()
 
 
 @contextmanager

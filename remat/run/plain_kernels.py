@@ -29,6 +29,7 @@ from remat.run.plain_derivatives import plain_derivatives
 from remat.torch_border.kernels import corrected_fakes, is_dense, with_python_kernels
 from remat.tracers.calls import Call
 from remat.tracers.layouts import Layout, layouts_of
+from remat.tracers.retarget import is_for_cuda
 
 aten = torch.ops.aten
 
@@ -58,13 +59,14 @@ def plain_kernels() -> Iterator[None]:
 def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
     """Dropout on the CPU in bfloat16 or float16 as eager computes it.
 
-    The fused one rounds its scale otherwise.
+    The fused one rounds its scale otherwise. It is what CUDA runs.
     """
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> Any:
         if (
             not train
             or x.device.type != "cpu"
+            or is_for_cuda()
             or x.dtype not in (torch.bfloat16, torch.float16)
             or not 0 < p < 1
         ):
