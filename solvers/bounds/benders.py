@@ -1,41 +1,40 @@
-"""Benders decomposition.
-
-One small model of what is kept and computed again at all, cut by what many finer models say of it.
+"""Benders decomposition: one small model of what is kept and recomputed, cut by many finer models.
 
 No single window model sees where all recomputations of a tight schedule need their memory: with
 many stages it is too large to be solved with integers, and its linear relaxation splits
-recomputations over the stages (`window`). So the *coarse* model, the backward as one window, keeps
-the integers, and each *finer* one is a linear program that shares two groups of columns with it:
+recomputations over the stages (`window`). So only the *coarse* model, with the backward as one
+window, has integers, and each *finer* model is a linear program that shares two groups of columns
+with it:
 
     S[f, i]  value i is kept over the forward's end f
-    R[w, j]  operator j is computed again in the backward w at least once
+    R[w, j]  operator j is recomputed in the backward w at least once
 
-At a point x of these the finer model's duals y bound the cost by an affine function of x, valid for
-every x, 0 <= x <= 1 (`safe_bound`, with safe rounding); where it has no point at x, its dual ray
-gives one that must not be positive. Such a *cut* is a row of the coarse model. All finer models are
-relaxations of the same schedules, so every cut holds for all of them, and so does the bound of the
-coarse model with any cuts.
+At a point x of these, the finer model's duals bound the cost from below by an affine function of x,
+valid for all 0 <= x <= 1 (`safe_bound`, with safe rounding). Where the finer model is infeasible at
+x, its dual ray gives an affine function that must not be positive. Such a *cut* is a row of the
+coarse model. All finer models are relaxations of the same schedules, so every cut holds for every
+schedule, and so does the bound of the coarse model with any cuts.
 
-1. Relaxed: solve the coarse model, cut at a point between its own and the mean of those before
-   (which converges sooner; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
-   algorithms", 2007), then at its own, until the bound hardly rises.
-2. With integers: solve the coarse model to a part of the gap, cut at its point, again. Where no
-   finer model says that a point costs too much, finer ones are tried there: two at once of the
-   stages that cut most, then stages of the operators beside them.
+1. Relaxed: solve the coarse model; cut at a point between its own and the mean of those before
+   (which converges faster; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
+   algorithms", 2007), then at its own; repeat until the bound hardly rises.
+2. With integers: solve the coarse model to a part of the gap, cut at its point, repeat. If no finer
+   model cuts the point off, further ones are generated: with pairs of the stages that cut most,
+   then with stages of neighbouring operators.
 
-Memory rows of all of them are cut by rounding (`rounding_cuts`): the finer models, which have no
-integers, see through it that values are held as a whole. Few finer models are active at one budget;
-those whose cuts are not tight for a while are asked less often.
+Memory rows of all models get rounding cuts (`rounding_cuts`), through which the finer models, which
+have no integers, see that values are held as a whole. Few finer models are active at one budget;
+those whose cuts are not tight for a while are solved less often.
 
-Finer models are those with one stage of one operator, evenly spread over the backward, and one with
-a few even stages (`dyadic_windows`). A known schedule's cost bounds the column e, what a schedule
-costs beyond the first recomputation of each operator.
+The finer models have one stage of one operator, evenly spread over the backward, and one has a few
+even stages (`dyadic_windows`). A known schedule's cost bounds the column e, the cost of a schedule
+beyond the first recomputation of each operator.
 
-It bounds more than refinement where memory is short at many places far apart, and less where
-several stages are needed at once in one finer model. That is seen soon, in the relaxation.
-Complexity: the coarse model has some five columns a forward operator; each cut is a linear program
-of about four times as many. Source: Benders, "Partitioning procedures for solving mixed-variables
-programming problems", 1962; the models are this package's own.
+The bound is better than refinement's where memory is short at many places far apart, and weaker
+where several stages are needed at once in one finer model. The relaxation shows that early.
+Complexity: the coarse model has some five columns per forward operator; each cut is a linear
+program of about four times as many. Source: Benders, "Partitioning procedures for solving
+mixed-variables programming problems", 1962; the models are this package's own.
 """
 
 from __future__ import annotations
@@ -58,33 +57,32 @@ from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.lp.linear import Program
 from remat.solvers.lp.safe_bound import Support
 
-_SPREAD = 50  # stages of one operator to begin with
+_SPREAD = 50  # finer models with one stage of one operator, to begin with
 _MOST_COLUMNS = 9_000  # of a finer model
-_LEAST_STAGES = 4  # even ones
-# of the objective, 1e-6 of the cost of keeping everything, or of a ray's largest coefficient
+_LEAST_STAGES = 4  # of the finer model with even stages
+# least violation of a cut: of the objective (1e-6 of the cost of keeping everything), or of a ray's
+# largest coefficient
 _VIOLATION = 1e-3
-_SLACK = 1e-9  # of a cut's coefficients, which are rounded once when they are scaled
-# relaxed rounds in a row that together close less than this share of the gap are the last
+_SLACK = 1e-9  # share of a cut's coefficients, which are rounded once when they are scaled
+# the relaxed rounds end when so many in a row together close less than this share of the gap
 _ROUNDS, _GAIN = 5, 0.03
-# of the gap, that the relaxation may be below a known bound without cuts, which raise it
+# share of the gap by which the relaxation may be below a known bound before it has cuts
 _BEHIND_AT_FIRST = 1.0
-_BEHIND = 0.3  # the same, with cuts; integers raise it by as much
-_ROUNDINGS = 3  # of cuts by rounding, each time a program is solved
-# points at which its cuts had no say, after which a finer model is asked at one in so many
+_BEHIND = 0.3  # the same, with cuts; integers can make up for as much
+_ROUNDINGS = 3  # rounds of rounding cuts each time a program is solved
+# after so many points without a tight cut of its own, a finer model is solved at one in so many
 _IDLE = 4
-_REST = 5  # rounds that a finer model without a cut is left alone
+_REST = 5  # rounds that a finer model is skipped after it gave no cut
 _SHARE = 0.25  # of the gap, to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
 _NODES = 20_000
 _TIGHT = 1e-6  # of a cut's largest coefficient
-_NEW = 12  # finer models tried at a point that none says costs too much
-_PAIRED = 5  # of those that cut most, two at once
+_NEW = 12  # finer models generated at a point that no finer model cuts off
+_PAIRED = 5  # stages that cut most, of which pairs are tried
 
 
 class _Finer:
-    """A window model whose linear relaxation is solved for fixed values of the columns that it
-    shares with the coarse one.
-    """
+    """A window model whose relaxation is solved with the columns of the coarse model fixed."""
 
     def __init__(
         self,
@@ -109,35 +107,31 @@ class _Finer:
         self.idle = 0  # points of the relaxation in a row at which none of its cuts is tight
 
     def cut(self, point: Floats, deadline: float) -> Support | None:
-        """Returns the cut at `point`; None where there is no time for it."""
+        """Returns the cut at `point`; None where time ran out."""
         self.program.fix(self.shared, point)
         outcome = self.lazy.solve(deadline=deadline, is_relaxed=True)
         return self.program.support(self.shared) if outcome.is_finished else None
 
 
 def _shared(model: WindowModel, first: int, end: int) -> Ints:
-    """The columns of `model` that all models of the graph have.
-
-    S at the end of the forward, R of the backward.
-    """
+    """Returns the columns that all models share: S at the forward's end, R of the backward."""
     kept, again = model.keep[first], model.again[first, end]
     return np.concatenate([kept[kept >= 0], again[again >= 0]])
 
 
 def _add(program: Program, row: Floats, upper: float) -> None:
-    """Adds a row by the coefficients of all columns."""
+    """Adds the row `row @ x <= upper`, given by the coefficients of all columns."""
     columns = np.flatnonzero(row)
     program.add_row(columns, row[columns], upper=upper)
 
 
 class Benders:
-    """The coarse model of a graph, and the finer ones that cut it.
+    """The coarse model of a graph, and the finer models that cut it.
 
     Attributes:
-        best_s: a lower bound on the cost of every schedule of the fixed order, the best so far;
-            -inf before the first.
-        is_over: True where there is nothing to bound, no finer model cuts any more, or the bound
-            will not become of use.
+        best_s: the best lower bound so far on all schedules of the fixed order; -inf at first.
+        is_over: True where there is nothing to bound, no finer model cuts any more, or the bound is
+            too far below the known one.
     """
 
     def __init__(self, graph: Graph, *, budget_bytes: int, cost_s: float) -> None:
@@ -146,7 +140,7 @@ class Benders:
         Args:
             graph: any graph.
             budget_bytes: resident bytes included.
-            cost_s: of a schedule that is known.
+            cost_s: of a known schedule.
         """
         self.graph, self.budget_bytes, self._known_s = graph, budget_bytes, cost_s
         self.first, self.end = forward_length(graph), graph.num_operators
@@ -161,8 +155,8 @@ class Benders:
         self._rows: set[tuple[Window, int]] = set()
         # coefficients of all columns of the coarse model, upper side
         self._cuts: list[tuple[Floats, float]] = []
-        self._makers: list[_Finer] = []  # of the cuts
-        # cuts that the integer model has because its points violated them
+        self._makers: list[_Finer] = []  # the finer model of each cut
+        # cuts that the model with integers has because its points violated them
         self._tight: set[int] = set()
         self._coarse = self._coarse_model()
         self._coarse.model.program.starts_from_last = True
@@ -172,7 +166,7 @@ class Benders:
         self._add_even()
 
     def _coarse_model(self) -> LazyRows:
-        """The coarse model without cuts; its last column is e."""
+        """Returns the coarse model without cuts; its last column is e."""
         forward, backward = (0, self.first), (self.first, self.end)
         model = WindowModel(
             self.graph,
@@ -183,15 +177,15 @@ class Benders:
         lazy = LazyRows(model, self._rows, most_roundings=_ROUNDINGS)
         self._shared = _shared(model, self.first, self.end)
         most = max(model.objective(self._known_s), _VIOLATION)
-        # e, as a share of the most it can be
+        # e, as a share of its upper bound
         model.program.add_columns(np.array([most]), is_integer=False)
         self._paid = model.program.costs
         return lazy
 
     def _add_finer(self, operators: tuple[int, ...]) -> _Finer | None:
-        """Adds the model with these operators as stages, with all unions.
+        """Adds the finer model with these operators as stages and all unions as windows.
 
-        None where it is there, or too large.
+        None where it exists already or is too large.
         """
         boundaries = Stages(self.first, self.end, frozenset(operators)).boundaries
         stages = list(pairwise(boundaries))
@@ -202,11 +196,11 @@ class Benders:
         return self._finer[operators]
 
     def _columns_of(self, windows: Collection[Window]) -> int:
-        """About how many columns a model over these windows has."""
+        """Returns the approximate number of columns of a model with these windows."""
         return 2 * self.first * len(windows)
 
     def _add_even(self) -> None:
-        """Adds the model with the most even stages that is not too large."""
+        """Adds the finer model with as many even stages as its size allows."""
         length = 1
         while length * _LEAST_STAGES <= self.end - self.first:
             stages, windows = even_stages(self.first, self.end, length)
@@ -220,18 +214,16 @@ class Benders:
     def solve(
         self, *, deadline: float, cutoff_s: float, known_s: float = -math.inf
     ) -> list[int] | None:
-        """Raises `best_s`.
+        """Raises `best_s`; returns the schedule of the coarse model's point, if it has one.
 
-        Returns the schedule of the coarse model's point, within the budget or not, if it has one.
-
-        The first call solves the relaxation with all its cuts, each one after it the coarse model
-        with integers once.
+        The first call solves the relaxation with all its cuts, each later call the coarse model
+        with integers once. The schedule may exceed the budget.
 
         Args:
-            deadline: of `time.perf_counter`, in seconds.
-            cutoff_s: points that are not cheaper are of no interest.
-            known_s: a bound that is known; it is over where the relaxation stays so far below it
-                that integers will not raise it above.
+            deadline: in `time.perf_counter` seconds.
+            cutoff_s: only cheaper points are of interest.
+            known_s: a known bound; the method gives up where the relaxation stays so far below it
+                that integers will not make up for it.
         """
         model, before_s = self._coarse.model, self.best_s
         cutoff = model.objective(cutoff_s)
@@ -274,16 +266,16 @@ class Benders:
         return point
 
     def _note_idle(self, point: Floats) -> None:
-        """Counts for how many points in a row a finer model has had no say."""
+        """Counts for how many points in a row each finer model has had no tight cut."""
         tight = {id(self._makers[k]) for k in self._cuts_at(point, -_TIGHT)}
         for finer in self._finer.values():
             finer.idle = 0 if id(finer) in tight else finer.idle + 1
 
     def _branch(self, deadline: float, cutoff: float) -> Floats | None:
-        """Solves the coarse model with integers, and cuts at its point; returns that.
+        """Solves the coarse model with integers, cuts at its point, and returns the point.
 
-        It has the cuts that are tight in the relaxation, a small part of all, and those that its
-        points violated so far.
+        The model has the cuts that are tight in the relaxation, a small part of all, and those that
+        its earlier points violated.
         """
         relaxed = self._coarse.solve(deadline=deadline, is_relaxed=True)
         self._raise(relaxed.bound)
@@ -316,7 +308,7 @@ class Benders:
         return outcome.point
 
     def _cuts_at(self, point: Floats, least: float) -> set[int]:
-        """The cuts that `point` violates by more than `least` of their largest coefficient."""
+        """Returns the cuts violated at `point` by over `least` of their largest coefficient."""
         return {
             k
             for k, (row, upper) in enumerate(self._cuts)
@@ -324,24 +316,24 @@ class Benders:
         }
 
     def _raise(self, bound: float) -> None:
-        """Takes over a bound on the objective.
+        """Raises `best_s` to a bound on the objective, at most that of the known schedule.
 
-        Where there is no point at all, none is below that of the known schedule.
+        The bound is infinite where no point is below the cutoff.
         """
         model = self._coarse.model
         self.best_s = max(self.best_s, model.bound_s_of(min(bound, model.objective(self._known_s))))
 
     def _at(self, point: Floats) -> Floats:
-        """The shared columns' values."""
+        """Returns the values of the shared columns at `point`."""
         return np.clip(point[self._shared], 0.0, 1.0)
 
     def _cut(
         self, point: Floats, places: Sequence[Floats], deadline: float, cutoff: float = math.inf
     ) -> tuple[bool, bool]:
-        """Cuts with each finer model at the first of `places` whose cut `point` violates.
+        """Adds each finer model's cut at the first of `places` where `point` violates the cut.
 
         Returns:
-            Whether one does; whether one says that nothing at `point` is cheaper than `cutoff`.
+            Whether a cut was added; whether one proves that `point` costs at least `cutoff`.
         """
         best: float | None = None
         is_relaxed = len(places) > 1
@@ -358,9 +350,9 @@ class Benders:
     def _cut_with(
         self, finer: _Finer, point: Floats, places: Sequence[Floats], deadline: float
     ) -> float | None:
-        """Cuts with one finer model.
+        """Adds a cut of one finer model.
 
-        Returns what the cut says of `point`, None where none of its cuts is violated.
+        Returns the cut's bound at `point`; None where `point` violates none of its cuts.
         """
         own, paid = self._at(point), float(np.dot(self._paid, point))
         for place in places:
@@ -378,9 +370,7 @@ class Benders:
         return None
 
     def _add_cut(self, support: Support) -> None:
-        """Adds the row slope @ x - (what is paid) <= -constant, or without what is paid for a
-        ray.
-        """
+        """Adds the row slope @ x - (paid cost) <= -constant; without the paid cost for a ray."""
         row = np.zeros(len(self._paid)) if support.is_ray else -self._paid
         row[self._shared] += support.slope
         slack = _SLACK * (abs(support.constant) + float(np.abs(row).sum()))
@@ -389,9 +379,9 @@ class Benders:
         _add(self._coarse.model.program, *self._cuts[-1])
 
     def _extend(self, point: Floats, own: Floats, deadline: float, cutoff: float) -> bool:
-        """Adds finer models at a point that none says costs as much as `cutoff`, until one does.
+        """Adds finer models until one proves that `point` costs at least `cutoff`.
 
-        False where none cuts it off.
+        Returns whether any of them cuts the point off.
         """
         is_cut = False
         for operators in self._candidates()[:_NEW]:
@@ -403,9 +393,9 @@ class Benders:
         return is_cut
 
     def _candidates(self) -> list[tuple[int, ...]]:
-        """Stages of finer models that are not there yet.
+        """Returns the stages of further finer models.
 
-        Two at once of those that cut most, then the neighbours of these.
+        Pairs of the stages that cut most come first, then neighbours of stages.
         """
         best = sorted(
             (key for key in self._finer if len(key) == 1), key=lambda key: -self._finer[key].cuts
@@ -420,8 +410,9 @@ class Benders:
 def raise_bound(
     search: Search, cutoff_s: Callable[[Search], float | None], *, deadline: float
 ) -> None:
-    """Raises the bound of a search that has a schedule until it rises no more, and offers the
-    schedules of the points on the way.
+    """Raises the bound of a search that has a schedule as far as the method can.
+
+    Offers the schedules of the coarse model's points.
     """
     known_s = search.cost_s
     if known_s is None:

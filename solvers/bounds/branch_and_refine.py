@@ -1,37 +1,36 @@
-"""Branch and refine.
+"""Branch and refine: a tree over what is kept and recomputed, each leaf with its own stages.
 
-A tree over what is kept and computed again, in which each leaf has stages of its own.
+A window model (`window`) sees what recomputing needs where it has stages of one operator, but a
+model with such stages everywhere is too large. Its linear relaxation also takes decisions by
+halves: half of a value is kept and half of it is recomputed. But few decisions count, such as
+whether the largest gradient is kept over the pass through the network's middle. Once they are
+taken, few stages suffice to show why either side is expensive, and these stages differ between the
+two sides. So a *leaf* of the tree has
 
-A window model (`window`) sees what recomputing needs where it has stages of one operator, and one
-model with such stages everywhere is too large. Its linear relaxation also splits what a schedule
-does as a whole: half of a value is kept and half of it computed again. But few decisions count, say
-whether the largest gradient is kept over the pass through the network's middle, and once they are
-taken, few stages show why either way is expensive; which ones differs between the two. So a
-*leaf* of the tree is
+    branching variables   S[b, i] or R[w, j], fixed at 0 or 1: value i is in memory at boundary b,
+                          operator j is recomputed inside w
+    windows               of its model, unions of its stages
 
-    choices   S[b, i] or R[w, j] fixed at 0 or 1: value i is in memory at boundary b, operator j is
-    computed again inside w windows   of its model, unions of its stages
+and the leaf with the lowest bound is processed, until none is below the cutoff:
 
-and the leaf of the least bound is worked on, until none is below the cutoff:
+- It is *split* by the fractional variable whose two relaxations have the best bounds (strong
+  branching). Tried are the variables that gained most before, and the largest not tried yet, one
+  per value and operator.
+- Where that gains little, it is *refined* by the stage with the best bound. Tried are stages that
+  read a value whose variables are fixed or fractional, those that the schedule of the point asks
+  for (`refinement`), and those that gained before. The windows so far remain, as the refined
+  model's bound could be weaker without them. The first two stages are chosen from the whole
+  backward, by their bound with the largest variable fixed as well: a stage that forbids recomputing
+  the largest gradient gains little while half of it is recomputed.
 
-- *split* it by the choice whose two relaxations bound most (strong branching), of some that the
-  relaxed point leaves in between: those that gained most before, and the largest not tried yet, one
-  of each value and operator;
-- or where that gains little, *refine* it by the stage that bounds most. Tried are those where
-  something is read that is fixed or undecided, those that the schedule of the point asks for
-  (`refinement`), and those that gained before. The windows there were remain, or the refined model
-  would bound less at first. The first two stages are chosen from the whole backward, by what they
-  bound once the largest choice is taken as well: what forbids to compute the largest gradient again
-  bounds little as long as half of it is.
-
-Every schedule of the fixed order has S and R of 0 or 1 at any boundary and window, so it is in one
-leaf, whose relaxation, with any windows, bounds it: the least of all leaves' bounds, closed ones at
-their cutoff, is one of all schedules. Each is derived from duals (`safe_bound`).
+Every schedule of the fixed order has S and R of 0 or 1 at any boundary and window, so it belongs to
+one leaf, whose relaxation, with any windows, bounds it. The lowest of all leaves' bounds, with
+closed leaves at their cutoff, is a lower bound on all schedules. Each bound is derived from duals
+(`safe_bound`).
 
 Complexity: some 20 relaxations to split a leaf, as many to refine it; the number of leaves is
 exponential in the worst case. Source: strong branching and gains as estimates, Achterberg, Koch,
-Martin, "Branching rules revisited", 2005; that each leaf is refined for itself is this package's
-own.
+Martin, "Branching rules revisited", 2005; refining each leaf separately is this package's own.
 """
 
 from __future__ import annotations
@@ -51,30 +50,30 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import is_past
 
 MOST_LEAVES = 2_000
-_MOST_STAGES = 14  # where a leaf can be split
-_ALL_UNIONS = 5  # stages, up to which all their unions are windows; beyond, those of two neighbours
-_MODELS = 40  # kept, the last used
-_TRIED_CHOICES = 10  # for each split; half of them by what they gained before
-# tried for each refinement: that gained before, and that were never tried
+_MOST_STAGES = 14  # in a leaf that can be split; more are added only where it can't
+# up to so many stages all unions are windows; beyond, only unions of two neighbours
+_ALL_UNIONS = 5
+_MODELS = 40  # models cached, the last used
+_TRIED_CHOICES = 10  # variables tried per split; up to half of them by what they gained before
+# stages tried per refinement: those that gained before, and those never tried
 _KNOWN_STAGES, _NEW_STAGES = 2, 6
 _SURVEYED = 60  # operators all over the backward that are tried as stages
-# of them that are tried once more beside the best, and those with the operators next to them
+# the best of these are tried again for the second stage, the first few with their neighbours
 _PROMISING, _NEIGHBOURED = 10, 4
-_SURVEYED_BOUNDARIES = 5  # of a model where stages are no longer chosen so: it has two
-_TIE = 1e-3  # of the gain, where the later stage is taken: with integers it bounds more
-# of the way from a leaf's bound to the cutoff; where a split gains that, no stage is looked for
+_SURVEYED_BOUNDARIES = 5  # from so many boundaries on, stages are no longer chosen by survey
+_TIE = 1e-3  # share of the gain within which the later stage wins: with integers it bounds more
+# share of the way from a leaf's bound to the cutoff; where a split gains that, no stage is tried
 _ENOUGH = 0.15
-# of what the best split gains, for a stage to be taken instead; all of that it leaves one leaf, not
-# two
+# share of the best split's gain that a stage must gain to be preferred; it leaves one leaf, not two
 _WORTH = 0.5
-# of the cost of keeping everything, of a stage for it to be taken; of one that is tried again, 4
-# times as much
+# gain of a stage to be added, over the cost of keeping everything; 4 times that to be tried again
 _LEAST_GAIN = 5e-5
-_HIGHER_SIDE = 0.1  # how much a split's higher side counts
-_LOOK_AHEAD = 5e-5  # of that cost, above the next leaf's bound, for a leaf to wait
-_ROUNDS, _ROUNDS_TO_TRY = 60, 5  # of memory rows
-_RECENT = 0.5  # how much the last gain counts in the estimate
-# what a stage must have gained to be tried again: so much, and so much of the split's gain
+_HIGHER_SIDE = 0.1  # weight of a split's higher side
+_LOOK_AHEAD = 5e-5  # over the same cost; a leaf whose bound exceeds the next leaf's by more waits
+_ROUNDS, _ROUNDS_TO_TRY = 60, 5  # rounds of memory rows
+_RECENT = 0.5  # weight of the last gain in the estimate
+# what a stage must have gained to be tried again: as a share of that cost, plus a share of the
+# split's gain
 _HOPEFUL = 4 * _LEAST_GAIN, 0.02
 
 Key = TypeVar("Key", bound=Hashable)
@@ -85,8 +84,8 @@ class Leaf:
     """Some of the schedules, and the model that bounds them.
 
     Attributes:
-        bound: a lower bound on the objective of all of them.
-        fixed: what all of them do (1) and don't (0).
+        bound: a lower bound on their objective.
+        fixed: values of branching variables, the same in all of them.
         windows: of the model, without the forward.
     """
 
@@ -96,27 +95,27 @@ class Leaf:
 
 
 def refined_windows(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
-    """Windows with further boundaries.
+    """Returns `windows` and the windows of the stages that `cut` adds.
 
-    Those there were, without which the model may bound less, and those of the new stages.
+    Without the old windows the model's bound could be weaker.
     """
     return windows | unions_of(sorted({*boundaries_of(windows), *cut}), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A choice, and what leaving it undone (0) and doing it (1) bound."""
+    """A branching variable, and the bounds with it at 0 and at 1."""
 
     choice: Choice
     bounds: tuple[float, float]
 
     def gain(self, bound: float) -> float:
-        """What it raises a leaf's bound by; the higher side is a small part of it."""
+        """Returns the gain over a leaf's bound: the lower side's, plus a little of the higher's."""
         lower, higher = sorted(max(side - bound, 0.0) for side in self.bounds)
         return lower + _HIGHER_SIDE * higher
 
     def leaves(self, leaf: Leaf) -> tuple[Leaf, ...]:
-        """Returns the two that it splits a leaf into."""
+        """Returns the two leaves that it splits a leaf into."""
         sides = enumerate(self.bounds)
         return tuple(
             replace(
@@ -128,7 +127,7 @@ class _Split:
 
 @dataclass(frozen=True, slots=True)
 class _Refined:
-    """A leaf with one more stage, what that gains, and the stage's last boundary."""
+    """A leaf with one more stage, the stage's gain, and its last boundary."""
 
     gain: float
     last: int
@@ -136,13 +135,13 @@ class _Refined:
 
 
 class _Gains(Generic[Key]):
-    """What choices or stages gained so far, an average in which the last gain counts half."""
+    """Gains of variables or stages so far: averages in which the last gain counts half."""
 
     def __init__(self) -> None:
         self._known: dict[Key, float] = {}
 
     def note(self, key: Key, gain: float) -> None:
-        """Takes one more gain over."""
+        """Records one more gain."""
         self._known[key] = gain + (1 - _RECENT) * (self._known.get(key, gain) - gain)
 
     def best(self, keys: Collection[Key], least: float = 0.0) -> list[Key]:
@@ -151,11 +150,11 @@ class _Gains(Generic[Key]):
         return sorted(found, key=lambda key: -self._known[key])
 
     def untried(self, keys: Collection[Key]) -> list[Key]:
-        """Returns those of `keys` that are not known, in their order."""
+        """Returns those of `keys` without a recorded gain, in their order."""
         return [key for key in keys if key not in self._known]
 
     def forget(self) -> None:
-        """Forgets all of them."""
+        """Forgets all gains."""
         self._known.clear()
 
 
@@ -163,14 +162,14 @@ class Branching:
     """The tree so far.
 
     Attributes:
-        leaves: those that are left, as a heap of (bound on the objective, number, leaf).
-        num_leaves: how many there were so far.
+        leaves: the open leaves, a heap of (bound on the objective, number, leaf).
+        num_leaves: number of leaves created so far.
     """
 
     def __init__(self, refinement: Refinement, *, most_leaves: int = MOST_LEAVES) -> None:
-        """Starts with one leaf, which has the stages of `refinement`.
+        """Starts with one leaf, with the stages of `refinement`; nothing is solved yet.
 
-        Rows are shared with it. Nothing is solved yet.
+        Rows are shared with the refinement.
         """
         self._refinement, self._scale, self._most_leaves = refinement, 0.0, most_leaves
         self._models: OrderedDict[frozenset[Window], LeafModel] = OrderedDict()
@@ -196,16 +195,11 @@ class Branching:
 
     @property
     def is_over(self) -> bool:
-        """True where no leaf is left, the tree is too large, or nothing divides the leaf of the
-        least bound.
-        """
+        """True where no leaf is open, the tree is too large, or its lowest leaf is indivisible."""
         return not self.leaves or self.num_leaves > self._most_leaves or self._is_stuck
 
     def bound_s(self) -> float:
-        """A lower bound on the cost of every schedule of the fixed order.
-
-        -inf where nothing was solved.
-        """
+        """Returns a lower bound on all schedules in fixed order; -inf before the first solve."""
         bound = min(self.leaves[0][0] if self.leaves else math.inf, self._closed)
         return (
             bound
@@ -214,12 +208,12 @@ class Branching:
         )
 
     def work(self, *, deadline: float, cutoff_s: float) -> list[int] | None:
-        """Splits or refines the leaf of the least bound.
+        """Splits or refines the leaf with the lowest bound.
 
-        Returns the schedule of its point, within the budget or not, if it has one.
+        Returns the schedule of its point, within the budget or not, or None.
 
         Args:
-            deadline: of `time.perf_counter`, in seconds.
+            deadline: in `time.perf_counter` seconds.
             cutoff_s: leaves without a cheaper schedule are closed.
         """
         _, _, leaf = heapq.heappop(self.leaves)
@@ -234,7 +228,7 @@ class Branching:
         is_ahead = leaf.bound > next_bound + _LOOK_AHEAD * self._scale
         is_solved = outcome.point is not None and leaf.bound > -math.inf
         if outcome.point is None or not is_solved or is_ahead or leaf.bound >= cutoff:
-            # it may have no point, unproved
+            # no point, and no proof that there is none
             self._is_stuck = not is_solved and leaf.bound < cutoff and not is_past(deadline)
             self._push(leaf, cutoff)
             return None
@@ -242,7 +236,7 @@ class Branching:
         return model.steps(outcome.point, HALF)
 
     def _push(self, leaf: Leaf, cutoff: float = math.inf) -> None:
-        """Keeps a leaf, or closes it where no schedule in it is below the cutoff."""
+        """Adds an open leaf, or closes it where no schedule in it is below the cutoff."""
         if leaf.bound >= cutoff:
             self._closed = min(self._closed, cutoff)
             return
@@ -250,7 +244,7 @@ class Branching:
         heapq.heappush(self.leaves, (leaf.bound, self.num_leaves, leaf))
 
     def _model(self, windows: frozenset[Window]) -> LeafModel:
-        """Returns the model that has these windows: one of the last used, or a new one."""
+        """Returns the model with these windows, cached or new."""
         if windows not in self._models:
             self._models[windows] = LeafModel(self._refinement, windows)
             if len(self._models) > _MODELS:
@@ -261,7 +255,7 @@ class Branching:
     def _divide(
         self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float
     ) -> None:
-        """Puts the leaves of the best split, or the leaf with one more stage, in its place."""
+        """Replaces a leaf by the two of its best split, or by itself with one more stage."""
         split = self._best_split(leaf, model, point, deadline, cutoff)
         gain, refined = -math.inf if split is None else split.gain(leaf.bound), None
         if split is None or (
@@ -275,7 +269,7 @@ class Branching:
         elif split is not None:
             leaves = split.leaves(leaf)
         else:
-            # nothing divides it, and its bound is the tree's
+            # the leaf can't be divided, so the tree's bound stays at its bound
             self._is_stuck = not is_past(deadline)
             leaves = (leaf,)
         for part in leaves:
@@ -284,13 +278,10 @@ class Branching:
     def _best_split(
         self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float
     ) -> _Split | None:
-        """Returns the split whose lower side is highest, of those that are tried.
-
-        None where there is none, or no time.
-        """
+        """Returns the tried split with the highest lower side; None without one, or out of time."""
         choices = model.undecided(point)
         known = self._gains.best(choices)[: _TRIED_CHOICES // 2]
-        # one of each value and operator, as those of several windows bound alike
+        # one per value and operator, as those of several windows have similar bounds
         new: dict[tuple[int, bool], Choice] = {}
         for choice in self._gains.untried(choices):
             new.setdefault((choice.index, choice.last < 0), choice)
@@ -311,7 +302,7 @@ class Branching:
     def _split(
         leaf: Leaf, model: LeafModel, choice: Choice, deadline: float, cutoff: float
     ) -> _Split:
-        """Returns what the relaxations with this choice bound, at most the cutoff.
+        """Returns the bounds with this variable at 0 and 1, at most the cutoff.
 
         No memory rows are added.
         """
@@ -330,11 +321,9 @@ class Branching:
         cutoff: float,
         split: float,
     ) -> _Refined | None:
-        """Returns the leaf with the stage that gains most, of those that are tried.
+        """Returns the leaf with the stage that gains most, of those tried.
 
-        None where there is none, or no time.
-
-        `split` is what the best split gains without it.
+        None where there is none, or out of time. `split` is the best split's gain without a stage.
         """
         best: _Refined | None = None
         if not leaf.fixed and len(model.boundaries) < _SURVEYED_BOUNDARIES:
@@ -348,7 +337,7 @@ class Branching:
             )
         if best is None or best.gain <= 0:
             if split == -math.inf:
-                self._gains_of_stages.forget()  # what gained nothing elsewhere is all that is left
+                self._gains_of_stages.forget()  # nothing else is left: try all stages again
             asked = self._asked_for(leaf, model, point, split)
             best = self._best_of(asked, self._gains_of_stages, leaf, deadline, cutoff, None) or best
         return None if is_past(deadline) else best
@@ -362,9 +351,7 @@ class Branching:
         cutoff: float,
         split: float | None,
     ) -> _Refined | None:
-        """Returns the leaf with that of these stages which gains most, of those it has time for,
-        and notes what they gain.
-        """
+        """Tries these stages until the deadline, records their gains, and returns the best."""
         best: _Refined | None = None
         for cut in cuts:
             found = self._refined(leaf, cut, deadline, cutoff, split)
@@ -382,8 +369,9 @@ class Branching:
     def _refined(
         self, leaf: Leaf, cut: tuple[int, ...], deadline: float, cutoff: float, split: float | None
     ) -> _Refined:
-        """Returns the leaf with one more stage and what that gains, alone or, given a `split`,
-        beyond it with the largest choice taken.
+        """Evaluates adding one stage: the refined leaf, and its gain in the bound.
+
+        With `split`, the gain may also be that of splitting by the largest variable, less `split`.
         """
         refined = replace(leaf, windows=refined_windows(leaf.windows, cut))
         model = self._model(refined.windows)
@@ -401,7 +389,7 @@ class Branching:
     def _asked_for(
         self, leaf: Leaf, model: LeafModel, point: Floats, split: float
     ) -> list[tuple[int, ...]]:
-        """Returns the stages that are asked for and gained before, or were never tried."""
+        """Returns the stages that `model` asks for and that gained before or were never tried."""
         asked = model.asked_for(point, leaf.fixed)
         known = self._gains_of_stages.best(
             asked, _HOPEFUL[0] * self._scale + _HOPEFUL[1] * max(split, 0.0)
@@ -411,7 +399,7 @@ class Branching:
     def _surveyed(self, model: LeafModel) -> list[tuple[int, ...]]:
         """Returns stages of one operator all over the backward.
 
-        Once they were tried, the best of them and what is next to these.
+        Once all were tried, returns the best of them and the neighbours of these.
         """
         first, end = model.boundaries[0], model.boundaries[-1]
         spread: list[tuple[int, ...]] = [
@@ -446,14 +434,14 @@ def raise_bound_by_branching(
 ) -> None:
     """Raises the bound of a search until its gap is closed, the tree is over, or the deadline.
 
-    Offers the schedules of its points.
+    Offers the schedules of the leaves' points.
 
     Args:
-        search: has a schedule that fits.
-        refinement: whose stages the tree starts with; left as it is, but for rows.
-        cutoff_s: the cost at which a bound closes the gap.
-        deadline: of `time.perf_counter`, in seconds.
-        most_leaves: of the tree, before it is over.
+        search: with a schedule that fits.
+        refinement: the tree starts with its stages, and adds rows to it.
+        cutoff_s: returns the bound that closes the gap; None where there is none.
+        deadline: in `time.perf_counter` seconds.
+        most_leaves: the tree is over with more.
     """
     tree = Branching(refinement, most_leaves=most_leaves)
     while not (search.is_over or tree.is_over or is_past(deadline)):

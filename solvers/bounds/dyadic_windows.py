@@ -1,13 +1,14 @@
-"""Even stages, and windows of every length above them.
+"""Stages of equal length, and windows of 2, 4, 8, ... of them.
 
-Where a budget is tight, values are computed again all over the backward, and no few operators fail
-(`refinement`). So the backward is cut into stages of equal length. Stages alone bound little: the
-linear relaxation computes half of a value in one stage and half in the next, and holds half of it
-meanwhile. Windows of 2, 4, 8 ... stages, each length once from the grid's start and once shifted by
-half a length, forbid that: whatever runs anywhere in a window counts once for its memory.
+Where a budget is tight, values are recomputed all over the backward, and schedules fail at many
+operators rather than at a few (`refinement`). So the backward is cut into stages of equal length.
+Stages alone give a weak bound: the linear relaxation computes half of a value in one stage and half
+in the next, and holds half of it in between. Windows of 2, 4, 8, ... stages, each length once from
+the grid's start and once shifted by half a length, forbid that: an operator that runs anywhere in a
+window counts once for its memory.
 
 K stages have about 3 K windows. Source: this package's own; the windows are those of a segment
-tree, and the same shifted.
+tree, plus shifted ones.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from itertools import pairwise
 
 from remat.solvers.bounds.window import Window
 
-LEAST_OPERATORS = 2  # of a stage
-MOST_FORWARD = 250  # operators of a forward, beyond which many small models take too long
+LEAST_OPERATORS = 2  # in a stage
+MOST_FORWARD = 250  # forward operators; beyond, many small models take too long
 
 
 def even_stages(first: int, end: int, length: int) -> tuple[list[Window], set[Window]]:
-    """Returns the stages of `length` operators between two boundaries, and the windows of all
-    lengths with them.
+    """Returns the stages of `length` operators between two boundaries, and all windows.
 
-    The boundaries are two operators apart at least. The last stage may be longer, by as much as
-    would make one too short.
+    The boundaries are at least two operators apart. The last stage is longer where the remainder is
+    too short for a stage.
     """
     boundaries = [*range(first, end - LEAST_OPERATORS + 1, length), end]
     stages, num_stages = list(pairwise(boundaries)), len(boundaries) - 1

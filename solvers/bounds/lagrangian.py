@@ -1,23 +1,21 @@
-"""Prices for memory.
-
-The window model's relaxation by minimum cuts, and schedules spliced from them, in near-linear time.
+"""Prices for memory: the window model's relaxation by minimum cuts, in near-linear time.
 
 With the memory rows (6) of the window model over forward and backward (`window`) moved into the
-objective at prices u_v, what is left is a minimum cut (`min_cut`), whatever the prices. For every u
->= 0
+objective at prices u_v, what is left is a minimum cut (`min_cut`), whatever the prices. For every
+u >= 0
 
     L(u) = sum c_j + min over cuts (R, S) of [ sum c_j R_j + sum_v u_v (row_v(R, S) - B) ]
 
 is a lower bound on every schedule of the fixed order, and the best one is that of the model's
 linear relaxation. Prices are found by Kelley's cutting planes: a small linear program over the cuts
-so far proposes the next prices, and its duals mix the cuts into a point of the relaxation, at which
-memory rows are violated or not; the worst are added.
+so far proposes the next prices, and its duals mix the cuts into a point of the relaxation. The
+memory rows that this point violates most are added.
 
-The point mixes a few cuts, some of which need more memory than there is and some less. A schedule
-takes the first operators' values from one and the rest from the other, and holds as many of the
-heavy one's as fit: where layers repeat, the cuts differ from layer to layer not at all, so one
-solution of a layer serves all of them, and only how many layers follow which is searched for. If
-transients don't let the light one fit either, the same for a smaller budget.
+The point mixes a few cuts, some of which (*heavy*) need more memory than the budget and some
+(*light*) less. A schedule is spliced from a heavy and a light one: the first or last operators
+follow the heavy cut, as many as fit, and the rest follow the light one. Where layers repeat, a cut
+is the same in each of them, so it only remains to find how many layers follow which cut. Where even
+the lightest cut exceeds the budget because of its transients, prices are found for a smaller one.
 
 Complexity: some ten cuts of O(V + E) each and as many simulations: seconds for 100,000 operators,
 where the simplex method takes minutes. Sources: Everett (1963) and Geoffrion (1974) for the bound,
@@ -43,24 +41,24 @@ from remat.solvers.lp.linear import Program
 from remat.solvers.lp.min_cut import Cut, MinCut
 
 _MOST_CUTS = 60
-_PRECISION = 1e-5  # of the cost, where prices are good enough
+_PRECISION = 1e-5  # of the step's cost; prices this close to the best are good enough
 _ROWS_A_ROUND = 3
 _VIOLATED = 1e-4  # of the budget
-_HIGHEST_PRICE = 1e3  # the cost of the step for the budget
-HOPELESS = 10.0  # of the cost of the step: no schedule costs so much more
-_SAFETY = 1e-9  # of the bound: what sums of floats may be off
+_HIGHEST_PRICE = 1e3  # of the whole budget, in costs of the step
+HOPELESS = 10.0  # extra cost, in costs of the step, that no schedule has
+_SAFETY = 1e-9  # of the bound, for errors in sums of floats
 _MOST_MIXED = 6  # cuts that are tried as schedules
-_FINEST_SPLICE = 500  # of the forward
-_MOST_SHARES = 6  # of the budget, until a schedule fits and no better one is near
-_STEP, _LEAST_STEP = 0.995, 0.01
+_FINEST_SPLICE = 500  # splices are searched down to this fraction of the forward
+_MOST_SHARES = 6  # shares of the budget that prices are found for
+_STEP, _LEAST_STEP = 0.995, 0.01  # factor on a share that failed; smallest distance of two shares
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A cut with what it costs and what it needs.
+    """A minimum cut with its cost and memory.
 
     Attributes:
-        cut: what is computed again in the backward, and what is kept.
+        cut: what is recomputed in the backward, and what is kept.
         extra: cost of its recomputations, in costs of the step.
         usage: left sides of the memory rows by operator, in budgets.
     """
@@ -72,9 +70,7 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A memory row: `constant` and what it puts on each R of its window (by operator) and each
-    value held, in budgets.
-    """
+    """A memory row, in budgets: coefficients of R and of kept values, and a constant."""
 
     on_again: Floats
     on_held: Floats
@@ -85,9 +81,9 @@ class Lagrangian:
     """Prices, cuts and bounds for one graph and budget."""
 
     def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
-        """Builds rows and network.
+        """Builds model and network; nothing is solved yet.
 
-        Nothing is solved yet. Graphs without a backward have no prices (`is_empty`).
+        Graphs without a backward have no prices (`is_empty`).
         """
         self.graph, self.budget_bytes = graph, budget_bytes
         self.first = forward_length(graph)
@@ -109,21 +105,17 @@ class Lagrangian:
         return 0 if self.is_empty else len(self._points)
 
     def raise_bound(self, *, deadline: float) -> float:
-        """Returns the best bound found by `deadline` (`time.perf_counter`), on the cost of every
-        schedule.
-        """
+        """Returns the best lower bound on every schedule's cost found by the deadline."""
         if not self.is_empty:
             self._solve(1.0, deadline)
         return self.bound_s
 
     def schedules(self, *, deadline: float) -> Iterator[list[int]]:
-        """Yields schedules until `deadline`, of which some fit and none may.
+        """Yields schedules until `deadline`, within the budget or not; call `raise_bound` first.
 
-        Call `raise_bound` first.
-
-        Where the lightest cut needs more than the budget when it runs, because of its transients,
-        it is a start for a search, and prices are found for a smaller budget: smaller by as much,
-        then nearer to the whole one.
+        Where the lightest cut's schedule exceeds the budget because of its transients, it is
+        yielded as a start for a search, and prices are found for a smaller budget: smaller by as
+        much at first, then closer to the whole one.
         """
         share, too_much = 1.0, 1.0
         for _ in range(0 if self.is_empty else _MOST_SHARES):
@@ -145,9 +137,9 @@ class Lagrangian:
                 return
 
     def _solve(self, share: float, deadline: float) -> bool:
-        """Finds prices for `share` of the budget, of which only the whole one gives a bound.
+        """Finds prices for `share` of the budget; only a share of 1 gives a bound.
 
-        False where there are none.
+        False where no schedule can fit it.
         """
         if not self._points:
             self._add_row(self.first - 1)
@@ -164,7 +156,7 @@ class Lagrangian:
         return True
 
     def _add_row(self, v: int) -> None:
-        """Takes the memory row of `v` into account."""
+        """Adds the memory row of operator `v`."""
         model = self._model
         window = self._forward if v < self.first else self._backward
         coefficient, constant = model.memory_row(window, v)
@@ -175,9 +167,7 @@ class Lagrangian:
         self._rows[v] = _Row(on_again / model.budget, held / model.budget, constant / model.budget)
 
     def _price(self, prices: dict[int, float], share: float = 1.0) -> float:
-        """Adds the cut at `prices` and returns L, less the cost of the step, in costs of the
-        step.
-        """
+        """Adds the cut at `prices`; returns L less the step's cost, in costs of the step."""
         cost = self.graph.arrays.cost_s / max(self.graph.cost_s, 1e-300)
         weight, before, price, at_end = (
             cost.copy(),
@@ -213,11 +203,10 @@ class Lagrangian:
         )
 
     def _share_paid(self, before: Floats, price: Floats) -> Floats:
-        """By value, what share of `price` is paid where computing its operator again in the
-        forward, at `before`, may be cheaper.
+        """Returns, by value, the share of `price` to pay, as recomputing may be cheaper.
 
-        All values of an operator together never pay more than that, so the cut stays below the
-        model.
+        All values of an operator together pay no more than recomputing it in the forward costs
+        (`before`), so the cut stays a lower bound on the model.
         """
         total = self._by_producer(price)
         share = np.ones(len(total))
@@ -246,14 +235,14 @@ class Lagrangian:
         return _Point(cut, extra, usage / model.budget)
 
     def _excess(self, v: int, share: float) -> Floats:
-        """By point, what the row of `v` is over, in budgets."""
+        """Returns, by point, how far the row of `v` is over its limit, in budgets."""
         return (
             np.array([point.usage[v] for point in self._points])
             - self._model.relative_limit * share
         )
 
     def _master(self, share: float) -> tuple[dict[int, float], float]:
-        """Returns the prices that promise most by the cuts so far, and what they promise."""
+        """Returns the best prices according to the cuts so far, and the bound they promise."""
         rows = sorted(self._rows)
         excess = np.stack([self._excess(v, share) for v in rows], axis=1)
         program = Program()
@@ -273,8 +262,9 @@ class Lagrangian:
         )
 
     def _mixed(self, share: float) -> Floats:
-        """Returns the weights of the cuts in the cheapest mixture that keeps all rows, as well as
-        they can be kept.
+        """Returns the weights of the cuts in the cheapest mixture that satisfies all rows.
+
+        Where none does, rows are violated as little as possible.
         """
         program, count = Program(), len(self._points)
         program.add_columns(np.array([point.extra for point in self._points]), is_integer=False)
@@ -290,9 +280,7 @@ class Lagrangian:
         return np.zeros(count) if outcome.point is None else outcome.point[:count]
 
     def _add_violated(self, share: float) -> int:
-        """Adds the rows that the mixture violates most, some operators apart, and returns how
-        many.
-        """
+        """Adds the rows that the mixture violates most, some operators apart; returns how many."""
         usage = np.asarray(
             sum(weight * point.usage for weight, point in zip(self._mix, self._points, strict=True))
         )
@@ -309,7 +297,7 @@ class Lagrangian:
         return len(chosen)
 
     def _used(self) -> list[_Point]:
-        """The cuts in the mixture, those that keep more first."""
+        """Returns the cuts of the mixture, those that keep more first."""
         used = [
             self._points[k]
             for k in np.argsort(-self._mix, kind="stable")[:_MOST_MIXED].tolist()
@@ -318,9 +306,9 @@ class Lagrangian:
         return sorted(used, key=lambda point: point.extra)
 
     def _spliced(self, used: list[_Point], deadline: float) -> Iterator[list[int]]:
-        """Yields the best splices of two cuts, in either order.
+        """Yields the cheapest cut that fits, then its splices with the next heavier cut.
 
-        The cheapest that fits, and the next that does not.
+        Splices are tried with the heavy cut at the front and at the back.
         """
         light = next(
             k for k, point in enumerate(used) if self._peak_bytes(point) <= self.budget_bytes
@@ -331,8 +319,9 @@ class Lagrangian:
                 yield from self._splices(used[light - 1].cut, used[light].cut, is_first)
 
     def _splices(self, heavy: Cut, light: Cut, is_first: bool) -> Iterator[list[int]]:
-        """Yields ever better schedules that follow `heavy` for as many operators as fit, from the
-        front or the back.
+        """Yields schedules that follow `heavy` for ever more operators, as many as fit.
+
+        They follow it from the front where `is_first`, else from the back.
         """
         low, high = 0, self.first
         while high - low > max(1, self.first // _FINEST_SPLICE):

@@ -1,11 +1,9 @@
-"""Solving a window model with few of its memory rows.
+"""Solves a window model with few of its memory rows, added where a solution violates them.
 
-Solve, look where memory is over, add rows there, again.
-
-First the LP relaxation, whose rounds are cheap, then the integers. Every outcome on the way bounds
-the full model, as it has fewer rows; 20 rows a round, apart from each other, suffice for graphs of
-10,000 operators. Where a relaxation violates none, it may be cut by what rounding says of the rows
-it has (`rounding_cuts`), a few rounds as long as these raise it.
+First come the cheap rounds of the LP relaxation, then those with integers. Every outcome bounds the
+full model, as it has fewer rows. 20 rows per round, apart from each other, suffice for graphs of
+10,000 operators. A relaxation that violates no row may get rounding cuts of its rows
+(`rounding_cuts`), for a few rounds as long as these raise the bound.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from remat.solvers.lp.rounding_cuts import rounded
 
 _TOLERANCE = 1e-6
 _ROWS_A_ROUND = 20
-_WORTH = 1e-4  # of the bound; what a round of cuts by rounding must raise it by for another one
+_WORTH = 1e-4  # share of the bound that a round of rounding cuts must gain for another round
 
 
 class LazyRows:
@@ -40,11 +38,13 @@ class LazyRows:
         *,
         most_roundings: int = 0,
     ) -> None:
-        """Starts with `rows`: windows of the model, each with one of its operators.
+        """Adds the given rows and moments to the model.
 
-        And `moments`: (v, j) with their sets.
-
-        `most_roundings` is how many rounds of cuts by rounding a relaxation gets.
+        Args:
+            model: without memory rows.
+            rows: windows of the model, each with one of its operators.
+            moments: (v, j) with their sets.
+            most_roundings: rounds of rounding cuts that a relaxation gets.
         """
         self.model, self._most_roundings = model, most_roundings
         self.rows = set(rows)
@@ -58,7 +58,7 @@ class LazyRows:
 
     @property
     def sets(self) -> dict[tuple[int, int], set[int]]:
-        """The moments so far: (v, j) with the operators of its set."""
+        """The moments so far: (v, j) with their sets."""
         return {
             (moments.v, j): chosen
             for moments in self.moments
@@ -75,13 +75,11 @@ class LazyRows:
         cutoff: float | None = None,
         most_rounds: float = math.inf,
     ) -> Outcome:
-        """Returns the last outcome's point with the best bound.
+        """Returns the last outcome's point, with the best bound.
 
-        `deadline` is in `time.perf_counter` seconds.
-
-        The point violates no memory row unless `is_finished` is False, or the relaxation had
-        `most_rounds`. With a `cutoff` (an objective that a schedule is known to reach) the bound is
-        at most that, and there may be no point.
+        The point violates no memory row unless `is_finished` is False or the relaxation stopped
+        after `most_rounds`. With a `cutoff` (the objective of a known schedule) the bound is at
+        most the cutoff, and there may be no point. `deadline` is in `time.perf_counter` seconds.
         """
         best = self._rounds(
             True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds
@@ -152,10 +150,7 @@ class LazyRows:
         return len(chosen) + self._add_moments(point, deadline)
 
     def _add_rounded(self, point: Floats) -> bool:
-        """Adds a cut by rounding for each row that has one which the point violates.
-
-        False where there is none.
-        """
+        """Adds the rounding cuts that the point violates; False where there are none."""
         knapsacks = [
             *self.model.knapsacks,
             *(knapsack for moments in self.moments for knapsack in moments.knapsacks),
@@ -166,13 +161,13 @@ class LazyRows:
         return bool(cuts)
 
     def _add_moments(self, point: Floats, deadline: float) -> int:
-        """Adds the most violated moment row of each window of one operator, and returns how many.
+        """Adds the most violated moment of each window of one operator; returns how many.
 
-        At the deadline one at least.
+        Returns at least 1 past the deadline, as windows left unchecked may have violated ones.
         """
         count = 0
         for moments in self.moments:
             for _, j in moments.violated(point, deadline=deadline)[:1]:
                 moments.add_at(j, point)
                 count += 1
-        return max(count, int(is_past(deadline)))  # what was not looked at may be violated
+        return max(count, int(is_past(deadline)))

@@ -1,11 +1,10 @@
-"""The relaxation of one leaf of a tree (`branch_and_refine`).
+"""The relaxation of one leaf of a tree: a window model with some branching variables fixed.
 
-A window model with some decisions taken, and which others or stages it asks for.
-
-A model serves all leaves that have its windows: what is fixed changes from one to the other, memory
-rows, moments and cuts by rounding hold for all and remain. Decisions are columns of the model that
-every schedule has at 0 or 1, so fixing one both ways loses none. Complexity: that of `window` to
-build it; a relaxation goes on from the last one's basis. Source: this package's own.
+It also says which variables to branch on and which stages to add (`branch_and_refine`). One model
+serves all leaves with its windows: the fixed variables change from leaf to leaf; memory rows,
+moments and rounding cuts hold for all and remain. Branching variables are columns that every
+schedule has at 0 or 1, so branching loses none. Complexity: that of `window` to build the model; a
+relaxation starts from the last one's basis. Source: this package's own.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.lp.linear import Outcome
 
-# stages that read something undecided, before those that schedules ask for and in all
+# stages that read something undecided: those tried before the stages that schedules ask for, and
+# the variables considered for them in all
 _FIRST_UNDECIDED, _MOST_UNDECIDED = 3, 40
 _ROUNDINGS = 2
-_LEAST_WEIGHT = 1e-5  # of the budget, times how far from 0 and 1 a choice is
-HALF, _LITTLE = 0.5, 0.05  # schedules keep what the point keeps more of
+_LEAST_WEIGHT = 1e-5  # of a variable: its bytes in budgets times its distance from 0 or 1
+HALF, _LITTLE = 0.5, 0.05  # schedules keep the values whose S exceeds this
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Choice:
-    """A decision every schedule takes one way or the other.
+    """A branching variable: S of a value at a boundary, or R of an operator in a window.
 
     Attributes:
-        first: the boundary where a value is in memory or not, or the first of a window's.
-        last: the window's other boundary in which an operator is computed again or not; -1 for a
-            value.
-        index: of the value, or the operator.
+        first: the boundary of S, or the first boundary of R's window.
+        last: the last boundary of R's window; -1 for S.
+        index: of the value or the operator.
     """
 
     first: int
@@ -48,24 +47,24 @@ class Choice:
 
 
 def boundaries_of(windows: Collection[Window]) -> list[int]:
-    """Where stages begin and end."""
+    """Returns all boundaries of some windows, in order."""
     return sorted({boundary for window in windows for boundary in window})
 
 
 def unions_of(boundaries: Sequence[int], width: int) -> set[Window]:
-    """The unions of up to so many neighbouring stages."""
+    """Returns the unions of up to `width` neighbouring stages."""
     return {(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 : i + 1 + width]}
 
 
 class LeafModel:
-    """The relaxation over some stages, for the leaves that have these.
+    """The relaxation with some windows, for all leaves that have these.
 
     Attributes:
         windows: of the model, without the forward.
     """
 
     def __init__(self, refinement: Refinement, windows: Collection[Window]) -> None:
-        """Builds the model with these windows, and the rows found so far."""
+        """Builds the model with these windows and the rows known so far."""
         self._refinement, self.windows = refinement, windows
         self.boundaries = boundaries_of(windows)
         stages = list(pairwise(self.boundaries))
@@ -85,7 +84,7 @@ class LeafModel:
 
     @cached_property
     def _choices(self) -> tuple[list[Choice], Ints, Floats]:
-        """All choices with their columns and weights, the bytes in question in budgets."""
+        """All branching variables with their columns and weights (bytes, in budgets)."""
         choices, columns, weights = list[Choice](), list[Ints](), list[Floats]()
         kept = [
             ((boundary, -1), of_value, self.model.accounting.size)
@@ -103,18 +102,16 @@ class LeafModel:
         return choices, np.concatenate(columns), np.concatenate(weights)
 
     def undecided(self, point: Floats) -> list[Choice]:
-        """Returns the choices that `point` leaves in between, the largest first."""
+        """Returns the fractional branching variables of `point`, the largest first."""
         choices, columns, weights = self._choices
         weight = weights * np.minimum(point[columns], 1 - point[columns])
         order = np.argsort(-weight, kind="stable")
         return [choices[k] for k in order[: int((weight > _LEAST_WEIGHT).sum())].tolist()]
 
     def solve(self, fixed: Mapping[Choice, float], *, rounds: int, deadline: float) -> Outcome:
-        """Returns the relaxation's bound and point, once memory rows were added in at most so many
-        rounds.
-        """
+        """Solves the relaxation with `fixed`, adding memory rows in at most `rounds` rounds."""
         found = {self._column(choice): value for choice, value in fixed.items()}
-        found.pop(-1, None)  # of values that nothing reads later
+        found.pop(-1, None)  # variables of values that nothing reads later have no column
         self.model.program.fix(np.array(list(found), np.int64), np.array(list(found.values())))
         outcome = self._lazy.solve(deadline=deadline, is_relaxed=True, most_rounds=rounds)
         self._refinement.known.take(self._lazy)
@@ -126,7 +123,7 @@ class LeafModel:
         return int(self.model.again[choice.first, choice.last][choice.index])
 
     def steps(self, point: Floats, least: float) -> list[int]:
-        """The schedule that keeps what `point` keeps more than `least` of."""
+        """Returns the schedule that keeps the values whose S exceeds `least` at `point`."""
         kept = {
             boundary: values.tolist() for boundary, values in self.model.kept(point, least).items()
         }
@@ -134,9 +131,9 @@ class LeafModel:
         return steps_on_demand(self._refinement.graph, kept[self.boundaries[0]], later=later)
 
     def asked_for(self, point: Floats, fixed: Collection[Choice]) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those first that say most.
+        """Returns the boundaries of further stages to try, the most promising first.
 
-        The stages where something is read that is fixed, or half kept or computed again, and what
+        These are stages that read a value whose variables are fixed or fractional, and those that
         the schedule of `point` asks for.
         """
         again = [self.model.values_at(self.model.again[stage], point) for stage in self._stages]
@@ -160,9 +157,7 @@ class LeafModel:
         )
 
     def _reading(self, choices: Iterable[Choice]) -> list[tuple[int, int]]:
-        """The operators as stages of their own, none yet, that are first to read what each of the
-        choices keeps or computes again.
-        """
+        """Returns the first reader of each variable's values, as stages that the model lacks."""
         read, reader = self.model.graph.arrays.read, self.model.accounting.reader
         found = list[int]()
         for choice in choices:

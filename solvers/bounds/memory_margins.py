@@ -1,13 +1,13 @@
-"""Schedules from relaxed window models with memory in reserve where the schedules before needed
-more than the budget.
+"""Schedules from relaxed window models, with memory held back where earlier schedules did not fit.
 
-A relaxation of the window model is solved in milliseconds and says what to keep; the schedule built
-from it needs a little too much memory at a few operators, where values are computed again. That
-much is taken off the budget at these operators alone (their *reserve*), and the model is relaxed
-again, from its last basis. Where a schedule fits, a part of all reserves is given back, so that the
-search moves along the edge of what fits. It proves nothing: with reserves the model bounds no more.
+A relaxation of the window model is solved in milliseconds and says what to keep. The schedule built
+from it needs a little too much memory at a few operators, before which values are recomputed. That
+much is taken off the budget at these operators alone (their *reserve*), and the relaxation is
+solved again, from its last basis. Where a schedule fits, a part of all reserves is given back, so
+the search moves along the edge of what fits. It proves nothing: with reserves the model is no
+relaxation.
 
-Complexity: a relaxation and a few schedules, O(V + E) each, an iteration. Source: this package's
+Complexity per iteration: one relaxation and a few schedules, O(V + E) each. Source: this package's
 own.
 """
 
@@ -24,11 +24,11 @@ from remat.solvers.core.accounting import Floats
 from remat.solvers.core.interrupt import is_past
 
 _ITERATIONS, _MOST_FRUITLESS = 12, 5
-_THRESHOLDS = 0.5, 0.05, 0.2, 0.8, 0.95  # what a point keeps more of than this is kept
-_GIVEN_BACK = 0.3  # of all reserves, where a schedule fits
-_AFTER_NONE = 0.6  # of all reserves stays, where the model has no point
-_STEP = 0.3, 1.1  # of the excess goes into the reserve, at random
-_CREEP = 0.2  # of the excess at least
+_THRESHOLDS = 0.5, 0.05, 0.2, 0.8, 0.95  # schedules keep the values whose S exceeds this
+_GIVEN_BACK = 0.3  # share of all reserves released where a schedule fits
+_AFTER_NONE = 0.6  # share of all reserves that remains where the model has no point
+_STEP = 0.3, 1.1  # range of the random share of the excess that goes into the reserve
+_CREEP = 0.2  # share of the excess that goes into it at least
 
 
 class Reserves:
@@ -42,11 +42,12 @@ class Reserves:
         self._random = np.random.default_rng(seed)
 
     def schedules(self, *, deadline: float) -> Iterator[list[int]]:
-        """Yields schedules, within the budget or near it, until some relaxations in a row bring no
-        cheaper one that fits.
+        """Yields schedules within the budget or near it.
+
+        Ends when several relaxations in a row yield no cheaper schedule that fits.
 
         Args:
-            deadline: of `time.perf_counter`, in seconds; most searches end before.
+            deadline: in `time.perf_counter` seconds; most searches end before.
         """
         refinement, model = self._refinement, self._lazy.model
         best_s, fruitless = math.inf, 0
@@ -73,9 +74,9 @@ class Reserves:
             self._adapt(point, failures, has_fit=has_fit)
 
     def _adapt(self, point: Floats, failures: dict[int, float], *, has_fit: bool) -> None:
-        """Sets aside what the cheapest schedule that does not fit lacked.
+        """Raises the reserves by what the cheapest schedule over the budget lacked.
 
-        Less where another one fits.
+        Raises them by less where another schedule fits.
         """
         model = self._lazy.model
         free = model.budget + model.reserve - self._usage(point)
@@ -90,7 +91,7 @@ class Reserves:
         model.set_reserve(reserve)
 
     def _usage(self, point: Floats) -> Floats:
-        """The most that the model uses at each operator in any window, reserves included."""
+        """Returns the model's largest memory at each operator over all windows, with reserves."""
         model = self._lazy.model
         usage = np.zeros(model.graph.num_operators)
         for window in model.windows:

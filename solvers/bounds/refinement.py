@@ -1,23 +1,26 @@
-"""Adaptive refinement.
-
-Window models with ever more stages, each a bound, cut where the schedules built from them fail.
+"""Adaptive refinement: window models with ever more stages, split where their schedules fail.
 
 Start with the backward as one stage (`window`). Build the schedule of the model's point and
-simulate it. Where it needs too much memory right before an original operator, while values are
-computed again for it, make that a stage of its own; where too much at the operators themselves,
-because values computed once are held from use to use, cut there; where it fits but costs more than
-the model says, make the operator before which it pays most beyond it a stage. The next model has
-all unions of neighbouring stages as windows and, in stages of one operator, moments
-(`transient_rows`). Where that is too much, a model is relaxed, cut by rounding (`rounding_cuts`),
-and has the stages of earlier ones as windows, or it may bound less than these. Rows found before
-are kept; cuts and stages of one operator without which the linear relaxation is as good are given
-up once.
+simulate it.
 
-Every model is a relaxation, so the best of the bounds counts. A known schedule's cost cuts the
-search off: where the solver proves that no point is cheaper, that schedule is optimal. Ends where
-the schedule is as cheap as the bound, where a model was not solved within its limits, or at
-`MAX_STAGES`, beyond which HiGHS drowns. Complexity: O(stages^2 (V + E)) rows a model. Source: this
-package's own.
+- Where it needs too much memory right before an original operator, while values are recomputed for
+  it, that operator becomes a stage of its own.
+- Where it needs too much at the operators themselves, because values computed once are held from
+  use to use, the backward is cut there.
+- Where it fits but costs more than the model says, the operator before which it pays the most more
+  becomes a stage.
+
+The next model has all unions of neighbouring stages as windows and, in stages of one operator,
+moments (`transient_rows`). Where that is too large, only its relaxation is solved, with rounding
+cuts (`rounding_cuts`). It has the stages of earlier models as windows too, as its bound could be
+below theirs otherwise. Rows found before are kept. Cuts and stages of one operator without which
+the linear relaxation is as good are dropped once.
+
+Every model is a relaxation, so the best of the bounds counts. A known schedule's cost is the
+cutoff: where the solver proves that no point is cheaper, that schedule is optimal. Refinement ends
+where the schedule is as cheap as the bound, where a model was not solved within its limits, or at
+`MAX_STAGES`, beyond which models are too large for HiGHS. Complexity: O(stages^2 (V + E)) rows per
+model. Source: this package's own.
 """
 
 from __future__ import annotations
@@ -39,32 +42,33 @@ from remat.solvers.core.interrupt import is_past
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
 MAX_STAGES = 12
-_ROUNDINGS = 5  # of cuts by rounding, of a relaxation
+_ROUNDINGS = 5  # rounds of rounding cuts of a relaxation
 _MAX_COLUMNS, _MAX_RELAXED_COLUMNS = 60_000, 90_000
 _MAX_COLUMNS_OF_UNIONS = 15_000
 _FIRST_GAP = 1e-3  # of the first model, which only says where to cut
 _GAP = 1e-5
-# of the way from the best bound to the cutoff; a model that does not lead there only says where to
-# cut
+# gap as a share of the distance from the best bound to the cutoff; a model that does not reach the
+# cutoff only says where to cut
 _ROUGH_SHARE = 0.02
 _TOLERANCE = 1e-9
-_FEW_COLUMNS = 1_000  # are solved in no time
-# a schedule keeps what the point keeps more of; less, where that fits and it is to see what fails
+_FEW_COLUMNS = 1_000  # a model of so few is solved at once
+# schedules keep the values whose S exceeds the first; where that schedule fits, the second shows
+# where one that keeps more fails
 _HALF, _LITTLE = 0.5, 0.05
-# of the worst excess before an operator, that one at an operator must have to be cut first
+# an excess at an operator is cut first from this share of the worst excess before an operator
 _HELD_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one model gave.
+    """The result of one model.
 
     Attributes:
         bound_s: no schedule of the fixed order costs less; `inf` where the model has no point below
             the cutoff.
-        steps: the schedule of its point, within the budget or not; None where it left none.
+        steps: the schedule of its point, within the budget or not; None without a point.
         is_finished: False where a limit stopped the solver.
-        kept: what the point keeps at each boundary of the backward, for other schedules from it.
+        kept: the values that the point keeps at each boundary of the backward.
     """
 
     bound_s: float
@@ -74,12 +78,12 @@ class Step:
 
 
 class Refinement:
-    """Refining one budget's window models.
+    """The refinement of one budget's window models.
 
     Attributes:
         stages: of the next model; frozen, and replaced as a whole.
-        known: the rows that bound in earlier models.
-        state: whether there is a next model.
+        known: the rows of earlier models.
+        state: says whether there is a next model.
         best_s: the best bound of all models so far.
     """
 
@@ -90,18 +94,17 @@ class Refinement:
         self.stages = Stages(self.first, graph.num_operators)
         self.known = KnownRows()
         self.state = State.OPEN if self.stages.boundaries else State.DONE
-        self.best_s = -math.inf  # bound of all models so far
-        # stages of earlier relaxations, without which the next may bound less
+        self.best_s = -math.inf
+        # stages of earlier relaxations; without them the next one may have a weaker bound
         self._wide: set[Window] = set()
         self._dropped: set[int] = set()
         self._decided_s = -math.inf  # no point of the present model is cheaper
         self._best_relaxed = (-math.inf, self.stages)  # bound, and over which stages
 
     def start_from(self, other: Refinement) -> None:
-        """Starts with the stages of another refinement of the graph whose linear relaxation bound
-        most, and with its rows.
+        """Takes over the rows and the best relaxation's stages of another refinement of the graph.
 
-        These are of another budget, or not; where it solved no relaxation, nothing is taken over.
+        The other may be for another budget. Nothing is taken over where it solved no relaxation.
         """
         bound_s, stages = other._best_relaxed
         if bound_s > -math.inf:
@@ -114,12 +117,12 @@ class Refinement:
 
     @property
     def boundaries(self) -> list[int]:
-        """Where stages begin and end, without the forward; empty where nothing is left."""
+        """Boundaries of the stages, without the forward; empty where there is no next model."""
         return self.stages.boundaries if self.is_open else []
 
     @property
     def num_columns(self) -> int:
-        """Columns of the present model."""
+        """Number of columns of the present model."""
         return self._model(is_relaxed=False).model.program.num_columns
 
     @property
@@ -139,13 +142,14 @@ class Refinement:
         )
 
     def is_too_large(self, num_stages: int, most_columns: int = _MAX_COLUMNS) -> bool:
-        """True where a model of so many stages is not solved in reasonable time."""
+        """True where a model of `num_stages` stages is not solved in reasonable time."""
         return 2 * self.first * (num_stages + 1) > most_columns
 
     def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
-        """All unions of neighbouring stages.
+        """Returns all unions of neighbouring stages.
 
-        If large or relaxed only the stages, where `is_wide` those before, and the whole.
+        For large or relaxed models only the stages, the whole, and where `is_wide` the stages of
+        earlier relaxations.
         """
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
@@ -155,7 +159,7 @@ class Refinement:
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
     def _model(self, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
-        """The model over the present stages, with the rows known of its windows."""
+        """Returns the model over the present stages, with the known rows of its windows."""
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
         is_wide = is_relaxed and most_roundings > 0
         windows = [forward, *self._windows(is_relaxed=is_relaxed, is_wide=is_wide)]
@@ -171,18 +175,20 @@ class Refinement:
         )
 
     def relaxation(self) -> LazyRows:
-        """The model over the present stages whose linear relaxation is solved soon."""
+        """Returns the model over the present stages with few windows, to be solved relaxed."""
         return self._model(is_relaxed=True)
 
     def steps_of(self, model: WindowModel, point: Floats, least: float) -> list[int]:
-        """The schedule that keeps what `point` of a model over the present stages keeps more than
-        `least` of.
+        """Returns the schedule that keeps the values whose S exceeds `least` at `point`.
+
+        The model has the present stages.
         """
         return self._steps(self._kept(model, point, least))
 
     def excess(self, steps: list[int]) -> tuple[dict[int, float], float]:
-        """Bytes that `steps` need over the budget at, or before, each operator of the backward
-        where they do; and their cost in seconds.
+        """Returns where and by how many bytes `steps` exceed the budget, and their cost in seconds.
+
+        The excess is by backward operator, at it or right before it.
         """
         before, at, _ = self._failures(steps)
         cost_s = float(self.graph.arrays.cost_s[steps].sum())
@@ -199,13 +205,13 @@ class Refinement:
         """Solves the present model and prepares the next one.
 
         Args:
-            deadline: of `time.perf_counter`, in seconds.
-            cutoff_s: points that are not cheaper are of no interest; where there are none that are,
-                the stages stay as they are for a larger cutoff.
-            is_relaxed: solves the linear relaxation, whose schedule keeps what it keeps more than
-                half of; the stages stay as they are where that schedule fits, and the one that
-                keeps what it keeps a little of, or where a limit stopped the solver.
-            is_rounded: cuts a relaxation by rounding, which takes several times as long.
+            deadline: in `time.perf_counter` seconds.
+            cutoff_s: only cheaper points are of interest; where there are none, the stages stay as
+                they are, for a larger cutoff.
+            is_relaxed: solves the linear relaxation. The stages stay as they are where a limit
+                stopped the solver, or where both schedules fit: the one that keeps the values
+                whose S exceeds a half, and the one that keeps all with more than a little.
+            is_rounded: adds rounding cuts to a relaxation, which takes several times as long.
         """
         boundaries = self.boundaries
         stages, lazy = (
@@ -253,7 +259,7 @@ class Refinement:
                 )
             if not is_relaxed:
                 self._drop_useless(before, deadline)
-                # where the schedule is as good as the model says, the model may do better
+                # the schedule costs what the model says: solved to a smaller gap, it may say more
                 if self.state is State.DONE and gap > _GAP and outcome.is_finished:
                     self.state = State.EXACT
         if not is_relaxed and (
@@ -264,24 +270,24 @@ class Refinement:
 
     @staticmethod
     def _kept(model: WindowModel, point: Floats, least: float) -> dict[int, list[int]]:
-        """What `point` keeps more than `least` of at each boundary."""
+        """Returns the values whose S exceeds `least` at `point`, by boundary."""
         return {boundary: values.tolist() for boundary, values in model.kept(point, least).items()}
 
     def _steps(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
-        """The schedule that keeps so much at the present boundaries, built on demand."""
+        """Returns the schedule that keeps these values at the present boundaries."""
         return steps_on_demand(
             self.graph, kept[self.first], later={b: kept[b] for b in self.boundaries[1:-1]}
         )
 
     def resume(self) -> None:
-        """Goes on where the last deadline, and nothing else, was the end of it."""
+        """Reopens a refinement that only a deadline ended."""
         if self.state is State.CUT_SHORT:
             self.state = State.OPEN
 
     def return_to_best_relaxed(self) -> None:
         """Goes back to the stages whose linear relaxation gave the best bound.
 
-        Relaxed, more stages may bound less.
+        A relaxation with more stages can have a weaker bound.
         """
         if self._best_relaxed[0] > -math.inf:
             self.stages = self._best_relaxed[1]
@@ -303,12 +309,12 @@ class Refinement:
     def _drop_useless(self, candidates: Set[int], deadline: float) -> None:
         """Drops cuts and singles without which the linear relaxation is as good, once each.
 
-        Fewer stages are solved sooner.
+        Models with fewer stages are solved sooner.
         """
         if not self.is_open or self.num_columns <= _FEW_COLUMNS:
             return
         needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
-        if needed < 0:  # there is no time to compare
+        if needed < 0:  # no time to compare
             return
         for is_single in (False, True):
             chosen = self.stages.singles if is_single else self.stages.cuts
@@ -321,9 +327,9 @@ class Refinement:
                     self._dropped.add(item)
 
     def relaxed_bound(self, deadline: float) -> float:
-        """The bound by the linear relaxation over the present stages, whose rows are kept.
+        """Returns the bound of the linear relaxation over the present stages; keeps its rows.
 
-        None where there is no time for it.
+        -inf where time ran out.
         """
         lazy = self._model(is_relaxed=False)
         outcome = lazy.solve(deadline=deadline, is_relaxed=True)
@@ -338,11 +344,11 @@ class Refinement:
         *,
         is_single: bool,
     ) -> None:
-        """Cuts where `steps` fail most; ends where they don't, or no cut is left.
+        """Splits stages where `steps` fail most; ends the refinement where no split is left.
 
-        Without `paid_s`, what the model pays in each stage, only where they need too much memory.
-        With `is_single`, the operator where they do is a stage, as cuts by rounding say more on
-        both sides of it.
+        `paid_s` is what the model pays in each stage; without it, only memory over the budget
+        counts as failing. With `is_single`, the operator where memory is over becomes a stage
+        instead of a cut, as rounding cuts are stronger on both sides of it.
         """
         before, at, extra_s = self._failures(steps)
         is_known = set(boundaries)
@@ -368,11 +374,10 @@ class Refinement:
             self.stages = self.stages.with_single(single)
 
     def cut_where_repeated(self, steps: list[int], boundaries: Sequence[int]) -> None:
-        """Makes the operator the next stage before which `steps` pay most for what they computed
-        again in the same stage already.
+        """Makes a stage of the operator before which `steps` pay most for repeated recomputations.
 
-        A window counts each operator once. Where there is no such operator, the next stage is the
-        one chosen by the last model.
+        Repeated are those of operators recomputed before in the same stage, as a window counts each
+        operator once. Without any, the next stage is the one chosen by the last model.
 
         Args:
             steps: a schedule within the budget.
@@ -394,8 +399,9 @@ class Refinement:
     def _surplus(
         self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]
     ) -> dict[int, float]:
-        """Returns, for each stage in which it is more than `paid_s`, the operator before which most
-        is paid, and how much more that is.
+        """Returns by how much stages cost more than `paid_s`, where they do.
+
+        Each is given by the operator in it before which most is paid.
         """
         surplus = {}
         for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
@@ -411,8 +417,7 @@ class Refinement:
     def asked_for(
         self, steps: list[int], boundaries: Sequence[int], paid_s: Sequence[float]
     ) -> list[tuple[int, ...]]:
-        """Returns the boundaries that further stages would need, those first where `steps` fail
-        most.
+        """Returns the boundaries of further stages, those first where `steps` fail most.
 
         Args:
             steps: a schedule, within the budget or not.
@@ -420,8 +425,7 @@ class Refinement:
             paid_s: what the model pays in each of these.
 
         Returns:
-            Operators as stages of their own, (v, v + 1), then cuts, (v,), as `solve` would choose
-            one of.
+            Operators as stages of their own, (v, v + 1), then cuts, (v,); `solve` chooses one.
         """
         before, at, extra_s = self._failures(steps)
         excess = _worst(before, at) or self._surplus(extra_s, boundaries, paid_s)
@@ -436,8 +440,10 @@ class Refinement:
     def _failures(
         self, steps: list[int]
     ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-        """Returns bytes over the budget before, and at, each original operator of the backward, and
-        the cost of what leads to it.
+        """Returns three maps by original operator of the backward.
+
+        Bytes over the budget before it, bytes over the budget at it, and the cost of the
+        recomputations right before it.
         """
         held = simulate(self.graph, Schedule.from_steps(self.graph, steps)).bytes_at
         before, at, extra_s = dict[int, float](), dict[int, float](), dict[int, float]()
@@ -457,9 +463,7 @@ class Refinement:
 
 
 def _bursts(steps: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yields, for each operator's first computation, its position and the operators computed again
-    right before it.
-    """
+    """Yields each operator's first position in `steps`, and the recomputations right before it."""
     seen, begin = set[int](), 0
     for position, op in enumerate(steps):
         if op not in seen:
@@ -469,5 +473,5 @@ def _bursts(steps: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
 
 
 def _worst(before: Mapping[int, float], at: Mapping[int, float]) -> dict[int, float]:
-    """Bytes over the budget before or at each operator, the larger of them."""
+    """Returns the larger of the bytes over the budget before and at each operator."""
     return {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}

@@ -1,21 +1,20 @@
-"""Stages chosen by what they bound.
+"""Stages chosen by the bound that they give in the linear relaxation.
 
-Operators of the backward are tried in the linear relaxation, and those that bound most are taken.
+Refinement splits stages where a schedule fails. Where the budget is tight, schedules fail nearly
+everywhere, and the one operator whose own stage would raise the bound is found late or never.
 
-Refinement cuts where a schedule fails. Where the budget is tight, it fails nearly everywhere, and
-the one operator whose own window would raise the bound is found late or never.
-
-- On small graphs a relaxation with one more stage is solved soon, so operators all over the
-  backward are tried, then with the best of them those that came next, until one gains little.
-- On large ones the operators that leave least room are tried: where the working set nearly fills
-  the budget (at the loss of a language model), all that is read later is computed again after it.
-  Then, with the best of them, a cut at growing distances behind it: what was computed again by then
-  cannot all be held either. Windows are the stages alone, whose relaxations take a tenth of the
-  time.
+- On small graphs a relaxation with one more stage is solved quickly. Operators all over the
+  backward are tried as stages; with the best of them in place, the runners-up are tried, until one
+  gains little.
+- On large graphs the operators that leave least room are tried: where the working set nearly fills
+  the budget (at the loss of a language model), all that is read later is recomputed after it. Then,
+  with the best of them in place, a cut is tried at growing distances behind it: what was recomputed
+  by then cannot all be held either. The only windows are the stages, which makes the relaxations
+  ten times as fast.
 
 Complexity: some 50 relaxations for the first stage on small graphs, of operators evenly spread over
-the backward and of those around the best, fewer and larger ones for the next two; on large graphs
-some five in all. Bounds are those of the window model, so of all schedules of the fixed order.
+the backward and around the best, and fewer but larger ones for the next two stages; on large graphs
+some five in all. The bounds are the window model's and hold for all schedules of the fixed order.
 Source: this package's own.
 """
 
@@ -34,26 +33,26 @@ from remat.solvers.bounds.window import WindowModel
 from remat.solvers.core.interrupt import is_past
 
 _TRIED = 50, 10, 6  # operators, for each stage chosen here; refinement adds more
-_MOST_COLUMNS = 6_000  # of a model that is worth its time
+_MOST_COLUMNS = 6_000  # larger models are not worth their time
 _TIE = 1e-6
-_LEAST_GAIN = 0.03  # of the overhead that is proved
-_CROWDED = 4  # operators that leave least room, on large graphs
-_APART = 40  # that many of them there would be at most
-_STAGES = 4  # with a crowded operator, and a cut behind it
-# operators; distances in a row that bound less than the best
+_LEAST_GAIN = 0.03  # share of the proved overhead that a stage must gain
+_CROWDED = 4  # operators tried on large graphs, those that leave least room
+_APART = 40  # they are at least a fortieth of the backward apart
+_STAGES = 4  # stages with a crowded operator and a cut behind it
+# the first distance of the cut in operators; distances in a row that gain nothing
 _LEAST_DISTANCE, _MOST_FRUITLESS = 2, 2
 
 
 def scout(refinement: Refinement, *, deadline: float) -> float:
-    """Replaces the stages of `refinement` by those that bound most.
+    """Replaces the stages of `refinement` by those with the best bound.
 
     Returns the best bound of the relaxations; -inf where there is none, inf where no schedule fits.
 
     Args:
-        refinement: its stages stay as they are where no stage of one operator bounds more than
-            none, or no schedule fits; it is left alone where its forward is long (see
-            `scout_crowded`), or nothing is left to refine.
-        deadline: of `time.perf_counter`, in seconds.
+        refinement: its stages stay as they are where no stage of one operator raises the bound, or
+            no schedule fits. Nothing is tried where the forward is long (see `scout_crowded`), or
+            nothing is left to refine.
+        deadline: in `time.perf_counter` seconds.
     """
     graph = refinement.graph
     if refinement.is_over or refinement.first > MOST_FORWARD:
@@ -100,8 +99,9 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
 
 
 def _promising(tried: dict[int, float]) -> list[int]:
-    """Returns the operators that bounded most, without the neighbours of better ones, which bound
-    alike.
+    """Returns the operators by falling bound, without neighbours of better ones.
+
+    Neighbours have nearly the same bound.
     """
     best = sorted(tried, key=lambda v: -tried[v])
     return [v for k, v in enumerate(best) if all(abs(v - u) > 1 for u in best[:k])]
@@ -110,10 +110,7 @@ def _promising(tried: dict[int, float]) -> list[int]:
 def _bounds_with(
     refinement: Refinement, candidates: Sequence[int], deadline: float
 ) -> dict[int, float]:
-    """Returns the bounds with one more stage, of each of these operators, which are none yet.
-
-    -inf where there is no time for it.
-    """
+    """Returns the bound with each of these operators as one more stage; -inf where time ran out."""
     found = dict.fromkeys(candidates, -math.inf)
     for v in candidates:
         if is_past(deadline):
@@ -126,22 +123,22 @@ def _bounds_with(
 
 
 def _last_of_the_best(tried: dict[int, float], spacing: int) -> int:
-    """Returns the best operator, or a later one near it that bounds as much.
+    """Returns the best operator, or a later one near it with the same bound.
 
-    With integers the later one bounds more.
+    With integers the later one has the better bound.
     """
     best = max(tried, key=lambda v: tried[v])
-    as_much_s = tried[best] * (1 - _TIE)  # of an infinite bound the same
+    as_much_s = tried[best] * (1 - _TIE)  # infinite where the best bound is
     return max(v for v in tried if abs(v - best) <= spacing and tried[v] >= as_much_s)
 
 
 def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
-    """Does what `scout` does on large graphs, where the operators that leave least room are tried.
+    """Does the same as `scout` for large graphs: tries the operators that leave least room.
 
     Args:
-        refinement: its stages stay as they are where none of those tried bounds more; it is left
-            alone where its forward is short, or too long, or nothing is left to refine.
-        deadline: of `time.perf_counter`, in seconds.
+        refinement: its stages stay as they are where none of those tried raises the bound. Nothing
+            is tried where the forward is short or too long, or nothing is left to refine.
+        deadline: in `time.perf_counter` seconds.
 
     Returns:
         The best bound of the relaxations; -inf where there is none, inf where no schedule fits.
@@ -174,8 +171,9 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
 
 
 def _crowded(refinement: Refinement) -> list[int]:
-    """Returns the operators of the backward that leave least room where all that can be is computed
-    again, apart from each other.
+    """Returns the backward operators that leave least room, at some distance from each other.
+
+    The room is what is left where everything that can be recomputed is.
     """
     graph, window = refinement.graph, (refinement.first, refinement.graph.num_operators)
     model = WindowModel(graph, [window], priced=[window], budget_bytes=refinement.budget_bytes)
@@ -196,8 +194,9 @@ def _crowded(refinement: Refinement) -> list[int]:
 
 
 def _bound_of_stages(refinement: Refinement, cuts: Collection[int], deadline: float) -> float:
-    """The bound of the relaxation that has the stages between these operators as its only windows;
-    -inf where there is no time for it.
+    """Returns the bound of the relaxation whose only windows are the stages between `cuts`.
+
+    -inf where time ran out.
     """
     first, end = refinement.first, refinement.graph.num_operators
     windows = [(0, first), *pairwise(sorted({first, end, *(cut for cut in cuts if cut < end)}))]

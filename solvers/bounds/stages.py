@@ -1,4 +1,4 @@
-"""Stages of the backward, frozen; the rows of earlier models; and where refining stands."""
+"""The stages of the backward, the rows of earlier models, and the state of a refinement."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ class Stages:
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Where stages begin and end, without the forward; empty where there is no backward."""
+        """Boundaries of the stages, without the forward; empty where there is no backward."""
         if not 0 < self.first < self.end:
             return []
         around = {boundary for v in self.singles for boundary in (v, v + 1)}
         return sorted({self.first, self.end, *self.cuts, *around})
 
     def __len__(self) -> int:
-        """How many stages there are."""
+        """Returns the number of stages."""
         return max(0, len(self.boundaries) - 1)
 
     def with_single(self, operator: int) -> Self:
-        """The same with an operator as a stage of its own."""
+        """Returns these stages with an operator as a stage of its own."""
         return replace(self, singles=self.singles | {operator})
 
     def with_cut(self, operator: int) -> Self:
-        """The same with a cut before an operator."""
+        """Returns these stages with a cut before an operator."""
         return replace(self, cuts=self.cuts | {operator})
 
     def without(self, operator: int, *, is_single: bool) -> Self:
-        """The same without a stage of one operator, or without a cut."""
+        """Returns these stages without a stage of one operator, or without a cut."""
         if is_single:
             return replace(self, singles=self.singles - {operator})
         return replace(self, cuts=self.cuts - {operator})
 
     def cleared(self) -> Self:
-        """The backward as one stage."""
+        """Returns the backward as one stage."""
         return replace(self, singles=frozenset(), cuts=frozenset())
 
     def within(self, boundaries: Collection[int]) -> Self:
-        """Only what ends at these boundaries."""
+        """Returns only the cuts and stages of one operator whose boundaries are among these."""
         known = {*boundaries}
         return replace(
             self,
@@ -70,7 +70,7 @@ class Stages:
 
 @dataclass
 class KnownRows:
-    """Memory rows and sets of moments that models needed: the one thing that accumulates.
+    """Memory rows and moment sets that earlier models needed; the only state that accumulates.
 
     Attributes:
         rows: (window, operator) whose memory row was added.
@@ -81,23 +81,23 @@ class KnownRows:
     moments: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
     def take(self, lazy: LazyRows) -> None:
-        """Adds what a model has."""
+        """Adds the rows and moments of a model."""
         self.rows |= lazy.rows
         self.moments |= lazy.sets
 
     def of(self, windows: Collection[Window]) -> list[tuple[Window, int]]:
-        """The rows of these windows."""
+        """Returns the rows of these windows."""
         return [row for row in self.rows if row[0] in windows]
 
     def copy(self) -> KnownRows:
-        """The same, to be added to apart."""
+        """Returns an independent copy."""
         return KnownRows(set(self.rows), {key: set(sets) for key, sets in self.moments.items()})
 
 
 class State(Enum):
-    """Where refining stands."""
+    """The state of a refinement."""
 
-    OPEN = auto()  # the next model is over the present stages
-    EXACT = auto()  # the same, and it is solved to the end: the schedule is as good as it says
-    CUT_SHORT = auto()  # a deadline ended the last model; it may go on
+    OPEN = auto()  # the next model has the present stages
+    EXACT = auto()  # as OPEN, but solved to a small gap: the schedule cost what the last model said
+    CUT_SHORT = auto()  # a deadline ended the last model; it can be resumed
     DONE = auto()  # nothing is left to refine

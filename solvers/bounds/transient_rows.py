@@ -1,30 +1,31 @@
-"""Moments: what a window of one operator needs while values are computed again for it.
+"""Moment rows: the memory of a window of one operator while values are recomputed for it.
 
-The window model sees memory at the original operators only. In a window w = [v, v + 1) it can see
-more, as all that runs there runs before v: the moment at which operator j is computed again for the
+The window model sees memory only at the original operators. In a window w = [v, v + 1) it can see
+more, as all recomputations there run before v: the moment at which operator j is recomputed for the
 last time cuts the window in two. With S, R of the window model, S' = S[v + 1], and for each
-operator q that w may compute again and each value i:
+operator q that may be recomputed in w and each value i:
 
-    T[q], L[q]   q is computed in w before the moment, after it (later)
+    T[q], L[q]   q is recomputed in w before the moment, after it (later)
     a[i]         value i is in memory at the moment
-    D[q]         q is computed at least twice in w, cost c_q; one for all j
+    D[q]         q is recomputed at least twice in w, at cost c_q; shared by all j
 
-    a[i] <= S[i] + T[p(i)]                 it was there from the start, or computed before
-    T[q] <= S[i] + T[p(i)]                 q reads i
-    L[q] <= a[i] + L[p(i)]                 q reads i
-    a[i] + L[p(i)] >= S'[i]                held over the window's end (1 in place of S'[i] where v
-    reads i) a[i] >= R[j]                           j reads i T[q] <= R[q],  L[q] <= R[q],  T[q] +
-    L[q] <= 1 + D[q] <= 1 + R[q],  T[j] = R[j],  L[j] = 0 (m(reads of j) + m(writes of j) +
-    workspace - reused) R[j] + sum over the others of m_i a_i <= B
+    a[i] <= S[i] + T[p(i)]         in memory from the start, or computed before the moment
+    T[q] <= S[i] + T[p(i)]         q reads i
+    L[q] <= a[i] + L[p(i)]         q reads i
+    a[i] + L[p(i)] >= S'[i]        held over the window's end (1 for S'[i] where v reads i)
+    a[i] >= R[j]                   j reads i
+    T[q] <= R[q],  L[q] <= R[q],  T[q] + L[q] <= 1 + D[q] <= 1 + R[q],  T[j] = R[j],  L[j] = 0
+    (m(reads of j) + m(writes of j) + workspace - reused) R[j] + sum over the others of m_i a_i <= B
 
-No order and no number of recomputations is assumed: every schedule of the fixed order has such a
-moment (where j is not computed in w, the window's start, with a = S and L = R), so the model stays
-a bound. Operators outside a chosen set, those that the violating point computes in w, have R in
-place of T and L, which is weaker and keeps the rows few; j may be added again with a larger set.
-What violates is told by the smallest a that the point allows, a linear program over the set.
+The rows assume no order and no number of recomputations: every schedule of the fixed order has such
+a moment (the window's start, with a = S and L = R, where j is not recomputed in w), so the model
+remains a relaxation. T and L exist only for a chosen set of operators, those that the violating
+point recomputes in w. Others have R in their place, which is weaker and keeps the rows few; j may
+be added again with a larger set. A moment is violated where the least memory that the point allows
+there, a linear program over the set, exceeds the budget.
 
-Rows are added for those j whose own bytes are a part of the budget that counts; where values are
-small next to it, the original operator's own row says nearly as much. Source: this package's own.
+Moments are added for operators j whose own bytes are a substantial part of the budget. Where values
+are small, the original operator's own row is nearly as strong. Source: this package's own.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from remat.solvers.lp.linear import Program
 from remat.solvers.lp.rounding_cuts import Knapsack
 
 _TOLERANCE = 1e-6
-_LEAST_SHARE = 0.1  # of the budget, in bytes that an operator itself needs, for it to get a row
-_MOST_TIMES = 4  # that one operator's moment is added, each time with a larger set
+_LEAST_SHARE = 0.1  # of the budget; operators that need fewer bytes get no moment
+_MOST_TIMES = 4  # how often one operator's moment is added, each time with a larger set
 
 Key = tuple[str, int]  # one of S, E (for S'), R, D, T, L, a; the operator or value
 
@@ -73,13 +74,14 @@ class MomentRows:
             (arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept
         )
         self.twice: dict[int, int] = {}
-        self.knapsacks: list[Knapsack] = []  # their memory rows
-        # operator -> how often it was added, the operators of its set
+        self.knapsacks: list[Knapsack] = []  # the moments' memory rows
+        # operator -> how often its moment was added, the operators of its set
         self.sets: dict[int, tuple[int, set[int]]] = {}
 
     def violated(self, point: Floats, *, deadline: float = math.inf) -> list[tuple[float, int]]:
-        """Returns (bytes over the budget, operator) of the moments that `point` violates, worst
-        first; of those it has time for.
+        """Returns (bytes over the budget, operator) of the moments that `point` violates.
+
+        The worst come first; moments not checked by the deadline are missing.
         """
         again, limit = (
             self.model.values_at(self.again, point),
@@ -98,17 +100,13 @@ class MomentRows:
         return sorted(found, reverse=True)
 
     def add_at(self, j: int, point: Floats) -> None:
-        """Adds the moment of operator `j`, with the operators that `point` computes in the window
-        as its set.
-        """
+        """Adds the moment of operator `j`; its set is what `point` recomputes in the window."""
         self.add(
             j, set(np.flatnonzero(self.model.values_at(self.again, point) > _TOLERANCE).tolist())
         )
 
     def add(self, j: int, chosen: set[int]) -> None:
-        """Adds the moment of operator `j`, with `chosen` and what it was added with before as its
-        set.
-        """
+        """Adds the moment of operator `j`; its set is `chosen` and its earlier set."""
         program = self.model.program
         times, known = self.sets.get(j, (0, set()))
         chosen = known | chosen
@@ -148,7 +146,7 @@ class MomentRows:
     def _merged(
         entries: Sequence[tuple[Key, float]], column_of: Callable[[Key], int]
     ) -> list[tuple[int, float]]:
-        """The row by column; what has no column is 0."""
+        """Returns the row's coefficients by column, without variables fixed at 0."""
         merged: dict[int, float] = {}
         for key, coefficient in entries:
             column = column_of(key)
@@ -157,9 +155,9 @@ class MomentRows:
         return list(merged.items())
 
     def _least_usage(self, j: int, chosen: set[int], point: Floats) -> float:
-        """The least left side of the moment of `j` in bytes that `point` allows.
+        """Returns the least memory in bytes that `point` allows at the moment of `j`.
 
-        Infinite where it allows none.
+        Infinite where the moment's rows have no solution.
         """
         given = {
             "S": self.model.values_at(self.start, point),
@@ -201,7 +199,7 @@ class MomentRows:
         return outcome.bound * self.model.budget + constant
 
     def _rows(self, j: int, chosen: set[int]) -> Iterator[_Row]:
-        """All rows of the moment but that of memory."""
+        """Yields all rows of the moment but the memory row."""
         for q in sorted(chosen - {j}):
             yield _Row(((("R", q), 1.0), (("T", q), -1.0)))
             yield _Row(((("R", q), 1.0), (("L", q), -1.0)))
@@ -223,7 +221,7 @@ class MomentRows:
                 )
 
     def _usage(self, j: int, chosen: set[int]) -> Iterator[tuple[Key, float]]:
-        """The left side of the memory row, in bytes."""
+        """Yields the left side of the memory row, in bytes."""
         yield ("R", j), float(self._own_bytes[j])
         arrays = self.graph.arrays
         own = {
@@ -235,14 +233,14 @@ class MomentRows:
                 yield ("a", value), float(self.size[value])
 
     def _before(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
-        """T of what writes `value`, R where it has none."""
+        """Returns T of the operator that writes `value`, R where it has no T."""
         producer = int(self.graph.arrays.producer[value])
         return (
             ((("T", producer) if producer in chosen and producer != j else ("R", producer)), 1.0),
         )
 
     def _later(self, value: int, j: int, chosen: set[int]) -> tuple[tuple[Key, float], ...]:
-        """L of what writes `value`, R where it has none, nothing for j itself."""
+        """Returns L of the operator that writes `value`, R where it has no L; nothing for j."""
         producer = int(self.graph.arrays.producer[value])
         return (
             ()
@@ -251,7 +249,7 @@ class MomentRows:
         )
 
     def _values(self, j: int, chosen: set[int]) -> list[int]:
-        """The values with an a: what is held afterwards, and what the set reads."""
+        """Returns the values that have an a: those held afterwards, and those the set reads."""
         return sorted(
             {
                 *self.held_after.tolist(),
@@ -261,14 +259,14 @@ class MomentRows:
         )
 
     def _reads(self, j: int) -> list[int]:
-        """The values `j` reads that were written before v."""
+        """Returns the values that `j` reads and that were written before v."""
         arrays = self.graph.arrays
         read = arrays.read[arrays.read_start[j] : arrays.read_start[j + 1]]
         return [int(value) for value in read if arrays.producer[value] < self.v]
 
     @cached_property
     def _own_bytes(self) -> Floats:
-        """What each operator reads, writes and works with, less what it may take over."""
+        """Bytes of each operator's reads, writes and workspace, less what it may reuse in place."""
         arrays = self.graph.arrays
         own = self.model.accounting.own.copy()
         for j in np.flatnonzero((self.again >= 0) & (np.diff(arrays.reuse_start) > 0)).tolist():

@@ -1,46 +1,48 @@
-"""The window model: a small MILP whose optimum bounds every schedule of the fixed order from below.
+"""The window model: a small MILP whose optimum is a lower bound on all schedules in fixed order.
 
 Cut the operators' order at *boundaries*; a window `w = [a, b)` runs from right after operator a - 1
-to right after operator b - 1. Binary variables, of which those that others imply are declared
+to right after operator b - 1. All variables are binary; those that others imply are declared
 continuous:
 
     S[a, i]   value i, written before a, is in memory at boundary a
-    R[w, j]   operator j is computed again at least once inside w
-    A[w, i]   value i is in memory during all of w without being computed again (implied, as is R of
-    a window that others tile)
+    R[w, j]   operator j is recomputed at least once inside w
+    A[w, i]   value i is in memory during all of w without being recomputed (implied, as is R of a
+              window that others tile)
 
 With m the sizes, c the costs, p(i) the operator that writes i, B the budget less the resident
 bytes:
 
     min   sum c_j + sum over disjoint priced windows w, j of c_j R[w, j]
-    (1)   S[b, i] <= S[a, i] + R[w, p(i)]                  i written before a
-    (2)   R[w, j] <= S[a, i] + R[w, p(i)]                  j < a reads i
-    (3)   S[a, i] + R[w, p(i)] >= 1                        an operator of w reads i, written before
-    a (4)   R[w', j] <= R[w, j] <= sum of R[l, j]            windows w' inside w; priced windows l
-    that tile w (5)   A[w, i] >= S[b, i] - R[w, p(i)] (6)   for each operator v of w, at the moment
-    it is computed first:
+    (1)   S[b, i] <= S[a, i] + R[w, p(i)]           i written before a
+    (2)   R[w, j] <= S[a, i] + R[w, p(i)]           j < a reads i
+    (3)   S[a, i] + R[w, p(i)] >= 1                 an operator of w reads i, written before a
+    (4)   R[w', j] <= R[w, j] <= sum of R[l, j]     windows w' inside w; priced windows l tile w
+    (5)   A[w, i] >= S[b, i] - R[w, p(i)]
+    (6)   for each operator v of w, at the moment of its first computation:
           m(writes) + workspace + m(reads) - reused
             + sum of m_i (1 - R[w, p(i)])   i written before v, not read by v, read in w after v
-            + sum of m_i A[w, i]            i written before v, not read in w from v on (S[b, i]
-            where v = b - 1)   <= B
+            + sum of m_i A[w, i]            i written before v, not read in w from v on
+                                            (S[b, i] where v = b - 1)
+          <= B
 
-Every schedule of the fixed order maps to a feasible point that costs no more: S and R are read off,
-each computation in a priced window beyond the first is paid at least once, a value that is read
-again later in w is either in memory at v or computed again after v. So the optimum, and every dual
-bound of it, is a lower bound for all of them. What an operator takes over in place (*reused*) is at
-most its largest candidate that is not read later, and a candidate read later only where it is
-computed again. Values of snapshots are empty until no original operator reads them any more: they
-are then kept for one that is computed again, and count (`schedule.effective_sizes`) where all of
-them together matter. Outputs are read once more at the end.
+Every schedule of the fixed order maps to a feasible point that costs no more: S and R are read off;
+the model pays an operator at most once per priced window; a value that is read again later in w is
+either in memory at v or recomputed after v. So the optimum, and every dual bound of it, is a lower
+bound for all of them. What an operator reuses in place (*reused*) is at most its
+largest candidate that is not read later; a candidate that is read later counts only where it is
+recomputed. Values of snapshots take no memory until no original operator reads them any more. From
+then on they are kept for a recomputed reader, and count
+(`remat.core.schedule.effective_sizes`) where all of them together matter. Outputs are read once
+more at the end.
 
-Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6) and 1e-6 of the keep-all
+Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6), and 1e-6 of the keep-all
 cost is taken off each bound; where all costs are integers the bound is then rounded up. The bound
 is HiGHS's dual bound, never an objective.
 
-Limits: transients of recomputing (memory between two original operators) are invisible, so at tight
-budgets the bound is below the optimum. Size: about two columns an operator and window. Source:
-Checkmate (Jain et al., MLSys 2020) for S, R and the memory accounting; the aggregation over windows
-is this package's own.
+Limits: the model does not see transients of recomputing (memory between two original operators), so
+at tight budgets the bound is below the optimum. Size: about two columns per operator and window.
+Source: Checkmate (Jain et al., MLSys 2020) for S, R and the memory accounting; the aggregation over
+windows is this package's own.
 """
 
 from __future__ import annotations
@@ -61,14 +63,12 @@ Window = tuple[int, int]
 _BUDGET_SLACK = 1e-6
 _BOUND_MARGIN = 1e-6
 _COST_SCALE = 1000.0
-_LEAST_SNAPSHOTS = 0.01  # of the least room beside an operator, for snapshots to count
+# snapshots count from this share of the room that the largest operator leaves
+_LEAST_SNAPSHOTS = 0.01
 
 
 class WindowModel:
-    """The model over some windows.
-
-    Memory rows are added by `add_rows` where a point violates them.
-    """
+    """The model over some windows; `LazyRows` adds memory rows where a point violates them."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class WindowModel:
             graph: any graph.
             windows: pairs (a, b) of boundaries, 0 <= a < b <= n.
             priced: disjoint windows among them whose recomputations are paid for.
-            budget_bytes: the budget, resident bytes included.
-            is_peak: minimises the peak, as a share of `budget_bytes`, in place of the cost;
-                the peak of keeping everything must be at most `budget_bytes`.
+            budget_bytes: resident bytes included.
+            is_peak: minimises the peak, as a share of the budget, in place of the cost; keeping
+                everything must fit the budget.
         """
         self.graph = graph
         self.accounting = Accounting(graph)
@@ -105,7 +105,7 @@ class WindowModel:
         self.through: dict[Window, Ints] = {}
         self.reserve = np.zeros(graph.num_operators)
         self.knapsacks: list[Knapsack] = []  # the memory rows, without reserves
-        # the row's index, and its upper side without a reserve
+        # a row's index, and its upper side without a reserve
         self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
@@ -147,9 +147,9 @@ class WindowModel:
             self.through[window] = self._scatter(len(self.keep[end]), values, columns)
 
     def _size_over(self, boundary: int) -> Floats:
-        """Bytes of each value that is kept over a boundary.
+        """Returns the bytes that each value takes at a boundary.
 
-        Of a snapshot only where that is for nothing but recomputations.
+        A snapshot takes some only where all its later readers are recomputed ones.
         """
         if not self._do_snapshots_count:
             return self.accounting.size
@@ -163,9 +163,9 @@ class WindowModel:
 
     @cached_property
     def _do_snapshots_count(self) -> bool:
-        """False where all of them take next to nothing of the room that any operator leaves.
+        """False where all snapshots take next to nothing of the room that any operator leaves.
 
-        What is kept of them is no decision then.
+        They then count as free, and keeping them is no decision.
         """
         snapshots = (self.accounting.size_if_repeated - self.accounting.size).sum()
         return bool(
@@ -179,16 +179,16 @@ class WindowModel:
         return result
 
     def kept_columns(self, boundary: int) -> Ints:
-        """The column of S[boundary, i] for each value i, -1 where there is none."""
+        """Returns the column of S[boundary, i] for each value i, -1 where there is none."""
         return self.keep.get(boundary, np.full(len(self.graph.values), -1))
 
     def _again_of_value(self, window: Window) -> Ints:
-        """The column of R[window, p(i)] for each value i, -1 where there is none."""
+        """Returns the column of R[window, p(i)] for each value i, -1 where there is none."""
         producer = self.graph.arrays.producer
         return np.where(producer >= 0, self.again[window][np.maximum(producer, 0)], -1)
 
     def _add_keep_rows(self, window: Window) -> None:
-        """(1) S[b, i] - S[a, i] - R[w, p(i)] <= 0."""
+        """Adds (1) S[b, i] - S[a, i] - R[w, p(i)] <= 0."""
         start, end = window
         values = np.flatnonzero(
             (self.kept_columns(end) >= 0) & (self.graph.arrays.producer < start)
@@ -204,7 +204,7 @@ class WindowModel:
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_recompute_rows(self, window: Window) -> None:
-        """(2) R[w, j] - S[a, i] - R[w, p(i)] <= 0."""
+        """Adds (2) R[w, j] - S[a, i] - R[w, p(i)] <= 0."""
         reader, read = self.accounting.reader, self.graph.arrays.read
         chosen = (reader < window[0]) & (self.again[window][reader] >= 0)
         value = read[chosen]
@@ -219,7 +219,7 @@ class WindowModel:
         self.program.add_rows(columns, [1.0, -1.0, -1.0], upper=0.0)
 
     def _add_read_rows(self, window: Window) -> None:
-        """(3) S[a, i] + R[w, p(i)] >= 1."""
+        """Adds (3) S[a, i] + R[w, p(i)] >= 1."""
         start, end = window
         reader, read = self.accounting.reader, self.graph.arrays.read
         is_read = np.zeros(len(self.graph.values), np.bool_)
@@ -233,7 +233,7 @@ class WindowModel:
         self.program.add_rows(columns, [1.0, 1.0], lower=1.0)
 
     def _add_nesting_rows(self, priced: tuple[Window, ...]) -> None:
-        """(4) R[w', j] <= R[w, j] <= sum of R[l, j] over the priced windows that tile w."""
+        """Adds (4) R[w', j] <= R[w, j] <= sum of R[l, j] over the priced windows that tile w."""
         for outer in self.windows:
             inside = [
                 w for w in self.windows if w != outer and outer[0] <= w[0] and w[1] <= outer[1]
@@ -250,7 +250,7 @@ class WindowModel:
                 self.program.add_rows(columns, [1.0] + [-1.0] * len(tiles), upper=0.0)
 
     def _add_through_rows(self, window: Window) -> None:
-        """(5) S[b, i] - R[w, p(i)] - A[w, i] <= 0."""
+        """Adds (5) S[b, i] - R[w, p(i)] - A[w, i] <= 0."""
         if window not in self.through:
             return
         values = np.flatnonzero(self.through[window] >= 0)
@@ -266,25 +266,25 @@ class WindowModel:
 
     @property
     def relative_limit(self) -> float:
-        """What memory rows may reach, in budgets."""
+        """Upper side of memory rows, as a multiple of the budget."""
         return 1 + _BUDGET_SLACK
 
     def limit(self, point: Floats) -> float:
-        """Bytes that `usage` may reach at `point`."""
+        """Returns the bytes that `usage` may reach at `point`."""
         return self.budget * (
             float(point[self.peak_column]) if self.peak_column >= 0 else self.relative_limit
         )
 
     def objective(self, cost_s: float) -> float:
-        """The objective of a schedule that costs `cost_s`."""
+        """Returns the objective of a schedule that costs `cost_s`."""
         return (cost_s - self.graph.cost_s) * self.cost_scale
 
     def bound_s(self, outcome: Outcome) -> float:
-        """A lower bound on the cost of every schedule; `inf` where there is none at all."""
+        """Returns a lower bound on the cost of every schedule; `inf` where no schedule fits."""
         return self.bound_s_of(outcome.bound)
 
     def bound_s_of(self, objective: float) -> float:
-        """What a lower bound on the objective says of the cost of every schedule."""
+        """Converts a lower bound on the objective to one on the cost of every schedule."""
         if not math.isfinite(objective):
             return objective if objective > 0 else self.graph.cost_s
         cost_s = self.graph.arrays.cost_s
@@ -294,7 +294,7 @@ class WindowModel:
         return max(float(bound), self.graph.cost_s)
 
     def peak_bytes(self, outcome: Outcome) -> int:
-        """A lower bound on the peak of every schedule, resident bytes included."""
+        """Returns a lower bound on the peak of every schedule, resident bytes included."""
         share = (
             max(outcome.bound / _COST_SCALE - _BUDGET_SLACK, 0.0)
             if math.isfinite(outcome.bound)
@@ -303,9 +303,7 @@ class WindowModel:
         return self.graph.resident_bytes + math.floor(self.budget * share)
 
     def kept(self, point: Floats, least: float = 0.5) -> dict[int, Ints]:
-        """The values that `point` keeps more than `least` of at each boundary, those that no model
-        asks for left out.
-        """
+        """Returns, for each boundary, the values whose S variable exceeds `least` at `point`."""
         return {
             boundary: np.flatnonzero(self.values_at(columns, point) > least)
             for boundary, columns in self.keep.items()
@@ -355,7 +353,7 @@ class WindowModel:
         change[-2] += float(np.dot(size[chosen], kept[chosen] - through[chosen]))
 
     def _own(self, window: Window, gone: Floats) -> Floats:
-        """Bytes of the operators' own working sets, less what they may take over in place."""
+        """Returns the bytes of the operators' working sets, less what they may reuse in place."""
         start, end = window
         sure, excess = self._reused(window)
         taken = np.zeros(end - start)
@@ -370,14 +368,16 @@ class WindowModel:
 
     @cached_property
     def _reuser(self) -> Ints:
-        """For each entry of `arrays.reuse`, the operator that may take it over."""
+        """For each entry of `arrays.reuse`, the operator that may reuse it in place."""
         return np.repeat(
             np.arange(self.graph.num_operators), np.diff(self.graph.arrays.reuse_start)
         )
 
     def _reused(self, window: Window) -> tuple[Floats, Floats]:
-        """What each operator of `window` may take over for sure, and by entry of `arrays.reuse`
-        what more where that is computed again.
+        """Returns the bytes that operators of `window` may reuse in place.
+
+        By operator those that need no recomputation, and by entry of `arrays.reuse` how many more
+        where its value is recomputed.
         """
         if window not in self._taken:
             arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
@@ -392,7 +392,7 @@ class WindowModel:
 
     @staticmethod
     def values_at(columns: Ints, point: Floats) -> Floats:
-        """The values of `columns` at `point`, 0 where a column is -1."""
+        """Returns the values of `columns` at `point`, 0 where a column is -1."""
         return np.where(columns >= 0, point[np.maximum(columns, 0)], 0.0)
 
     def add_memory_row(self, window: Window, v: int) -> None:
@@ -416,9 +416,7 @@ class WindowModel:
         self._memory_rows[window, v] = row, upper
 
     def _written(self, window: Window) -> Ints:
-        """By which operator the value is written that a column of a memory row of `window` stands
-        for.
-        """
+        """Returns, by column of `window`'s memory rows, the operator that writes its value."""
         written = np.full(self.program.num_columns, -1)
         for columns in (self.through.get(window), self.keep.get(window[1])):
             if columns is not None:
@@ -429,15 +427,13 @@ class WindowModel:
         return written
 
     def set_reserve(self, reserve: Floats) -> None:
-        """Takes bytes off the budget at each operator. What the model says is then no bound."""
+        """Takes bytes off the budget at each operator; the model is then no relaxation."""
         self.reserve = reserve
         for (_, v), (row, upper) in self._memory_rows.items():
             self.program.change_upper(row, upper - reserve[v] / self.budget)
 
     def memory_row(self, window: Window, v: int) -> tuple[Floats, float]:
-        """Returns the coefficients, by column, and the constant of the left side of (6) in
-        bytes.
-        """
+        """Returns the left side of (6) in bytes: coefficients by column, and the constant."""
         arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]
         is_read = np.zeros(len(size), np.bool_)
         is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
