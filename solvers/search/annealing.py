@@ -1,27 +1,25 @@
-"""Annealing on the sequence.
-
-Insert, remove and move recomputations until the memory fits and the cost is low.
+"""Annealing on the sequence: inserts, removes and moves recomputations.
 
 Objective: cost (as a share of the keep-all cost) + weight * bytes over the budget (summed over
 slots, as a share of the budget). The weight adapts so that about a third of the states fit. Moves,
 each undone where it is not accepted:
 
-- add: before a use that lies long after the one before, compute the value again; inputs that are
-  gone are computed again too, with a probability drawn for the move; half of these moves aim at a
-  slot that is over the budget
-- remove: a recomputation, and what was recomputed for it alone; at times several next to each other
-- move: a recomputation to another slot
-- run: recomputations that follow each other, to another slot or away
-- exchange: a removal, then an addition aimed at what is over the budget
+- add: recompute a value before one of its uses, long after the previous use; missing inputs are
+  recomputed too, with a probability drawn for the move; most of these moves aim at a slot over the
+  budget, where there is one
+- remove: a recomputation, and what was recomputed only for it; sometimes several close together
+- move: a recomputation, to another slot
+- run: consecutive recomputations, moved to another slot or removed
+- exchange: a removal, then an addition aimed at a slot over the budget
 
-Near the least budget few states fit, and a run that leaves them does not find back: a *close* run
-returns to the best it knows after `_PATIENCE` moves without a state that fits. Elsewhere that keeps
-a run from roaming, so only some runs are close.
+Near the least budget few states fit, and a run that leaves them does not find its way back. A
+*close* run returns to the best it knows after `_PATIENCE` moves without a state that fits. With
+more memory that keeps a run from exploring, so only some runs are close.
 
 Simulated annealing (Kirkpatrick et al., 1983); sequences with recomputation as search space:
-Moccasin (2023), FastSA (2023). It proves nothing. Driven by iterations and a random stream of its
-own, so that a seed gives one answer on every machine, compiled or not. Complexity: O(degree * times
-+ changed slots) a move.
+Moccasin (2023), FastSA (2023). It proves nothing. It is driven by iterations and its own random
+stream, so a seed gives one answer on every machine, compiled or not. Complexity: O(degree * times +
+changed slots) per move.
 """
 
 from __future__ import annotations
@@ -68,23 +66,23 @@ _NUM_DRAWS = 1 << 16
 _MAX_CHANGES = 256
 # `journal`: row 0 is (changes made in this move, place in the random stream); then (operator,
 # slot), or -slot - 1 where removed
-_KICK = 100.0  # times the temperature, when no state fits for long
+_KICK = 100.0  # factor on the temperature when no state has fitted for long
 # moves without a state that fits, after which the search returns to one that does
 _PATIENCE = 1_000
-# of bytes over the budget, at least, when a search begins at what fits, or returns to it
+# least weight of bytes over the budget when a close run starts from, or returns to, what fits
 _WEIGHT_WHERE_IT_FITS = 100.0
-_REACH = 24  # slots looked through for an empty one
+_REACH = 24  # slots searched for an empty one
 
 
 @dataclass(frozen=True)
 class Round:
-    """How one run of the annealing goes.
+    """Parameters of one annealing run.
 
     Attributes:
         iterations: number of moves tried.
         hot: first temperature, as a share of the keep-all cost.
         cold: last temperature.
-        is_close: where the start fits, returns to what fits after a while without such a state.
+        is_close: where the start fits, return to the best that fits after a while without a fit.
     """
 
     iterations: int
@@ -108,9 +106,7 @@ class LocalSearch:
 
     @property
     def is_ready(self) -> bool:
-        """True where a round does not wait for the compiler first, some 10 to 30 seconds, once a
-        machine.
-        """
+        """True where a round need not wait for the compiler, some 10 to 30 s once per machine."""
         return is_ready(anneal)
 
     def run(
@@ -126,15 +122,15 @@ class LocalSearch:
         Args:
             steps: a valid sequence, within the budget or not.
             round_: length and temperatures.
-            chunk: moves between two looks at `should_stop`, fewer on large graphs; the sequence is
-                laid out anew each time.
+            chunk: moves between two calls of `should_stop`, fewer on large graphs; the sequence is
+                laid out again each time.
             should_stop: called without arguments between chunks; a true answer ends the round.
         """
         chunk = max(
             chunk * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100
         )
         current, done = np.asarray(steps, np.int64), 0
-        fitting: Ints | None = None  # what to return to
+        fitting: Ints | None = None  # the sequence that a close run returns to
         while done < round_.iterations:
             state = lay_out(self.state, current)
             if done == 0 and round_.is_close and state.sums[OVER] == 0:
@@ -182,7 +178,7 @@ class LocalSearch:
 
 @inner
 def draw(draws: Floats, journal: Ints) -> float:
-    """The next number of the random stream, in [0, 1)."""
+    """Returns the next number of the random stream, in [0, 1)."""
     journal[0, 1] = (journal[0, 1] + 1) % len(draws)
     number: float = draws[journal[0, 1]]
     return number
@@ -190,13 +186,13 @@ def draw(draws: Floats, journal: Ints) -> float:
 
 @inner
 def pick(draws: Floats, journal: Ints, count: int) -> int:
-    """A random one of 0 .. count - 1."""
+    """Returns a random integer of 0, ..., count - 1."""
     return min(int(draw(draws, journal) * count), count - 1)
 
 
 @inner
 def empty_before(slots: Ints, q: int, least: int) -> int:
-    """The last empty slot before `q` and after `least`, -1 if none is near."""
+    """Returns the last empty slot before `q` and after `least`, -1 if none is near."""
     for k in range(q - 1, max(least, q - _REACH), -1):
         if slots[SLOT, k] < 0:
             return k
@@ -215,7 +211,7 @@ def do_insert(
     q: int,
     journal: Ints,
 ) -> None:
-    """Inserts, and writes it down to be undone; does nothing where the journal is full."""
+    """Inserts a recomputation and records it in the journal; does nothing where that is full."""
     if journal[0, 0] + 1 >= len(journal):
         return
     insert(values, operators, links, slots, sums, costs, op, q)
@@ -235,7 +231,7 @@ def do_remove(
     q: int,
     journal: Ints,
 ) -> None:
-    """Removes, and writes it down to be undone; does nothing where the journal is full."""
+    """Removes a recomputation and records it in the journal; does nothing where that is full."""
     if journal[0, 0] + 1 >= len(journal):
         return
     remove(values, operators, links, slots, sums, costs, op, q)
@@ -253,7 +249,7 @@ def undo(
     costs: Floats,
     journal: Ints,
 ) -> None:
-    """Takes back what the journal holds, last first."""
+    """Undoes the changes of the journal, last first."""
     while journal[0, 0] > 0:
         op, q = journal[journal[0, 0], 0], journal[journal[0, 0], 1]
         journal[0, 0] -= 1
@@ -277,9 +273,7 @@ def add(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Computes `op` again right before slot `q`, and with `depth_chance` each of its inputs that is
-    gone.
-    """
+    """Recomputes `op` right before slot `q`, and each missing input with chance `depth_chance`."""
     start = journal[0, 0]
     place = empty_before(slots, q, operators[op, WHERE])
     if place < 0 or not may_be_at(operators, op, place):
@@ -319,9 +313,9 @@ def add_somewhere(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Adds before a random use, or before one behind a slot that is over the budget."""
+    """Adds a recomputation before a random use, or one after a slot that is over the budget."""
     capacity, over = slots.shape[1], -1
-    # between neighbours it saves memory only where the first of them works in place
+    # between neighbouring uses this saves memory only where the first of them works in place
     least = 1 if sums[IN_PLACE] and draw(draws, journal) < 0.1 else SPACING
     if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         for _ in range(40):
@@ -349,7 +343,7 @@ def add_somewhere(
 
 @inner
 def random_recomputation(operators: Ints, slots: Ints, draws: Floats, journal: Ints) -> int:
-    """A slot that holds a recomputation, -1 if none is met."""
+    """Returns a random slot with a recomputation, -1 if none is hit."""
     for _ in range(60):
         q = pick(draws, journal, slots.shape[1])
         op = slots[SLOT, q]
@@ -369,7 +363,7 @@ def remove_with_useless(
     q: int,
     journal: Ints,
 ) -> None:
-    """Removes the recomputation at `q`, and each that was there for it alone."""
+    """Removes the recomputation at `q`, and those that only it needed."""
     done = journal[0, 0]
     do_remove(values, operators, links, slots, sums, costs, slots[SLOT, q], q, journal)
     while done < journal[0, 0] < _MAX_CHANGES - 80:
@@ -399,7 +393,7 @@ def remove_several(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Removes recomputations next to each other, each with an even chance or all of them."""
+    """Removes recomputations close together: all of them, or each with some chance."""
     middle = random_recomputation(operators, slots, draws, journal)
     if middle < 0:
         return
@@ -427,7 +421,7 @@ def move(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Takes a recomputation to another slot."""
+    """Moves a recomputation to another slot."""
     q = random_recomputation(operators, slots, draws, journal)
     if q < 0:
         return
@@ -455,8 +449,9 @@ def change_run(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Takes recomputations that follow each other, with no first computation between them, to
-    another slot, or away.
+    """Moves consecutive recomputations to another slot, or removes them.
+
+    No first computation lies between them.
     """
     q = random_recomputation(operators, slots, draws, journal)
     if q < 0:
@@ -506,7 +501,7 @@ def change(
     journal: Ints,
 ) -> None:
     """Makes one random move."""
-    # one call of each function, as the compiler copies what is called
+    # each function is called in one place only, as the compiler copies it into every caller
     r, also = draw(draws, journal), draw(draws, journal) < 0.5
     if r < 0.15:
         move(values, operators, links, slots, sums, costs, draws, journal)
@@ -540,12 +535,10 @@ def anneal(
     best_slot: Ints,
     best: Floats,
 ) -> int:
-    """Runs `iterations` moves.
+    """Runs up to `iterations` moves and returns how many it made.
 
-    Leaves the last state in `slots`, a better one in `best_slot` with its cost in `best`.
-
-    Ends before where so many moves in a row as `patience` says led to no state that fits; returns
-    how many there were.
+    Leaves the last state in `slots`, and a better one, if any, in `best_slot` with its cost in
+    `best`. Ends early after `patience` moves in a row without a state that fits.
     """
     journal = np.zeros((_MAX_CHANGES, 2), np.int64)
     per_byte = 1.0 / (SPACING * max(sums[ROOM], 1))
@@ -575,7 +568,7 @@ def anneal(
             heat = max(0.7 * heat, 1.0)
             if num_fit < 0.15 * period:
                 weight[0] *= 1.1
-                if weight[0] > 1000:  # stuck before something narrow: let it leave
+                if weight[0] > 1000:  # stuck: let it leave
                     weight[0], heat = 1.0, _KICK
             elif num_fit > 0.4 * period:
                 weight[0] = max(weight[0] / 1.1, 1e-4)

@@ -1,24 +1,24 @@
 """Greedy recomputation with eviction.
 
-Run the operators in order, make room by forgetting, recompute on demand.
+Run the operators in order, evict values to make room, recompute on demand.
 
 Other names: dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with full knowledge of
 the graph instead of an online guess. Before each computation, values are evicted until it fits:
-those that nothing will need first, then by the smallest (cost of getting it back) / (bytes * time
-until it is needed). A value that is missing is recomputed, its missing inputs first, everything the
-chain needs held fixed meanwhile.
+first those that nothing will need, then those with the smallest (cost to recompute) / (bytes * time
+until needed); the rules (`Rule`) differ in this order. A missing value is recomputed, its missing
+inputs first; meanwhile everything that this chain needs is locked in memory.
 
-What cannot be computed again and nothing needs now stays while something computed from it may be
-(the state of a random generator, for a dropout that is computed again): else all that depends on it
-could never be evicted. The rules differ in what goes first.
+A value that cannot be recomputed stays even if no operator left needs it, as long as something
+computed from it may be recomputed (a random generator's state, for a dropout). Otherwise nothing
+that depends on it could ever be evicted.
 
-With a plan of what to keep at some operators (`kept`), the rest is forgotten there, before that at
-no cost where room is needed, and evicted is what the plan holds beyond the budget: plans from
-relaxed models need a little more than the budget near the least one.
+A plan (`kept`) says what to keep at some operators. All other values are dropped there, or earlier,
+at no cost, where room is needed. Values that the plan keeps are evicted where it exceeds the
+budget: near the least budget, plans from relaxed models need a little more than it.
 
-It fails where what is held fixed does not fit, so its smallest budget is near the least there is,
-not the least. Complexity: O(n E) for the needs, plus O(alive * degree) an eviction. Steps and cost
-are capped.
+It fails where the locked values do not fit, so the smallest budget that it meets is near the least
+one, not the least. Complexity: O(n E) to find the next needs, plus O(alive * degree) per eviction.
+Steps and cost are capped.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from remat.solvers.search.sequence import users
 
 MOST_OPERATORS_TO_EVICT = 20_000  # it takes O(n E)
 _FAR = 1 << 40
-_MOST_OPERATORS_IN_PYTHON = 2_000  # a few seconds, in place of those of the compiler
+_MOST_OPERATORS_IN_PYTHON = 2_000  # a few seconds in plain Python, less than the compiler takes
 
 
 class Rule(IntEnum):
-    """What makes a value the one to evict."""
+    """Which value to evict first."""
 
-    CHEAP = 0  # least cost of getting it back, per byte and per step until it is needed
+    CHEAP = 0  # least cost to recompute, per byte and per step until it is needed
     FAR = 1  # needed last
-    LARGE = 2  # most bytes, per cost of getting it back
-    # as CHEAP, of what the backward writes too: getting that back takes much of the backward
+    LARGE = 2  # most bytes per cost to recompute
+    # as CHEAP, but values of the backward may go too, though they are expensive to recompute
     ANY = 3
-    # as ANY, and what cannot be computed again goes as soon as nothing needs it; what was computed
-    # from it then stays
+    # as ANY, but a value that cannot be recomputed goes as soon as no operator needs it; values
+    # computed from it then stay
     LOOSE = 4
-    # least cost of getting it back, per byte that is missing: more than that counts for nothing
+    # least cost to recompute per byte, where bytes beyond those that are missing don't count
     ENOUGH = 5
 
 
 def is_compiled() -> bool:
-    """True where it takes milliseconds and does not wait for the compiler."""
+    """True where greedy eviction is compiled, so that it takes milliseconds."""
     return IS_COMPILED and is_ready(_run)
 
 
@@ -70,21 +70,21 @@ def steps_with_eviction(
     left_s: float = math.inf,
     kept: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> Ints | None:
-    """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
+    """Returns steps that fit `budget_bytes`, or None where greedy eviction gets stuck.
 
     Args:
         graph: any graph.
         budget_bytes: resident bytes included.
-        rule: which value goes first.
-        max_factor: gives up beyond this multiple of the number of operators (and of the keep-all
-            cost).
-        left_s: where it was never compiled on this machine and this is too short for that, small
-            graphs run in plain Python, large ones get None.
-        kept: by operator, what of the values written before it stays when it is reached; the rest
-            is forgotten where it can be computed again, and what stays may be evicted later.
+        rule: which value is evicted first.
+        max_factor: gives up beyond this multiple of the number of operators, and of the keep-all
+            cost.
+        left_s: seconds left. Where the code is not compiled yet and this is too short to compile
+            it, small graphs run in plain Python and large ones return None.
+        kept: for some operators, which values written before stay when the operator is reached;
+            others are dropped if they can be recomputed. Values that stay may be evicted later.
 
-    Operators work in place only where they must, snapshots count in full: the simulated peak can be
-        lower.
+    Operators work in place only where they must, and snapshots count in full, so the simulated peak
+    can be lower.
     """
     arrays = graph.arrays
     room, run = budget_bytes - graph.resident_bytes, in_time(_run, left_s)
@@ -126,10 +126,9 @@ def steps_with_eviction(
 
 
 def _last_possible_needs(graph: Graph, is_fixed: Bools) -> Ints:
-    """For each value, the last operator that needs it, itself or for something computed again on
-    the way; O(E).
+    """Returns, for each value, the last operator that may need it, directly or to recompute; O(E).
 
-    What operators of `is_fixed` write is not evicted, and not computed again.
+    What operators of `is_fixed` write is neither evicted nor recomputed.
     """
     arrays = graph.arrays
     last = np.full(len(arrays.size_bytes), -1, np.int64)
@@ -291,10 +290,7 @@ def _take_over(
     is_pinned: Bools,
     locks: Ints,
 ) -> int:
-    """The largest input that `op` may work in place of, at the price of forgetting it.
-
-    -1 if none.
-    """
+    """Returns the largest input that `op` may reuse in place, which loses it; -1 if none."""
     best = -1
     for k in range(reuse_start[op], reuse_start[op + 1]):
         value = reuse[k]
@@ -316,8 +312,9 @@ def _forget(
     in_memory: Bools,
     again: Floats,
 ) -> int:
-    """Takes `value` out of memory, notes what getting it back costs (what is pinned never comes
-    back), and returns its bytes.
+    """Takes `value` out of memory and returns its bytes.
+
+    Records the cost to recompute it in `again`, infinite where its operator is pinned.
     """
     p = producer[value]
     again[value] = np.inf if is_pinned[p] else cost[p]
@@ -343,8 +340,9 @@ def _find_needs(
     in_memory: Bools,
     need: Ints,
 ) -> None:
-    """Fills `need`: the operator from `target` on for which each value is needed next, through
-    missing values too.
+    """Fills `need`: the next operator from `target` on that needs each value.
+
+    Values that are needed to recompute missing ones count as well.
     """
     for value in range(len(need)):
         need[value] = _FAR
@@ -386,10 +384,7 @@ def _make_room(
     need: Ints,
     again: Floats,
 ) -> int:
-    """Evicts until at most `room` bytes are held.
-
-    Returns the bytes held, more where nothing is left to evict.
-    """
+    """Evicts until at most `room` bytes are held or nothing can go; returns the bytes held."""
     if held <= room:
         return held
     for value in range(len(size)):

@@ -1,23 +1,22 @@
-"""Exact search around a schedule.
+"""Large neighbourhood search: free a part of a schedule, solve that part as a MILP, repeat.
 
-Free a part of it, solve that part as a MILP, accept what the simulator confirms.
+Solutions are accepted once the simulator confirms them. Other names: large neighbourhood search
+(Shaw, 1998), a matheuristic; related to local branching. A neighbourhood is a set of free pairs
+(operator, stage): the operator may or may not be recomputed in that stage (`neighbourhood_model`).
+The kinds of neighbourhood take turns:
 
-Other names: large neighbourhood search (Shaw, 1998), a matheuristic; local branching is its cousin.
-What is free is a set of pairs (operator, stage): the operator may be computed again in that stage
-or not (`neighbourhood_model`). Kinds, in turn:
-
-- values: the operators of a range of the graph, in every stage where what they read or write begins
-  or ends
+- values: the operators of a range of the graph, in every stage where values that they read or write
+  begin or end
 - halves: two such ranges of half the width
-- mixed: a range of twice the width, in a part of these stages
-- stages: a range of stages, with every operator that could be of use there
-- shifted: a range of operators as in values, and every recomputation may move by a few stages:
-  exchanging two values that are far apart takes room that others must make (U-Net at 7 GB: only
-  this kind left 196,599 for 196,567)
+- mixed: a wider range, in a part of these stages
+- stages: a range of stages, with every operator that could be useful there
+- shifted: a range of operators as in values, and every recomputation nearby may move by a few
+  stages: exchanging two distant values takes room that others must make (U-Net at 7 GB: only this
+  kind got from 196,599 to 196,567)
 
-Each kind's width grows while its models are solved at once and shrinks where a limit stops them.
-Equal costs are accepted. Limits are counts of nodes; time is only a cap, so that a seed gives one
-answer. It proves nothing, as each part is optimal on its own only.
+Each kind's width grows while its models are solved to the end and shrinks where a limit stops them.
+Equal costs are accepted. Limits are numbers of nodes; time is only a cap, so a seed gives one
+answer. It proves nothing, as only each part is solved to optimality.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _GROW, _SHRINK = 1.15, 0.75
 
 
 class Kind(IntEnum):
-    """What a neighbourhood frees."""
+    """The kind of a neighbourhood: what it frees."""
 
     VALUES = 0
     HALVES = 1
@@ -54,7 +53,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class _Incumbent:
-    """A schedule, and where its values are read and written, by value and then by step."""
+    """A schedule, and its reads and writes (events), sorted by value and then by step."""
 
     steps: Ints
     cost_s: float
@@ -93,12 +92,12 @@ class Neighbourhood:
         should_stop: Callable[[], bool] | None = None,
         time_limit_s: float = _SOLVE_LIMIT_S,
     ) -> list[int]:
-        """Returns steps within the budget that cost no more than `steps`, which fit it.
+        """Returns steps within the budget that cost no more than `steps`.
 
         Args:
             steps: a valid sequence within the budget.
             max_rounds: number of parts to solve.
-            should_stop: asked between rounds.
+            should_stop: polled between rounds.
             time_limit_s: cap on each round.
 
         Raises:
@@ -133,10 +132,7 @@ class Neighbourhood:
     def solve(
         self, current: _Incumbent, free: Ints, *, kind: Kind, time_limit_s: float
     ) -> _Incumbent:
-        """Returns the best there is where only the pairs `free` are.
-
-        `current` where that is no better.
-        """
+        """Returns the best schedule with only the pairs `free` changed, or `current`."""
         part = solve_part(
             self._graph,
             current.steps,
@@ -174,9 +170,7 @@ class Neighbourhood:
         return items[max(first, 0) : max(first + width, 1)]
 
     def _candidates(self, current: _Incumbent) -> Ints:
-        """Returns the operators that may be computed again and whose values are read later than in
-        the next stage.
-        """
+        """Returns the recomputable operators whose values are read later than in the next stage."""
         late = np.zeros(self._graph.num_operators, np.bool_)
         reads = ~current.is_write
         producer = self._graph.arrays.producer[current.value[reads]]
@@ -184,8 +178,9 @@ class Neighbourhood:
         return np.flatnonzero(late & self._may)
 
     def _stages_of_interest(self, current: _Incumbent, operators: Ints) -> Ints:
-        """Returns the stages where what `operators` write is read or computed, or what they read
-        begins or ends.
+        """Returns the stages that matter to `operators`.
+
+        There values that they write are computed or read, or values that they read begin or end.
         """
         arrays = self._graph.arrays
         is_mine = np.zeros(self._graph.num_operators, np.bool_)
@@ -199,9 +194,7 @@ class Neighbourhood:
         return np.unique(current.event_stage[chosen])
 
     def _pairs(self, current: _Incumbent, operators: Ints, stages: Ints) -> Ints:
-        """Returns `operators` x `stages` without what nothing reads afterwards and what pins and
-        regions forbid.
-        """
+        """Returns the pairs of `operators` x `stages` that are allowed and have a later reader."""
         count = self._graph.num_operators
         last = np.full(count, -1)
         reads = ~current.is_write
@@ -217,9 +210,7 @@ class Neighbourhood:
         return np.stack([op[is_kept], stage[is_kept]], axis=1)
 
     def _shifts(self, current: _Incumbent, pairs: Ints) -> Ints:
-        """Returns the pairs of the recomputations near the stages of `pairs` with the stages next
-        to their own.
-        """
+        """Returns pairs that shift the recomputations near `pairs` by up to `_SHIFT` stages."""
         if len(pairs) == 0:
             return pairs
         is_again = np.ones(len(current.steps), np.bool_)
@@ -238,7 +229,7 @@ class Neighbourhood:
         return np.stack([op[is_kept], to[is_kept]], axis=1)
 
     def _is_allowed(self, op: Ints, stage: Ints) -> Bools:
-        """True where pins and regions let an operator be computed again in a stage."""
+        """True where pins and regions allow recomputing an operator in a stage."""
         span = self._spans[op]
         is_inside = ((span[:, 0] < stage) & (stage <= span[:, 1])) | (
             (span[:, 2] < stage) & (stage <= span[:, 3])
@@ -248,7 +239,7 @@ class Neighbourhood:
     def _pairs_in_stages(self, current: _Incumbent, width: int) -> Ints:
         """Returns the pairs of a range of stages.
 
-        Operators whose values are read or computed there, and what they need.
+        Their operators are those whose values are read or computed there, and their ancestors.
         """
         first = int(self._random.integers(1, self._graph.num_operators + 1))
         inside = (first <= current.event_stage) & (current.event_stage < first + width)

@@ -1,23 +1,23 @@
-"""A MILP around one schedule: which of some optional computations to run, everything else as it is.
+"""A MILP around one schedule: which of some optional computations to run, all else fixed.
 
-The schedule's steps, and the optional ones put among them, lie in *slots*. Legend:
+The schedule's steps, and the optional ones among them, lie in *slots*. Legend:
 
     x[q]     slot q computes its operator; 1 where it is not free
     h[v, e]  value v is held from its event e (a slot that writes or reads it) to its next one
 
     min  sum of c x
-    x[q] <= h[v, e - 1]                     q reads v at its event e: v is there
-    h[v, e] <= h[v, e - 1]                  after a read, what was there before
-    h[v, e] <= h[v, e - 1] + x[q]           after a computation, that too
+    x[q] <= h[v, e - 1]                     q reads v at its event e, so v is in memory
+    h[v, e] <= h[v, e - 1]                  after a read, v is held only if it was before
+    h[v, e] <= h[v, e - 1] + x[q]           after a computation, also if q computed it
     sum of m_v x[q] + workspace x[q] + sum of m_v h[v, e] over the gaps that reach or cross q
-        - m_v d[v, q] <= B                  d: one input that ends at q is taken over, d <= x[q], d
-          <= 1 - h[v, e]
+        - m_v d[v, q] <= B                  d: one input that ends at q is reused in place,
+                                            d <= x[q], d <= 1 - h[v, e]
 
 For integral x the least h is integral; declaring it binary made HiGHS 15 times as fast (U-Net, 5
-GB). A gap's h is a constant wherever what surrounds it says so, and of the slots between two events
-only the one with the most constant bytes needs its row: the model has the size of what is free, not
-of the graph. It is exact for the schedules it can express, which are all subsets of its slots,
-except that a snapshot counts as soon as something free could need it.
+GB). The h of a gap is a constant wherever fixed slots around it determine it, and of the slots
+between two events only the one with the most constant bytes needs its row, so the model has the
+size of what is free, not of the graph. It is exact for the schedules that it can express, the
+subsets of its slots, except that a snapshot counts as soon as something free could need it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from remat.solvers.core.accounting import Bools, Floats, Ints
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 from remat.solvers.search.slots import Slots, events_of, gather, ranges
 
-_UNIT = 1e-5  # objective 1 as a share of the cost of keeping everything
+_UNIT = 1e-5  # one unit of the objective, as a share of the cost of keeping everything
 
 
 @dataclass(frozen=True)
 class _Events:
-    """Every (value, slot) at which a slot writes or reads a value, by value, then slot.
+    """Every (value, slot) at which a slot writes or reads a value, sorted by value, then slot.
 
     Attributes:
         is_write: the slot computes the value.
@@ -84,7 +84,7 @@ class SlotModel:
         return [int(op) for op in self.slots.operator[is_taken]]
 
     def start(self) -> Floats:
-        """Returns the schedule the model was built around, as far as it fixes a point."""
+        """Returns the point of the schedule that the model was built around; NaN where open."""
         point = np.full(self.num_columns, np.nan)
         point[: len(self._free)] = self.slots.is_computed[self._free]
         return point
@@ -96,7 +96,7 @@ class SlotModel:
         follows = np.append(value[1:] == value[:-1], False)
         is_touched = np.zeros(len(self._size), np.bool_)
         is_touched[value[is_free]] = True
-        # right where nothing is free
+        # correct for values without a free event
         gap = np.where(follows & ~np.append(is_write[1:], False), ONE, ZERO)
         mine = np.flatnonzero(is_touched[value])
         gap[mine] = self._gaps(mine, slot, is_write, is_free, follows)
@@ -107,10 +107,7 @@ class SlotModel:
     def _gaps(
         self, mine: Ints, slot: Ints, is_write: Bools, is_free: Bools, follows: Bools
     ) -> list[int]:
-        """Returns what is held after each event.
-
-        Constants from the last event on, columns where they end.
-        """
+        """Returns the h after each event: a constant where it is determined, else a new column."""
         result: list[int] = []
         later = ZERO  # after the following event
         rows = zip(*(array[mine].tolist() for array in (is_write, is_free, follows)), strict=True)
@@ -135,7 +132,7 @@ class SlotModel:
         return self.num_columns - 1
 
     def _add_links(self, events: _Events, mine: Ints) -> None:
-        """X <= h before; h after <= h before, and + x where the slot computes the value."""
+        """Adds x <= h before, and h after <= h before (+ x where the slot computes the value)."""
         before = np.where(
             np.append(False, events.follows[:-1]), np.append(ZERO, events.gap[:-1]), ZERO
         )
@@ -157,7 +154,7 @@ class SlotModel:
                 self._add_row([(after, 1.0), (was, -1.0)])
 
     def _add_row(self, terms: list[tuple[int, float]], upper: float = 0.0) -> None:
-        """Adds `terms <= upper` where it says anything."""
+        """Adds `terms <= upper` unless it always holds."""
         upper -= sum(factor for column, factor in terms if column == ONE)
         columns = [column for column, _ in terms if column >= 0]
         factors = [factor for column, factor in terms if column >= 0]
@@ -165,7 +162,7 @@ class SlotModel:
             self._rows.append((columns, factors, upper))
 
     def _build(self, graph: Graph) -> ModelArrays:
-        """Returns the model: links, then memory."""
+        """Returns the model: the rows that link events, then the memory rows."""
         events, slots = self._events, self.slots
         taken = _TakenOver(self)
         weight = np.append(self._graph.workspace_bytes, 0)[slots.operator].astype(np.float64)
@@ -241,10 +238,10 @@ class SlotModel:
 
 
 class _TakenOver:
-    """What slots save by working in place: bytes where that is a constant, else columns d.
+    """The bytes that slots save by working in place: constants, or else columns d.
 
     Attributes:
-        constant: bytes saved, of each slot.
+        constant: bytes saved, by slot.
         slots, columns, bytes: of each d.
     """
 
@@ -279,7 +276,7 @@ class _TakenOver:
 def _sizes(arrays: Arrays, slots: Slots) -> Floats:
     """Returns the bytes of each value.
 
-    0 for resident ones and for snapshots that no repeated or optional slot reads.
+    0 for resident values, and for snapshots that no repeated or optional slot reads.
     """
     count = len(arrays.cost_s)
     operator = slots.operator[:-1]

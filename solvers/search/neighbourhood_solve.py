@@ -1,7 +1,4 @@
-"""A part of a schedule solved exactly.
-
-Some pairs (operator, stage) are free, the rest stays, as a MILP (`neighbourhood_model`).
-"""
+"""Solves a part of a schedule exactly, as a MILP: some pairs (operator, stage) are free."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from remat.solvers.lp.backend import Highs
 from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.slots import slots_around, stages_of
 
-_MAX_POINTS = 3  # that the simulator looks at
+_MAX_POINTS = 3  # points checked by the simulator
 _GAP = 1e-7
 
 
 @dataclass(frozen=True)
 class Part:
-    """What solving a part gave.
+    """The result of solving a part.
 
     Attributes:
         steps: the cheapest that the simulator confirms; the given ones where none is as cheap.
-        cost_s: theirs.
+        cost_s: cost of the steps.
         is_finished: False where a limit stopped the solver.
     """
 
@@ -38,14 +35,12 @@ class Part:
 def solve_part(
     graph: Graph, steps: Ints, free: Ints, *, budget_bytes: int, max_nodes: int, time_limit_s: float
 ) -> Part:
-    """Returns the best schedule that differs from `steps`, which fit the budget, in nothing but the
-    pairs `free`.
+    """Returns the best schedule that differs from `steps` only in the pairs `free`.
 
     Args:
         graph: any graph.
         steps: a valid sequence within the budget.
-        free: pairs (operator, stage), shape (pairs, 2): where an operator may be computed again, or
-            not.
+        free: pairs (operator, stage), shape (pairs, 2), whose recomputation is optional.
         budget_bytes: resident bytes included.
         max_nodes: of branch and bound.
         time_limit_s: a cap.
@@ -66,9 +61,7 @@ def solve_part(
 
 
 def recomputations(steps: Ints) -> Ints:
-    """Returns the pairs (operator, stage) of all that `steps` compute again, shape (pairs, 2),
-    sorted, each once.
-    """
+    """Returns the recomputations of `steps`: sorted pairs (operator, stage), shape (pairs, 2)."""
     is_again = np.ones(len(steps), np.bool_)
     is_again[np.unique(steps, return_index=True)[1]] = False
     pairs = np.stack([steps[is_again], stages_of(steps)[is_again]], axis=1)

@@ -1,11 +1,10 @@
-"""Exact recombination: of all schedules made of the recomputations of a few, the best.
+"""Exact recombination: the best schedule made of the recomputations of a few.
 
-Two good schedules of one graph agree on most recomputations and differ on a hundred or two, here
-and there along the graph. What one does better here and the other there is chosen by a MILP in
-which just the pairs (operator, stage) are free that one of them computes again and the other does
-not: the optimal crossover of genetic algorithms (Aggarwal, Orlin, Tai, 1997), or the search in the
-subspace where solutions agree of RINS (Danna, Rothberg, Le Pape, 2005). HiGHS solves one in 0.1 to
-1 s on graphs of 500 operators.
+Two good schedules of one graph agree on most recomputations and differ on a hundred or two, spread
+over the graph. A MILP combines the better parts of both: free are only the pairs (operator, stage)
+that one of them recomputes and the other does not. This is the optimal crossover of genetic
+algorithms (Aggarwal, Orlin, Tai, 1997), or the search in the subspace where solutions differ of
+RINS (Danna, Rothberg, Le Pape, 2005). HiGHS solves one in 0.1 to 1 s on graphs of 500 operators.
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from remat.solvers.search.neighbourhood_solve import Part, recomputations, solve
 from remat.solvers.search.slots import stages_of
 
 _MAX_NODES = 100
-_FIRST_WIDTH = 200.0  # pairs
+_FIRST_WIDTH = 200.0  # free pairs at most, at first
 _GROW, _SHRINK = 1.15, 0.75
 
 
 class Recombination:
-    """Recombines schedules of one graph under one budget; none twice."""
+    """Recombines schedules of one graph under one budget; solves no combination twice."""
 
     def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
-        """Nothing is solved yet."""
+        """Prepares; nothing is solved yet."""
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._width = _FIRST_WIDTH
         self._tried: set[bytes] = set()
 
     def improve(self, best: Ints, others: Sequence[Ints], *, time_limit_s: float) -> Part | None:
-        """Returns `best` recombined with as many of `others`, from the first on, as are solved
-        soon; None where that is known.
+        """Returns `best` recombined with the first of `others`, as many as are solved quickly.
+
+        None where nothing differs or this combination was solved before.
 
         Args:
             best: a valid sequence within the budget.
@@ -61,9 +61,7 @@ class Recombination:
         return part
 
     def _free(self, best: Ints, others: Sequence[Ints]) -> Ints:
-        """Returns the pairs that only `best` or only one of the others has, and those that `best`
-        has more than once.
-        """
+        """Returns the pairs in which `best` and another differ, and the repeated ones of `best`."""
         mine = self._codes(best)
         again, counts = np.unique(
             best * (self._graph.num_operators + 1) + stages_of(best), return_counts=True
@@ -77,6 +75,6 @@ class Recombination:
         return np.stack(np.divmod(free, self._graph.num_operators + 1), axis=1)
 
     def _codes(self, steps: Ints) -> Ints:
-        """The recomputations of `steps` as one number each."""
+        """Returns the recomputations of `steps`, each encoded as one number."""
         pairs = recomputations(steps)
         return np.asarray(pairs[:, 0] * (self._graph.num_operators + 1) + pairs[:, 1], np.int64)

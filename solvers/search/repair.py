@@ -1,11 +1,11 @@
-"""Repair: a schedule over the budget, made to fit by greedy eviction along its own steps.
+"""Makes a schedule over the budget fit, by greedy eviction along its own steps.
 
-The greedy of `greedy_eviction` runs every operator once and computes again what it had to forget:
-near the least budget it forgets what a plan for segments would hold. Here it runs the steps of a
-schedule, recomputations and all, and forgets only where these do not fit: the schedule is
-*unrolled*, each of its steps an operator of its own that writes values of its own, and the greedy's
-schedule of that graph is one of the graph itself. That needs no more memory there, where two
-computations of a value are one.
+Greedy eviction (`greedy_eviction`) starts from the plain order and recomputes what it had to evict:
+near the least budget it evicts values that a plan by segments would hold. Here it runs the steps of
+a schedule, recomputations included, and evicts only where these do not fit. To do so the schedule
+is *unrolled*: each of its steps becomes an operator with values of its own. A schedule of the
+unrolled graph is also one of the graph itself. It needs no more memory there, as several copies of
+a value become one.
 
 Complexity: that of `greedy_eviction` on as many operators as the schedule has steps. Source: this
 package's own.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from remat.core.graph import Graph, Operator, Value
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
-_MOST_STEPS = 3.0  # times those given
+_MOST_STEPS = 3.0  # at most this multiple of the given steps
 
 
 def repaired(
@@ -30,13 +30,13 @@ def repaired(
     rule: Rule = Rule.LARGE,
     left_s: float = math.inf,
 ) -> list[int] | None:
-    """Returns steps that fit `budget_bytes`, or None where the greedy gets stuck.
+    """Returns steps that fit `budget_bytes`, or None where greedy eviction gets stuck.
 
     Args:
         graph: any graph.
         steps: a valid schedule, within the budget or not.
         budget_bytes: resident bytes included.
-        rule: which value goes first.
+        rule: which value is evicted first.
         left_s: see `steps_with_eviction`.
     """
     found = steps_with_eviction(
@@ -46,8 +46,9 @@ def repaired(
 
 
 def unrolled(graph: Graph, steps: Sequence[int]) -> Graph:
-    """Returns the graph that has each step as an operator, which reads what was computed last of
-    each value; O(E of the steps).
+    """Returns a graph with one operator per step, which reads the latest copies of its values.
+
+    Complexity: O(E), of the steps.
     """
     values: list[Value] = [value for value in graph.values if value.is_resident]
     latest = [-1] * len(graph.values)

@@ -1,16 +1,14 @@
-"""Many short annealing runs, recombined exactly.
-
-Fresh ones first, then from what they found, warmed up and cooled again.
+"""Many short annealing runs, recombined exactly: from given starts, then from a pool of the best.
 
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `annealing` results.
-Where an annealing run ends depends on the basin it fell into while it was hot. Starting anew each
-time throws away what was good elsewhere in the schedule; a run from one of the best, warmed up to
-0.1 or 0.03 % of the keep-all cost, changes a part of it. Wherever a run ends, what it does better
-than the best is taken over by `recombination`: a memetic algorithm (Moscato, 1989). Near the least
-budget most runs end a little above it, and cheap; these count as well.
+Where an annealing run ends depends on the basin it fell into while it was hot. Starting afresh each
+time discards what was good elsewhere in the schedule; a run from a member of the pool, reheated to
+0.1 or 0.03 % of the keep-all cost, changes only a part of it. `recombination` takes over whatever a
+run does better than the best so far: a memetic algorithm (Moscato, 1989). Near the least budget
+most runs end a little above it, at a low cost; these are recombined too.
 
-Runs of one batch have random streams of their own, so they may run in parallel threads and give the
-same answer.
+The runs of a batch have separate random streams, so they may run in parallel threads and still give
+the same answer.
 """
 
 from __future__ import annotations
@@ -31,25 +29,25 @@ from remat.solvers.core.interrupt import threads_beside
 from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.recombination import Recombination
 
-_NUM_RUNS = 24  # of a generation
-_NUM_FRESH = 12, 3  # of them from the starts: in the first generation, in those after
+_NUM_RUNS = 24  # in a generation
+_NUM_FRESH = 12, 3  # of these from the given starts: in the first generation, in later ones
 _BATCH = 2
 _NUM_KEPT = 6
-_USUAL_MOVES = 60_000 if IS_COMPILED else 600  # of a run, on graphs of 100 to 400 operators
+_USUAL_MOVES = 60_000 if IS_COMPILED else 600  # in a run, on graphs of 100 to 400 operators
 _LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
 # first temperatures of fresh runs in turn, shares of the keep-all cost; the last keeps a good start
 _HOT = (1e-2, 3e-3, 3e-4)
 _WARM = (1e-3, 3e-4)  # of runs from the pool, at random
 _COLD = 1e-6
-_RECOMBINATION_LIMIT_S = 5.0  # of one; most are cut by nodes before
+_RECOMBINATION_LIMIT_S = 5.0  # for one recombination; most reach their node limit before
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a run ended: its best that fits, or its last state where nothing did."""
+    """The end of a run: its best schedule that fits, or its last state where none did."""
 
     cost_s: float  # infinite where nothing fits
-    least_over: float  # then, bytes over the budget
+    least_over: float  # bytes over the budget, where nothing fits
     steps: Ints
 
 
@@ -71,8 +69,8 @@ class Restarts:
             graph: any graph.
             budget_bytes: resident bytes included.
             seed: of all runs.
-            moves: the length of a run, by default what suits the graph.
-            recombines: whether what runs find is recombined exactly.
+            moves: the length of a run; None chooses it by the graph's size.
+            recombines: whether the runs' results are recombined exactly.
         """
         self._graph = graph
         self._budget_bytes = budget_bytes
@@ -89,7 +87,7 @@ class Restarts:
 
     @property
     def pool(self) -> list[tuple[float, Ints]]:
-        """(cost in seconds, steps) of the best that fit, best first, each of another cost."""
+        """(cost in seconds, steps) of the best schedules that fit, best first, no two alike."""
         return [(found.cost_s, found.steps) for found in self._best if found.cost_s < np.inf]
 
     def run(
@@ -105,12 +103,12 @@ class Restarts:
 
         Args:
             starts: valid sequences, at least one, within the budget or not; fresh runs start from
-                them in turn, and those that fit are of the pool.
-            threads: that run at the same time.
-            should_stop: asked often, from several threads; a true answer ends all runs.
+                them in turn, and those that fit enter the pool.
+            threads: number of runs at the same time.
+            should_stop: polled often, from several threads; a true answer ends all runs.
             found: called with the best of the pool and "restarts" after each run, and with
-                "recombination" whenever recombining made it better.
-            deadline: of `time.perf_counter`, in seconds: what caps recombinations.
+                "recombination" whenever a recombination improved it.
+            deadline: in `time.perf_counter` seconds; limits recombinations.
         """
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
         num_fresh = _NUM_FRESH[min(self._num_generations, 1)]
@@ -176,12 +174,10 @@ class Restarts:
     def _recombinations(
         self, ends: Sequence[_Found], deadline: float, should_stop: Callable[[], bool] | None
     ) -> Iterator[None]:
-        """Recombines the best with where each run ended, then with the others of the pool at once.
+        """Recombines the best with each run's end, then with all others of the pool at once.
 
-        Yields where it is better.
-
-        Ends that do not fit count as well: most are cheap and little above the budget, and what
-        they lack the best may have.
+        Yields after each improvement. Ends that exceed the budget are included: most are cheap and
+        little above it, and the best schedule may have what they lack.
         """
         if not self._recombines:
             return
@@ -204,7 +200,7 @@ class Restarts:
                 yield
 
     def _keep_best(self, ends: Sequence[_Found]) -> None:
-        """What fits comes first, by cost; the others by how far they are from it."""
+        """Merges `ends` into the pool: what fits by cost, then the others by bytes over budget."""
         distinct = {
             (one.cost_s, one.least_over if one.cost_s == np.inf else 0.0): one
             for one in [*ends, *self._best]

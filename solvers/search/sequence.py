@@ -1,10 +1,10 @@
-"""A schedule as a sequence in slots, packed into the few arrays that compiled functions are quick
-to pass around.
+"""A schedule as a sequence in slots, packed into a few arrays for compiled functions.
 
-The sequence lies in slots, two of three empty, so that most insertions move nothing; laying it out
-spreads it anew. Each operator has the slots it is computed in, in order (`MAX_TIMES` at most). A
-slot that is empty holds what is alive across it. The last step is no operator of the graph: it
-reads the outputs, costs nothing and comes once. Columns and rows of the arrays have names, below.
+Compiled functions are quick to call with few arrays. Two of three slots are empty, so most
+insertions move nothing; `timeline.lay_out` spreads the sequence again. Each operator has the list
+of the slots that compute it, in order (`MAX_TIMES` at most). An empty slot holds the bytes that are
+alive across it. The last step is no operator of the graph: it reads the outputs, costs nothing and
+comes once. The columns and rows of the arrays are named below.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from remat.solvers.core.accounting import Floats, Ints
 MAX_TIMES = 30
 SPACING = 3
 
-# columns of `values`; NOW is the size, 0 while no recomputation reads the snapshot; REPEATED counts
-# readers computed again
+# columns of `values`; NOW is the size, 0 for a snapshot that no recomputation reads; REPEATED
+# counts recomputed readers
 SIZE, PRODUCER, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(7)
-# columns of `operators`; from SPAN on pairs of operators, between whose first computations it may
-# be computed again; from WHERE on the slots that compute it, TIMES in number
+# columns of `operators`; from SPAN on two pairs of operators, between whose first computations it
+# may be recomputed; from WHERE on the slots that compute it, TIMES in number
 WORKSPACE, PINNED, READ_FROM, READ_TO, WRITE_FROM, WRITE_TO, REUSE_FROM, REUSE_TO, SPAN = range(9)
 TIMES = SPAN + 4
 WHERE = TIMES + 1
-# rows of `slots`: the operator or -1, the bytes held less what is added to the whole block, the
-# bytes saved by working in place; of each block of `BLOCK` slots, in the first columns: bytes added
-# to all of it, and an upper and a lower bound on its HELD
+# rows of `slots`: the operator or -1, the bytes held less those added to the whole block, the bytes
+# saved by working in place; in the first columns, for each block of `BLOCK` slots: bytes added to
+# all of it, and an upper and a lower bound on its HELD
 SLOT, HELD, SAVED, ADDED, MOST, LEAST = range(6)
 BLOCK = 64
 # `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where
@@ -44,8 +44,8 @@ class State(NamedTuple):
     Attributes:
         values: (values, 7).
         operators: (operators + 1, WHERE + MAX_TIMES).
-        links: what operators read, write and may reuse, and who reads each value; `*_FROM`, `*_TO`
-            point into it.
+        links: the values that operators read, write and may reuse, and the readers of each value;
+            `*_FROM` and `*_TO` point into it.
         slots: (6, slots).
         sums: (3,).
         costs: of each operator, and of the sequence, in seconds; (operators + 2,).
@@ -111,9 +111,7 @@ def pack(graph: Graph, *, room: int) -> State:
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
-    """Returns a copy whose sequence is empty, with room for `num_steps` and as many insertions
-    twice.
-    """
+    """Returns a copy with an empty sequence, and room for `num_steps` and twice as many more."""
     slots = np.zeros((6, SPACING * num_steps + SPACING), np.int64)
     slots[SLOT] = -1
     operators = state.operators.copy()
@@ -128,7 +126,7 @@ def with_empty_slots(state: State, num_steps: int) -> State:
 
 
 def steps_of(slot: Ints, end: int) -> Ints:
-    """Returns the sequence without its empty slots and the step `end` that reads the outputs."""
+    """Returns the sequence without empty slots and without the last step, `end`."""
     return np.asarray(slot[(slot >= 0) & (slot != end)], np.int64)
 
 
@@ -138,10 +136,7 @@ def bytes_held(slots: Ints) -> Ints:
 
 
 def users(graph: Graph) -> tuple[Ints, Ints]:
-    """The operators that read each value, in order, in CSR form.
-
-    The end of the graph reads the outputs.
-    """
+    """Returns the operators that read each value, in order, in CSR form; the end reads outputs."""
     rows = [list(row) for row in graph.users_of]
     for value in graph.arrays.output:
         rows[value].append(graph.num_operators)
@@ -151,8 +146,9 @@ def users(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def region_spans(graph: Graph) -> Ints:
-    """For each operator, two pairs of operators between whose first computations it may be computed
-    again: its region's halves.
+    """Returns, for each operator, where its region runs: the forward and the backward half.
+
+    Each half is a pair of operators, between whose first computations it may be recomputed.
     """
     half: dict[tuple[int, bool], list[int]] = {}
     for index, op in enumerate(graph.operators):

@@ -1,8 +1,7 @@
-"""Slots: a schedule's steps with optional ones put among them, and where values are written and
-read in them.
+"""A schedule's steps with optional ones among them, and where these write and read values.
 
-Optional computations of a stage come in the graph's order (as in Checkmate's MILP; Jain et al.,
-MLSys 2020), `passes` times over, beside those of the schedule where they stand.
+The optional computations of a stage come in the graph's order (as in Checkmate's MILP; Jain et al.,
+MLSys 2020), `passes` times over; the schedule's own recomputations keep their places.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Slots:
 
     Attributes:
         operator: of each slot; the number of operators for the end.
-        is_free: the slot may be computed or not.
-        is_computed: the schedule computes it.
+        is_free: the slot is optional.
+        is_computed: the schedule computes the slot.
     """
 
     operator: Ints
@@ -34,20 +33,16 @@ class Slots:
 
 
 def stages_of(steps: Ints) -> Ints:
-    """Returns the stage of each step.
-
-    The operator that is first computed at it or next after it. O(S log S).
-    """
+    """Returns each step's stage: the operator first computed at or next after it; O(S log S)."""
     first = np.unique(steps, return_index=True)[1]
     return np.asarray(np.searchsorted(first, np.arange(len(steps))), np.int64)
 
 
 def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1) -> Slots:
-    """Returns `steps` with an optional slot for each pair (operator, stage) of `free`, shape
-    (pairs, 2).
+    """Returns `steps` with an optional slot for each pair (operator, stage) of `free`.
 
-    A pair that the steps have is freed where it stands. A stage is named by the operator whose
-    first computation ends it.
+    `free` has shape (pairs, 2). A pair that the steps have is freed in its place. A stage is named
+    by the operator whose first computation ends it.
     """
     steps = np.append(steps, num_operators)
     stage = stages_of(steps)
@@ -59,7 +54,7 @@ def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1
     )
     is_free = ~is_first & np.isin(pairs, wanted)
     before, extra = _places(steps, stage, free, np.isin(wanted, pairs[is_free]), passes)
-    # optional slots come before the step they stand at
+    # optional slots come before their step
     order = np.argsort(np.concatenate([before, np.arange(len(steps))]), kind="stable")
     is_there = np.arange(len(order)) >= len(extra)
     return Slots(
@@ -72,7 +67,7 @@ def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1
 def _places(
     steps: Ints, stage: Ints, free: Ints, is_there: Bools, passes: int
 ) -> tuple[Ints, Ints]:
-    """Returns, for each optional slot in order, the step it stands before, and its operator."""
+    """Returns, for each optional slot in order, the step that follows it, and its operator."""
     before: list[int] = []
     operator: list[int] = []
     start, end = (
@@ -103,10 +98,7 @@ _Csr = tuple[Ints, Ints]
 
 
 def _with_end(arrays: Arrays, num_operators: int) -> tuple[_Csr, _Csr]:
-    """Returns what operators write and read, in CSR form.
-
-    The end of the graph reads the outputs.
-    """
+    """Returns the values that operators write and read, in CSR form; the end reads the outputs."""
     write_start = np.append(arrays.write_start, arrays.write_start[-1])
     read_start = np.append(arrays.read_start, len(arrays.read) + len(arrays.output))
     return (write_start, arrays.write), (read_start, np.concatenate([arrays.read, arrays.output]))
@@ -120,14 +112,14 @@ def gather(start: Ints, items: Ints, operator: Ints) -> tuple[Ints, Ints]:
 
 
 def ranges(low: Ints, high: Ints) -> Ints:
-    """Returns low[0], low[0] + 1 .. high[0] - 1, low[1] .. and so on."""
+    """Returns low[0], low[0] + 1, ..., high[0] - 1, low[1], ... and so on."""
     lengths = high - low
     offset = np.cumsum(lengths) - lengths
     return np.asarray(np.arange(int(lengths.sum())) - np.repeat(offset - low, lengths), np.int64)
 
 
 def events_of(graph: Graph, operator: Ints) -> tuple[Ints, Ints, Bools]:
-    """Returns the value, the slot and whether it writes, of each event, by value and slot."""
+    """Returns value, slot and whether it is a write for each event, sorted by value and slot."""
     (written, at), (read, when) = (
         gather(start, items, operator)
         for start, items in _with_end(graph.arrays, graph.num_operators)

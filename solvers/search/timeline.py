@@ -1,18 +1,16 @@
-"""Changing a sequence in place.
+"""Inserts or removes one recomputation in place and keeps the bytes at every slot up to date.
 
-Insert or remove one recomputation, with the bytes at every slot kept up to date.
+The last read of a value is not stored but looked up in its readers' slots, so a change only touches
+the lifetimes of values that the operator writes or reads. Any insertion after the first computation
+is valid, and so is any removal but that of the first: the graph's rules hold by construction, and
+only memory has to be checked. The bytes agree exactly with `simulate`, in-place operators and
+snapshots included.
 
-When a value is last read is not stored but looked up over its readers' slots, so a change only
-touches the intervals that change: those of what the operator writes and reads. Any insertion after
-the first computation is valid, and so is any removal but the first one's: the graph's rules are
-kept by construction, and what is judged is memory alone. Bytes agree with `simulate` to the byte,
-in-place operators and snapshots included.
+A change of bytes over many slots is recorded once per block. The slots of a block are visited only
+where its bounds do not tell by how much its bytes over the budget change.
 
-A change of bytes over many slots is written down once a block; a block's slots are looked at where
-its bounds do not tell how much more, or less, it is over the budget.
-
-Complexity: O(degree * times + changed slots) a change, of the slots in blocks that lie on one side
-of the budget one in `BLOCK`. Compiled where numba is installed (see `compiled`).
+Complexity: O(degree * times + changed slots) per change; blocks entirely below or above the budget
+count as one slot. Compiled where numba is installed (see `compiled`).
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ from remat.solvers.search.sequence import (  # fmt: skip
 
 
 def lay_out(state: State, steps: Ints) -> State:
-    """Returns the sequence `steps` in slots, and at its end the step that reads the outputs.
-
-    O(E log S).
-    """
+    """Returns the sequence `steps` in slots, with the step that reads the outputs; O(E log S)."""
     result = with_empty_slots(state, len(steps) + 1)
     fill(*result, np.append(steps, len(state.operators) - 1))
     return result
@@ -70,7 +65,7 @@ def lay_out(state: State, steps: Ints) -> State:
 
 @inner
 def computed_before(operators: Ints, op: int, q: int) -> int:
-    """The last slot before `q` that computes `op`, -1 if none."""
+    """Returns the last slot before `q` that computes `op`, -1 if none."""
     for i in range(operators[op, TIMES] - 1, -1, -1):
         if operators[op, WHERE + i] < q:
             position: int = operators[op, WHERE + i]
@@ -80,7 +75,7 @@ def computed_before(operators: Ints, op: int, q: int) -> int:
 
 @inner
 def computed_after(operators: Ints, op: int, q: int) -> int:
-    """The first slot after `q` that computes `op`, `FAR` if none."""
+    """Returns the first slot after `q` that computes `op`, `FAR` if none."""
     for i in range(operators[op, TIMES]):
         if operators[op, WHERE + i] > q:
             position: int = operators[op, WHERE + i]
@@ -90,7 +85,7 @@ def computed_after(operators: Ints, op: int, q: int) -> int:
 
 @inner
 def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int, end: int) -> int:
-    """The last slot inside (begin, end) that reads `value`, `begin` if none."""
+    """Returns the last slot inside (begin, end) that reads `value`, `begin` if none."""
     last = begin
     for k in range(values[value, USER_FROM], values[value, USER_TO]):
         u = links[k]
@@ -104,14 +99,14 @@ def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int
 
 @inner
 def held(slots: Ints, q: int) -> int:
-    """The bytes held at slot `q`."""
+    """Returns the bytes held at slot `q`."""
     total: int = slots[HELD, q] + slots[ADDED, q // BLOCK]
     return total
 
 
 @inner
 def shift(slots: Ints, sums: Ints, begin: int, end: int, change: int) -> None:
-    """Adds `change` bytes to the slots from `begin` to before `end`, to whole blocks at once."""
+    """Adds `change` bytes to the slots of [begin, end), whole blocks at once."""
     if begin >= end or change == 0:
         return
     first, last = (begin + BLOCK - 1) // BLOCK, end // BLOCK
@@ -144,8 +139,9 @@ def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change
 
 @inner
 def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) -> None:
-    """Adds `change` bytes to whole blocks, whose slots are looked at only where some are over the
-    budget and some are not.
+    """Adds `change` bytes to whole blocks.
+
+    Visits a block's slots only where some are over the budget and some are not.
     """
     added, most, least = slots[ADDED, first:last], slots[MOST, first:last], slots[LEAST, first:last]
     over, total, more, less = 0, sums[ROOM], max(change, 0), min(change, 0)
@@ -168,7 +164,7 @@ def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) ->
 
 @inner
 def refresh(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, q: int) -> None:
-    """Sets what the operator at `q` saves by working in place."""
+    """Recomputes the bytes that the operator at `q` saves by working in place."""
     op = slots[SLOT, q]
     if op < 0 or operators[op, REUSE_FROM] == operators[op, REUSE_TO]:
         return
@@ -190,9 +186,7 @@ def refresh(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints,
 def refresh_around(
     values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, q: int
 ) -> None:
-    """Refreshes the slots whose reads became or ceased to be last ones by a change of `op` at
-    `q`.
-    """
+    """Refreshes the slots that a change of `op` at `q` made, or no longer makes, a last read."""
     if sums[IN_PLACE] == 0:
         return
     before = computed_before(operators, op, q)
@@ -225,8 +219,9 @@ def refresh_around(
 def toggle(
     values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, sign: int
 ) -> None:
-    """Lets the snapshots that `op` reads take memory (+1) or not (-1) as `op` starts or ceases to
-    be repeated.
+    """Makes the snapshots that `op` reads take memory (+1), or no longer (-1).
+
+    Called when `op` gets its first recomputation or loses its last one.
     """
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
@@ -241,13 +236,13 @@ def toggle(
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
                 last = last_read(values, operators, links, value, begin, end)
                 shift(slots, sums, begin, last + 1, sign * values[value, SIZE])
-                # which may work in place of it
+                # its last reader may work in place of it
                 refresh(values, operators, links, slots, sums, last)
 
 
 @inner
 def may_be_at(operators: Ints, op: int, q: int) -> bool:
-    """True where `op` may be computed again in slot `q`."""
+    """True where `op` may be recomputed in slot `q`."""
     if operators[op, PINNED] != 0 or operators[op, TIMES] >= MAX_TIMES or operators[op, WHERE] > q:
         return False
     is_first = operators[operators[op, SPAN], WHERE] < q < operators[operators[op, SPAN + 1], WHERE]
@@ -268,7 +263,7 @@ def insert(
     op: int,
     q: int,
 ) -> None:
-    """Computes `op` again in the empty slot `q`, which lies after its first computation."""
+    """Inserts a recomputation of `op` in the empty slot `q`, after its first computation."""
     before, after = computed_before(operators, op, q), computed_after(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
         value = links[k]
@@ -321,7 +316,7 @@ def remove(
     op: int,
     q: int,
 ) -> None:
-    """Takes the computation of `op` out of slot `q`; it is not the first one."""
+    """Removes the recomputation of `op` from slot `q`."""
     if operators[op, TIMES] == 2:
         toggle(values, operators, links, slots, sums, op, -1)
     shift(slots, sums, q, q + 1, slots[SAVED, q] - operators[op, WORKSPACE])
