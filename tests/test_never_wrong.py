@@ -411,3 +411,38 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_only_naive_is_wrong(
         check, monkeypatch, (capture, "runs_once", lambda backward, *_: backward)
     )
+
+
+class TwoLosses(nn.Module):
+    """Two losses with a body in common, and a head each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return self.first(hidden).square().mean(), self.second(hidden).square().mean()
+
+
+def test_what_no_loss_of_a_backward_leads_to_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naive: autograd puts zeros for the other loss, and its head gets gradients of zeros, which
+    the weight decay of an optimizer makes a change of.
+    """
+
+    def check() -> None:
+        plain = TwoLosses()
+        model = planned(copy.deepcopy(plain))
+        for which in (0, 1, 0):
+            for each in (model, plain):
+                each.zero_grad()
+                each(torch.ones(4, 8))[which].backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None)
+                assert_same(mine.grad, theirs.grad)
+
+    assert_only_naive_is_wrong(
+        check, monkeypatch, (capture, "keep_missing_gradients", lambda _: None)
+    )

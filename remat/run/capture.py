@@ -38,6 +38,7 @@ from remat.torch_border.autograd import (
     before_next_run,
     is_batched,
     is_graph_kept,
+    keep_missing_gradients,
 )
 from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.tracers.aot import TracedStep, read_joint
@@ -171,6 +172,8 @@ def make_backend(
             autocast_cache(module, example_inputs),
         ):
             compiled = trace_and_compile(module, example_inputs)
+        if pieces:
+            compiled = with_missing_gradients(compiled, pieces[-1].step)
         if plain_steps and plain and pieces:
             compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
@@ -220,7 +223,7 @@ def runs_once(
                 f"after the other of remat.unwrap(model){_advice(step, plain)}"
             )
         before_next_run(refuse_second_run)
-        missing = tangents.fill(args) if tangents and plain else frozenset()
+        missing = tangents.fill(args) if tangents else frozenset()
         gradients = backward(args)
         return tangents.arriving(gradients, missing) if tangents and missing else gradients
 
@@ -249,6 +252,23 @@ def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
     return (
         f'; on_unsupported="plain" can\'t run this step: {plain.refusal}' if plain.refusal else ""
     )
+
+
+def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Callable[..., Any]:
+    """Returns `compiled`, whose backward is told which gradients did not arrive.
+
+    Naive: autograd puts zeros in their place, and parameters that only they lead to get gradients
+    of zeros, to which an optimizer applies its weight decay; plain PyTorch leaves None there.
+    """
+    if Tangents(step.module, step.num_forward_outputs).num < 2:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        keep_missing_gradients(results)
+        return results
+
+    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
 
 
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:

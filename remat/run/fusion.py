@@ -25,12 +25,13 @@ from remat.core.schedule import Schedule
 from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+# by name: Inductor's own operators are there once it is imported, which takes seconds
 _GENERATED = frozenset(
     {
-        prims.convert_element_type.default,
-        prims.inductor_random.default,
-        prims.inductor_lookup_seed.default,
+        "prims.convert_element_type.default",
+        "prims.inductor_random.default",
+        "prims.inductor_lookup_seed.default",
     }
 )
 _REDUCTIONS = frozenset({
@@ -137,7 +138,7 @@ def _is_generated(step: TracedStep, index: int) -> bool:
         "generator_state",
     ):
         return False
-    return (torch.Tag.pointwise in target.tags or target in _GENERATED) and not is_random(
+    return (torch.Tag.pointwise in target.tags or str(target) in _GENERATED) and not is_random(
         step.nodes[index]
     )
 

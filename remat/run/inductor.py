@@ -22,6 +22,7 @@ from remat.run.capture import (
     detach_non_scalars,
     refuse_gradients,
     runs_once,
+    with_missing_gradients,
 )
 from remat.run.fusion import fuse
 from remat.run.measure import FirstStepMeter
@@ -78,6 +79,8 @@ def make_inductor_backend(
             compiled: Callable[..., Any] = compile_fx(
                 module, list(example_inputs), inner_compile=compile_half, config_patches=patches
             )
+        if pieces:
+            compiled = with_missing_gradients(compiled, pieces[-1].step)
         if plain_steps and plain and pieces:
             compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled

@@ -5,7 +5,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -110,6 +110,16 @@ def compiled_node(result: torch.Tensor) -> Any:
     while node is not None and not is_compiled_node(node):
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return node
+
+
+def keep_missing_gradients(results: Iterable[Any]) -> None:
+    """Has the backward of the compiled step that made `results` find None where no gradient
+    arrives, and no zeros.
+    """
+    made = (t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)
+    node = next(filter(None, map(compiled_node, made)), None)
+    if node is not None:
+        node.set_materialize_grads(False)
 
 
 _SKIPS = "_remat_skips"
