@@ -11,7 +11,7 @@ reserve for batch norm that the CPU does not have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -54,6 +54,27 @@ def retarget(graph: Graph, device_type: str) -> Graph:
 
 def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
+
+
+def traced_on(device_type: str) -> str:
+    """The type of device that the fake tensors of a step for `device_type` are on."""
+    return device_type if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def as_on(device_type: str, *, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Traces, on `traced_on(device_type)`, what a device of that type runs.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        autocast: the type of `torch.autocast` there; without it if None.
+    """
+    on = traced_on(device_type)
+    with (
+        nullcontext() if device_type == on else as_on_cuda(),
+        torch.autocast(on, autocast, enabled=autocast is not None),
+    ):
+        yield
 
 
 _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)

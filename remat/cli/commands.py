@@ -137,6 +137,12 @@ def trace(
     costs: Annotated[
         str, typer.Option(help="Cost model: flops, profile, roofline, or roofline:DEVICE.")
     ] = "roofline",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Record it as a device would run it, such as H100, there or not."
+        ),
+    ] = "",
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
 
@@ -155,7 +161,7 @@ def trace(
         from remat.face.api import trace as trace_model
 
         with own_step(factory):
-            graph = trace_model(made.model, made.args, made.kwargs, costs=costs)
+            graph = trace_model(made.model, made.args, made.kwargs, costs=costs, device=device)
     graph.save(output)
     show_graph(graph)
     typer.echo(f"saved to {output}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from remat.core.budget import Budget, parse_budget
@@ -40,8 +41,11 @@ from remat.torch_border.fakes import on_fakes
 from remat.torch_border.modules import get_call, set_call
 from remat.torch_border.sharded import called_directly, ddps_in
 from remat.tracers.aot import TracedStep
-from remat.tracers.cost_models import resolve_costs
+from remat.tracers.cost_models import resolve_costs, roofline
 from remat.tracers.costs import CostModel
+from remat.tracers.devices import Device
+from remat.tracers.devices import device as device_named
+from remat.tracers.retarget import as_on, retarget, traced_on
 
 Model = TypeVar("Model", bound=Callable[..., Any])  # a module, or a step function
 
@@ -218,7 +222,9 @@ def trace(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    device: str = "",
     costs: str | CostModel = "roofline",
+    autocast: torch.dtype | None = None,
     differentiate: str = "scalars",
 ) -> Graph:
     """Returns the graph of one training step of `model(*args, **kwargs)`, a module or a function.
@@ -227,14 +233,69 @@ def trace(
     model changes. Where `torch.compile` cuts the step into pieces, they are joined to one graph;
     what lies between them, such as a `print`, then runs once, on fake tensors.
 
+    Args:
+        model: any module, or a step function.
+        args: its inputs; real, meta or fake.
+        kwargs: its keyword inputs.
+        device: a name of the device table, "H100": the step as that would run it, as far as this
+            machine can know, with sizes as its allocator rounds them. Where the model is if empty.
+        costs: as of `checkpoint`; "roofline" is that of `device`.
+        autocast: the type of `torch.autocast` that the step runs under on `device`; without a
+            device it is what is set around the call.
+        differentiate: as of `checkpoint`.
+
     Raises:
+        ValueError: an unknown device; `autocast` without one; costs measured here for one.
         TraceError: the step can't be captured, has nothing to differentiate, or does between two
             pieces what needs data.
     """
+    if device:
+        return trace_for(
+            device_named(device),
+            model,
+            args,
+            kwargs,
+            costs=costs,
+            autocast=autocast,
+            differentiate=differentiate,
+        )
+    if autocast is not None:
+        raise ValueError(
+            "autocast= says what the step runs under on device=, and none is given; put "
+            "torch.autocast around the call, or name a device"
+        )
     try:
         return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
     except GraphBreak as found:
         return trace_pieces(model, args, kwargs, costs=costs, found=found).graph
+
+
+def trace_for(
+    device: Device,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    autocast: torch.dtype | None = None,
+    differentiate: str = "scalars",
+) -> Graph:
+    """Returns the graph of a step as `device` would run it, there or not; see `trace`."""
+    if costs == "profile":
+        raise ValueError(
+            f'costs="profile" times operators on this machine, and device={device.name!r} names '
+            'one that may be another; take costs="roofline", or leave device= out'
+        )
+    with as_on(device.type, autocast=autocast):
+        step = trace_step(
+            model,
+            args,
+            kwargs,
+            costs=roofline(device) if costs == "roofline" else costs,
+            differentiate=differentiate,
+            on_device_type=traced_on(device.type),
+        )
+    return retarget(step.graph, device.type)
 
 
 def trace_step(

@@ -7,8 +7,7 @@ activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +23,7 @@ from remat.core.graph import Graph, ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale
-from remat.face.api import trace_step
+from remat.face.api import trace_for
 from remat.face.step_function import as_step
 from remat.fit.footprint import Footprint, Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
@@ -33,10 +32,9 @@ from remat.solvers import Solver, make_solver
 from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
-from remat.tracers.cost_models import roofline
 from remat.tracers.devices import Device, device_at_hand
 from remat.tracers.devices import device as device_named
-from remat.tracers.retarget import as_on_cuda, retarget
+from remat.tracers.retarget import as_on, traced_on
 
 
 @dataclass(frozen=True)
@@ -288,41 +286,20 @@ class Question:
 
         Traced with its kernels where torch has them.
         """
-        with self._as_on_device():
-            step = trace_step(
-                self.model,
-                args,
-                kwargs,
-                costs=roofline(self.device),
-                on_device_type=self._traced_on,
-            )
-        return retarget(step.graph, self.device.type)
-
-    @property
-    def _traced_on(self) -> str:
-        """The type of device that fake tensors are on."""
-        return self.device.type if torch.cuda.is_available() else "cpu"
-
-    @contextmanager
-    def _as_on_device(self) -> Iterator[None]:
-        is_there = self.device.type == self._traced_on
-        is_on = self.autocast is not None
-        with (
-            nullcontext() if is_there else as_on_cuda(),
-            torch.autocast(self._traced_on, self.autocast, enabled=is_on),
-        ):
-            yield
+        return trace_for(
+            self.device, self.model, args, kwargs, costs="roofline", autocast=self.autocast
+        )
 
     def plain_bytes(
         self, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> int | None:
         """Returns the peak of the same step in plain PyTorch, with what is held beside it."""
-        with self._as_on_device():
+        with as_on(self.device.type, autocast=self.autocast):
             step_bytes = plain_peak_bytes(
                 self.model,
                 args,
                 kwargs,
-                traced_on=self._traced_on,
+                traced_on=traced_on(self.device.type),
                 device_type=self.device.type,
             )
         if step_bytes is None:

@@ -1,0 +1,81 @@
+"""The graph of a step as a card would run it, traced where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import remat
+from remat.cli.commands import app
+from remat.fit.fits import Question
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here"),
+]
+
+
+class Net(nn.Sequential):
+    """A norm, and dropout, whose kernels differ on a card."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(33, 65), nn.LayerNorm(65), nn.Dropout(0.1), nn.Linear(65, 1), nn.Flatten(0)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x).pow(2).mean()  # type: ignore[no-untyped-call]
+        return loss
+
+
+X = torch.randn(7, 33)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_it_is_what_fits_plans(autocast: torch.dtype | None) -> None:
+    traced = remat.trace(Net(), (X,), device="H100", autocast=autocast)
+
+    assert traced == Question.of(Net(), device="H100", autocast=autocast).trace((X,))
+    assert traced.device == "cuda"
+    assert traced.costs == "roofline:H100"
+    assert all(value.size_bytes % 512 == 0 for value in traced.values)
+
+
+def test_autocast_around_it_is_another_devices() -> None:
+    plain = remat.trace(Net(), (X,), device="H100")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert remat.trace(Net(), (X,), device="H100") == plain
+
+
+def test_costs_may_be_those_of_another_card_or_none() -> None:
+    assert remat.trace(Net(), (X,), device="H100", costs="flops").costs == "flops"
+    assert remat.trace(Net(), (X,), device="H100", costs="roofline:T4").costs == "roofline:T4"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "H100", "costs": "profile"}, 'take costs="roofline"'),
+        ({"device": "H1000"}, "unknown device 'H1000'"),
+        ({"autocast": torch.bfloat16}, "name a device"),
+    ],
+)
+def test_what_can_not_be_asked_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        remat.trace(Net(), (X,), **options)
+
+
+def test_the_command_takes_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import torch\n\ndef make():\n    return torch.nn.Linear(3, 3), (torch.randn(2, 3),)\n"
+    (tmp_path / "small_factory.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(app, ["trace", "small_factory.py:make", "--device", "H100"])
+
+    assert result.exit_code == 0, result.output
+    assert remat.Graph.load("graph.json").device == "cuda"
