@@ -1,24 +1,25 @@
-"""The cheapest persistent schedule of a chain of segments, by dynamic programming over what memory
-is held.
+"""The cheapest persistent schedule of a chain of segments, by dynamic programming over memory held.
 
 Other names: rotor; optimal checkpointing of heterogeneous chains. With several ways to run a
-segment's backward it is what Rockmate and HiRemate solve. Papers: O. Beaumont, L. Eyraud-Dubois, J.
-Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep
-neural networks with limited memory", Inria RR-9302, 2019; J. Zhao et al., "Rockmate", ICML 2023.
+segment's backward it is what Rockmate and HiRemate solve.
+Papers: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory", Inria RR-9302, 2019;
+J. Zhao et al., "Rockmate", ICML 2023.
 Optimal: among *persistent* schedules of the segments (what is stored stays until its backward), up
-to the grid of memory and the options of the segments; not among all. Complexity: O(L^3 M) for L
-segments and M amounts of memory; a second for 64 and 512. Imperfections: finding the options takes
-most of the time, less where layers are identical. What the forward computes for no later segment is
-not counted where the last option runs, so a schedule may need a little more than the budget. Graphs
-of several regions are left out.
+to the grid of memory amounts and the segments' options; not among all schedules.
+Complexity: O(L^3 M) for L segments and M amounts of memory; a second for 64 and 512.
+Imperfections: finding the options takes most of the time, less where layers are identical. Values
+that the forward computes for no later segment are not counted where the last option runs, so a
+schedule may need a little more than the budget. Graphs of several regions are not supported.
 
-Notation of the paper, with h what is held below segment s, what enters s included:
+Notation of the paper, with h the memory held below segment s, including what enters s:
 
-    C(s, t, h)  the least cost of running the backward of the segments t, t - 1, ..., s
-    = min of    the options of s .. t whose peak fits
-                for a q with s < q <= t: the forward of s .. q - 1, C(q, t, h and what enters q),
-                C(s, q - 1, h) the forward of s with what its backward reads kept, C(s + 1, t, h and
-                that), the backward of s
+    C(s, t, h)  the least cost of running the backward of the segments t, t - 1, ..., s; the min of
+                - the options of s .. t whose peak fits
+                - for a q with s < q <= t: the forward of s .. q - 1, C(q, t, h + what enters q),
+                  C(s, q - 1, h)
+                - the forward of s that keeps what its backward reads, C(s + 1, t, h + that), the
+                  backward of s
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from remat.solvers.persistent.segment_options import Options, find_options
 from remat.solvers.persistent.segmentation import Part, Segmentation
 
 _MOST_SEGMENTS = 64
-_AMOUNTS = 512  # of memory held, at most
-# how a state is run; else the segment that the forward goes to first
+_AMOUNTS = 512  # distinct amounts of memory held, at most
+# how a state is run; any other number is the segment that the forward advances to first
 _BY_OPTION, _BY_KEEPING, _NOT_AT_ALL = 0, -1, -2
 
 
@@ -51,15 +52,14 @@ def rotor_steps(
     options_s: float = math.inf,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[int] | None:
-    """Returns the steps of the cheapest persistent schedule of the graph's segments for a budget,
-    or None where there is none.
+    """Returns the steps of the cheapest persistent schedule for a budget; None where there is none.
 
     It may need a little more than the budget: simulate it.
 
     Args:
-        graph: any graph; of several regions gives None.
+        graph: any graph; one of several regions gives None.
         budget_bytes: resident bytes included.
-        options_s: seconds after which no more options are looked for; those of single segments come
+        options_s: seconds after which no more options are looked for, those of single segments
             first.
         should_stop: a true answer ends the search, without a schedule.
     """
@@ -76,13 +76,13 @@ def rotor_steps(
 
 
 class _Table:
-    """C(s, t, h) for all s, t and h, and what it is the cost of.
+    """C(s, t, h) for all s, t and h, and how each is reached.
 
     Attributes:
-        how: shape (L, L, M + 1).
-        option: the option's number where that is how.
-        more: amounts of memory that what enters q takes beyond what enters s; shape (L, L).
-        kept: amounts that what the backward of a segment reads takes beyond what enters it; shape
+        how: the way each state is run; shape (L, L, M + 1).
+        option: the option's number where a state is run by one.
+        more: memory of what enters q beyond what enters s, in amounts; shape (L, L).
+        kept: memory of what a segment's backward reads beyond what enters it, in amounts; shape
             (L,).
     """
 
@@ -103,7 +103,7 @@ class _Table:
             max(budget_bytes - least, 1),
             int(np.gcd.reduce([*self._added.ravel(), *kept])),
         )
-        # exact where it can be
+        # amounts are exact where the common divisor of all sizes allows it
         self._unit = common if common * _AMOUNTS >= room else room / _AMOUNTS
         self._held = np.arange(int(room / self._unit) + 1) * self._unit  # bytes of each amount
         self.more, self.kept = self._amounts(self._added), self._amounts(kept)
@@ -116,7 +116,7 @@ class _Table:
         self._take_options(options)
 
     def fill(self, should_stop: Callable[[], bool]) -> None:
-        """Finds all costs, unless it is stopped."""
+        """Computes all costs, unless it is stopped."""
         for t in range(len(self._advance)):
             for s in range(t - 1, -1, -1):
                 if should_stop():
@@ -131,9 +131,7 @@ class _Table:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of all that is computed of the forward, but for what only the backward reads
-        where another way runs it.
-        """
+        """Seconds of all forward computations, except those of the first run not needed yet."""
         return float(self._cost[0, -1, 0])
 
     def _amounts(self, size: Ints) -> Ints:
@@ -152,9 +150,7 @@ class _Table:
                 )
 
     def _advance_first(self, s: int, t: int) -> None:
-        """Goes to each q after s first, runs the backward from t to q, then that of what is before
-        q.
-        """
+        """Offers the ways that advance to a q after s, run the backward t .. q, then q - 1 .. s."""
         later, amounts = np.arange(s + 1, t + 1), np.arange(len(self._held))
         index = amounts + self.more[s, later][:, None]
         cost = np.take_along_axis(self._cost[later, t], np.minimum(index, amounts[-1]), 1)
@@ -171,9 +167,7 @@ class _Table:
         self._offer(s, t, cost[best, amounts], later[best])
 
     def _keep_first(self, s: int, t: int) -> None:
-        """Goes on from s with what its backward reads kept, runs the backward down to s + 1, then
-        that of s.
-        """
+        """Offers the way that keeps what the backward of s reads and runs it after t .. s + 1."""
         most = len(self._held) - 1
         index = np.arange(most + 1) + self.kept[s]
         fits = (index <= most) & (self._held + self._keep_peak[s] <= self._budget_bytes)
@@ -185,8 +179,9 @@ class _Table:
         return np.asarray(self._held + self._segments.outside_bytes[t], np.float64)
 
     def _transient(self, forward: _Forward, t: int) -> int:
-        """The forward runs for the first time on the way to the last segment's backward, and again
-        on that to others.
+        """Returns the bytes that a forward needs on the way to segment t's backward.
+
+        The way to the last segment is the first run; ways to others are recomputations.
         """
         return forward.first_bytes if t == len(self._advance) - 1 else forward.again_bytes
 
@@ -198,12 +193,12 @@ class _Table:
 class _Forward(NamedTuple):
     """The forward of a segment up to some targets.
 
-    Its cost, and the bytes it needs beyond what enters the segment.
+    Its cost, and the bytes that it needs beyond what enters the segment.
     """
 
     cost_s: float
     again_bytes: int
-    first_bytes: int  # where all of the segment is computed
+    first_bytes: int  # in the first run, which computes all of the segment
 
 
 def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _Forward:
@@ -223,8 +218,9 @@ def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _
 
 
 def _backward_peak(segments: Segmentation, segment: int) -> int:
-    """The peak of a segment's backward with all it reads in memory, less what is held for the
-    segments before.
+    """Returns the peak of a segment's backward with all its reads in memory.
+
+    Without the memory held for earlier segments.
     """
     part = segments.part_of_backward(segment, segment)
     return segments.outside_bytes[segment] - segments.size_of(part.entering) + _peak_bytes(part)
@@ -235,9 +231,9 @@ def _peak_bytes(part: Part) -> int:
 
 
 def _kept_bytes(segments: Segmentation, segment: int) -> int:
-    """Bytes of what is kept beyond what enters.
+    """Returns the bytes kept for a segment's backward beyond what enters the segment.
 
-    Twice of what also enters the next segment, whose options may count on its going.
+    Values that also enter the next segment count twice, as its options may assume that they go.
     """
     entering, twice = (
         segments.entering[segment],
@@ -248,9 +244,7 @@ def _kept_bytes(segments: Segmentation, segment: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Segments whose backward is to be run, the amount of memory held below them, and the
-    values.
-    """
+    """Segments whose backward is to be run, and the amount of memory and values held below them."""
 
     first: int
     last: int
@@ -259,7 +253,7 @@ class _State:
 
 
 class _Writer:
-    """Writes the steps that a table stands for."""
+    """Writes the steps of a table's cheapest schedule."""
 
     def __init__(self, segmentation: Segmentation, options: Options, table: _Table) -> None:
         self._segments, self._options, self._table = segmentation, options, table
@@ -268,12 +262,12 @@ class _Writer:
         self._available: set[int] = set()
 
     def steps(self) -> list[int]:
-        """Returns the steps of the whole step."""
+        """Returns the steps of the whole training step."""
         self._run(_State(0, len(self._segments.borders) - 1, 0, frozenset()))
         return [*self._steps, *range(self._num_begun, self._segments.graph.num_operators)]
 
     def _run(self, state: _State) -> None:
-        """Writes the backward of a state's segments, and what it takes."""
+        """Writes the backward of a state's segments, and the forward operators that it needs."""
         s, t, table, entering = state.first, state.last, self._table, self._segments.entering
         how = int(table.how[s, t, state.amount])
         if how == _BY_OPTION:
@@ -295,14 +289,14 @@ class _Writer:
         self._available &= state.held
 
     def _compute(self, targets: frozenset[int] | set[int], kept: frozenset[int] | set[int]) -> None:
-        """Writes what gives the targets, and forgets all but what is kept."""
+        """Writes the operators that compute the targets, then drops all but `kept`."""
         for op in self._segments.closure(targets, self._available):
             self._write(op)
             self._available.update(self._segments.graph.operators[op].writes)
         self._available &= kept
 
     def _write(self, operator: int) -> None:
-        """Writes a step, before it those of the graph's order that were never computed."""
+        """Writes a step, preceded by all earlier operators that were never computed."""
         if operator >= self._num_begun:
             self._steps += range(self._num_begun, operator)
             self._num_begun = operator + 1

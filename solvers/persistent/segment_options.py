@@ -1,9 +1,9 @@
-"""Ways to run the backward of a few segments: how much memory each takes, and what it costs.
+"""Ways to run the backward of a few segments, each with its memory and cost.
 
-Each *option* is a schedule of the part of the step that computes some segments again and runs their
-backward, from what enters them. The cheapest keeps everything it computes again; leaner ones are
-made by greedy eviction and annealed, under a few budgets. Parts that are the same but for their
-names, as those of identical layers are, get one set of options.
+An *option* is a schedule of the part of the step that recomputes some segments, from the values
+that enter them, and runs their backward. The cheapest keeps everything that it recomputes; ones of
+lower peak come from greedy eviction and annealing, under a few budgets. Parts that differ only in
+names, such as those of identical layers, share one set of options.
 
 Source: J. Zhao et al., "Rockmate: an efficient, fast, automatic and generic tool for
 re-materialization in PyTorch", ICML 2023, where an integer program finds the options of a block.
@@ -28,7 +28,7 @@ _NUM_BUDGETS = 8
 _MOVES = 2_000
 _HOT, _COLD = 1e-2, 1e-6
 _MAX_FACTOR = 4.0
-# of all parts of different kinds, of those of the graph, at most; some seconds
+# operators of all distinct parts, at most: a multiple of the graph's, or this many; some seconds
 _PARTS_SHARE, _FEW_OPERATORS = 2.0, 1_500
 _RULES = Rule.LARGE, Rule.CHEAP
 
@@ -38,8 +38,8 @@ class Option:
     """One way to run the backward of a few segments.
 
     Attributes:
-        peak_bytes: of the whole step, less what is held for the segments before.
-        cost_s: of what it computes of the forward, and of what it repeats of the backward.
+        peak_bytes: of the whole step, less what is held for earlier segments.
+        cost_s: of its forward operators, and of the backward operators that it repeats.
         steps: operators of the whole graph.
     """
 
@@ -48,7 +48,7 @@ class Option:
     steps: tuple[int, ...]
 
 
-# by first and last segment, the leanest first, each cheaper than the one before
+# by first and last segment; the lowest peak first, each cheaper than the one before
 Options = dict[tuple[int, int], list[Option]]
 
 
@@ -63,8 +63,8 @@ def find_options(
     Args:
         segmentation: of any graph.
         budget_bytes: no option needs more.
-        should_stop: a true answer ends the search, single segments come first; what is not found by
-            then is missing.
+        should_stop: a true answer ends the search, which begins with single segments; options not
+            found by then are missing.
     """
     finder, options = _Finder(segmentation, budget_bytes, should_stop), Options()
     for num_together in range(1, MOST_SEGMENTS_TOGETHER + 1):
@@ -74,7 +74,7 @@ def find_options(
 
 
 class _Finder:
-    """Finds the options of one graph's segments under one budget, until that was work enough."""
+    """Finds the options of one graph's segments under one budget, within a limit of work."""
 
     def __init__(
         self, segmentation: Segmentation, budget_bytes: int, should_stop: Callable[[], bool]
@@ -92,7 +92,7 @@ class _Finder:
         return self._num_operators > most or self._should_stop()
 
     def options(self, num_together: int) -> Options:
-        """Returns the options of so many segments in a row; none of a kind that is not come to."""
+        """Returns the options of `num_together` segments in a row; none past the limit of work."""
         segments = self._segmentation
         spans = [
             (first, first + num_together - 1)
@@ -132,7 +132,7 @@ class _Finder:
 
 
 def _kind(graph: Graph) -> Hashable:
-    """What parts have in common that may be run in the same ways."""
+    """Returns a key that is equal for parts with the same options."""
     operators = tuple(
         (op.cost_s, op.reads, op.writes, op.workspace_bytes, op.phase, bool(op.pinned), op.reuses)
         for op in graph.operators
@@ -141,9 +141,7 @@ def _kind(graph: Graph) -> Hashable:
 
 
 def _ways(graph: Graph, room_bytes: int, should_stop: Callable[[], bool]) -> list[Option]:
-    """Returns schedules of a part within so many bytes, the leanest first, each cheaper than the
-    one before.
-    """
+    """Returns schedules of a part within `room_bytes`: the lowest peak first, then ever cheaper."""
     found = [_option(graph, range(graph.num_operators))]
     least, most = working_set_bytes(graph), min(found[0].peak_bytes, room_bytes)
     for budget in np.linspace(most, least, _NUM_BUDGETS + 1).astype(int).tolist():

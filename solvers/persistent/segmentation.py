@@ -2,16 +2,16 @@
 
 Where to cut the forward, what crosses a cut, and the backward of each segment.
 
-A *border* is the last operator of a segment of the forward. What is written up to a border and read
-by the forward after it *enters* the next segment: with that in memory, and nothing else of the
-forward, everything after the border can be computed again. Any graph can be cut so, a long skip
-then enters every segment it spans. The operators of the backward belong to segments in descending
-order: one that reads what the forward wrote is of the last segment that it reads of, or of that of
-the operator before it.
+A *border* is the last operator of a segment of the forward. The values written up to a border and
+read by the forward after it *enter* the next segment: with these in memory, and nothing else of the
+forward, everything after the border can be recomputed. Any graph can be cut like this; a long skip
+connection then enters every segment that it spans. The operators of the backward belong to segments
+in descending order: an operator belongs to the last segment whose forward values it reads, but
+never to a later one than the operator before it.
 
-Borders are where least memory crosses. Of all such places the worst are left out, one after the
-other: those where most crosses for what both neighbouring segments cost and write. Complexity: O(E
-+ n^2) for n such places.
+Borders are where the memory that crosses is at a local minimum. The worst are removed one by one:
+those where most crosses relative to the cost and bytes of both neighbouring segments. Complexity:
+O(E + n^2) for n local minima.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from remat.solvers.core.on_demand import forward_length, values_always_kept
 
 @dataclass(frozen=True)
 class Part:
-    """Some operators of a graph as a graph of their own, whose first operator writes what is there
-    before.
+    """Some operators of a graph as a separate graph, whose first operator writes what enters.
 
     Attributes:
-        graph: without what is always in memory.
+        graph: the part; values that are always in memory take no bytes in it.
         operators: of the whole graph, by operator of the part; -1 for the first.
-        entering: values of the whole graph that are there before.
+        entering: values of the whole graph that are in memory before.
     """
 
     graph: Graph
@@ -58,7 +57,7 @@ class Segmentation:
     """
 
     def __init__(self, graph: Graph, most_segments: int) -> None:
-        """Cuts the forward into at most so many segments."""
+        """Cuts the forward into at most `most_segments` segments."""
         self.graph = graph
         self.num_forward = forward_length(graph)
         self.always = values_always_kept(graph)
@@ -75,31 +74,31 @@ class Segmentation:
         self.outside_bytes = self._outside()
 
     def size_of(self, values: Collection[int]) -> int:
-        """Bytes of some values."""
+        """Returns the bytes of some values."""
         return int(self._size[list(values)].sum())
 
     def needed(self, first: int, last: int) -> set[int]:
-        """The droppable values of the forward that the backward of the segments `first` to `last`
-        reads.
-        """
+        """Returns the droppable forward values read by the backward of `first` to `last`."""
         operators = [op for segment in range(first, last + 1) for op in self.backward[segment]]
         return {
             v for op in operators for v in self.graph.operators[op].reads if self.is_droppable(v)
         }
 
     def kept(self, segment: int) -> frozenset[int]:
-        """What the forward leaves in memory where it goes on from a segment and keeps what the
-        segment's backward reads.
+        """Returns the values in memory after a segment whose forward keeps what its backward reads.
+
+        They include what enters the next segment.
         """
         return self.entering[segment + 1].union(self.needed(segment, segment))
 
     def is_droppable(self, value: int) -> bool:
-        """True for a value that the forward writes and that can be computed again."""
+        """True for a value that the forward writes and that can be recomputed."""
         return value not in self.always and 0 <= self.graph.producer[value] < self.num_forward
 
     def closure(self, targets: Iterable[int], available: Collection[int]) -> list[int]:
-        """Returns the operators of the forward that give the targets from what is available, in
-        order; O(E) of these.
+        """Returns the forward operators that compute the targets from `available`, in order.
+
+        Complexity: O(E), of these operators.
         """
         found: set[int] = set()
         missing = [
@@ -117,10 +116,10 @@ class Segmentation:
         return sorted(found)
 
     def part_of_backward(self, first: int, last: int) -> Part:
-        """Returns the backward of the segments `first` to `last`, with what it computes again from
-        what enters `first`.
+        """Returns the backward of segments `first` to `last`, and what they recompute for it.
 
-        What also enters the segment before stays: it may be held for the segments before.
+        They recompute from what enters `first`. Values that also enter the segment before stay, as
+        they may be held for earlier segments.
         """
         backward = [op for segment in range(last, first - 1, -1) for op in self.backward[segment]]
         operators = self.closure(self.needed(first, last), self.entering[first]) + backward
@@ -128,9 +127,9 @@ class Segmentation:
         return self.part(operators, stays)
 
     def part(self, operators: list[int], stays: Collection[int] = ()) -> Part:
-        """Returns some operators as a graph.
+        """Returns some operators as a separate graph.
 
-        What others read after them, and `stays`, is left in memory at its end.
+        Values that others read afterwards, and `stays`, are left in memory at its end.
         """
         arrays, outputs, done = self.graph.arrays, set(self.graph.outputs), set(operators)
         writes = [v for op in operators for v in self.graph.operators[op].writes]
@@ -155,9 +154,7 @@ class Segmentation:
         )
 
     def _is_read_after(self, value: int, done: set[int]) -> bool:
-        """True for what is not computed again and is read once more after a part that reads or
-        writes it.
-        """
+        """True for a value that cannot be recomputed and has a reader after the part."""
         users = self.graph.users_of[value]
         return not self.is_droppable(value) and bool(users) and users[-1] not in done
 
@@ -182,7 +179,7 @@ class Segmentation:
         )
 
     def _last_forward_reads(self) -> Ints:
-        """For each droppable value of the forward its last reader there; -1 for the others."""
+        """Returns the last forward reader of each droppable forward value; -1 for other values."""
         last = Accounting(self.graph).last_read(self.num_forward)
         last[self.graph.arrays.producer >= self.num_forward] = -1
         last[self.graph.arrays.producer < 0] = -1
@@ -190,7 +187,7 @@ class Segmentation:
         return np.where(last >= self.num_forward, -1, last)
 
     def _thinned(self, most: int) -> list[int]:
-        """Returns the borders: where least crosses, without the worst of them."""
+        """Returns the borders: local minima of what crosses, without the worst of them."""
         crossing, share = self._crossing(), self._shares()
         ends = [
             k
@@ -205,7 +202,7 @@ class Segmentation:
         return [*ends, self.num_forward - 1]
 
     def _crossing(self) -> Floats:
-        """Bytes that cross from each operator of the forward to the next."""
+        """Returns the bytes that cross from each forward operator to the next."""
         moving = self._last >= 0
         producer = self.graph.arrays.producer[moving]
         change = np.bincount(producer, self._size[moving], self.num_forward + 1)
@@ -213,7 +210,7 @@ class Segmentation:
         return np.asarray(np.cumsum(change)[: self.num_forward], np.float64)
 
     def _shares(self) -> Floats:
-        """The forward's cost and bytes up to each operator, as shares of the whole.
+        """Returns the sum of the forward's cost and bytes before each operator, as shares of all.
 
         Shape (num_forward + 1,).
         """
@@ -245,7 +242,7 @@ class Segmentation:
         return ranges
 
     def _outside(self) -> list[int]:
-        """Bytes of what moves only once, over the beginning of each segment's backward."""
+        """Returns the bytes of `outside_bytes`, at the start of each segment's backward."""
         arrays, end = self.graph.arrays, self.graph.num_operators
         last = Accounting(self.graph).last_read(end)
         kept = np.isin(np.arange(len(last)), list(self.always)) | (
