@@ -1,1 +1,1 @@
-"""Exhaustive search over what is in memory; the table in README.md says what lives here."""
+"""Exhaustive search over what is in memory: optimum and least budget of small graphs."""

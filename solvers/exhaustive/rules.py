@@ -1,8 +1,8 @@
 """A graph as the exhaustive search sees it: sets of values as bits of one integer.
 
-A *state* is how many operators were computed a first time, and which values are in memory. The
-bytes of snapshots depend on whether an operator that reads them is ever computed again, which is
-decided before the first step: each `Ledger` is one such decision.
+A *state* is the number of operators computed a first time, and the set of values in memory. The
+bytes of snapshots depend on whether an operator that reads them is ever recomputed. That is decided
+before the first step: each `Ledger` is one such decision.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Computation:
         index: of the operator in its graph.
         cost_s: of computing it once.
         base_bytes: resident values and its workspace.
-        reads: values that are not resident, as bits.
-        writes: the same of what it writes.
-        reuses: values whose memory its output may take over, one bit each.
+        reads: values that it reads and that are not resident, as bits.
+        writes: values that it writes, as bits.
+        reuses: values that it may reuse in place, one bit each.
     """
 
     index: int
@@ -41,12 +41,13 @@ class Computation:
 
 
 class Ledger:
-    """What sets of values weigh, and which operators may be computed again, where the snapshots of
-    `unpaid` take no memory.
+    """Bytes of sets of values and the operators that may be recomputed, for one decision.
+
+    The snapshots written by `unpaid` take no memory, so their readers are not recomputed.
     """
 
     def __init__(self, graph: Graph, unpaid: Iterable[int]) -> None:
-        """Takes the operators whose snapshots take no memory."""
+        """Builds the tables; `unpaid` are the operators whose snapshots take no memory."""
         free = {value for index in unpaid for value in graph.operators[index].writes}
         self._barred = {user for value in free for user in graph.users_of[value]}
         sizes = [
@@ -59,7 +60,7 @@ class Ledger:
         ]
 
     def bytes_of(self, values: int) -> int:
-        """Returns what a set of values weighs."""
+        """Returns the bytes of a set of values."""
         total, chunk = 0, 0
         while values:
             total += self._tables[chunk][values & _CHUNK]
@@ -69,12 +70,12 @@ class Ledger:
         return total
 
     def allows_again(self, index: int) -> bool:
-        """True where an operator may be computed again."""
+        """True where an operator may be recomputed."""
         return index not in self._barred
 
 
 class Rules:
-    """What may follow a state.
+    """The computations that may follow a state.
 
     Attributes:
         ledgers: one per decision about snapshots; graphs without them have one.
@@ -83,7 +84,7 @@ class Rules:
     """
 
     def __init__(self, graph: Graph) -> None:
-        """Turns the graph into sets."""
+        """Converts the graph to bit sets."""
         self.graph = graph
         self.computations = [self._computation(index) for index in range(graph.num_operators)]
         self.outputs = bits(v for v in graph.outputs if not graph.values[v].is_resident)
@@ -107,7 +108,7 @@ class Rules:
 
     @cached_property
     def useful(self) -> list[int]:
-        """By operators done, the values that may still be of use, as bits."""
+        """By number of operators done: the values that may still be useful, as bits."""
         accounting = Accounting(self.graph)
         return [
             bits(accounting.relevant(done)[0].nonzero()[0].tolist())
@@ -116,7 +117,7 @@ class Rules:
 
     @cached_property
     def again(self) -> list[list[Computation]]:
-        """By operators done, those that may be computed again."""
+        """By number of operators done: the computations that may be repeated."""
         return [
             [
                 self.computations[index]
@@ -137,7 +138,7 @@ class Rules:
         return spans
 
     def _is_open(self, index: int, done: int) -> bool:
-        """True where the operator's region is running once `done` operators were computed."""
+        """True where the operator's region is active once `done` operators were computed."""
         if len({region for region, _ in self._spans}) == 1:
             return True
 

@@ -1,8 +1,7 @@
 """The cheapest schedule within a budget by exhaustive search, with its proof.
 
-Optimal over all schedules of the fixed order (`states` says how), for graphs of some 14 operators
-in less than a tenth of a second and of 20 in some seconds; where a limit ends it, a bound is all
-it has.
+Optimal over all schedules of the fixed order (see `states`): some 14 operators take less than a
+tenth of a second, 20 some seconds. Where a limit ends the search, it has only a bound.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ class Exhaustive(Solver):
 
     Attributes:
         time_limit_s: ends the search.
-        most_states: the same, by memory: a million take some 0.5 GiB.
+        most_states: ends the search too; a million states take some 0.5 GiB.
     """
 
     time_limit_s: float = 60.0
     most_states: int = 1_000_000
 
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
-        """Returns the optimum, the proof that there is none, or a bound where a limit ended it.
+        """Returns the optimum, a proof that no schedule fits, or only a bound at a limit.
 
         Raises:
-            SolverError: the graph has too many operators or snapshots to begin with.
+            SolverError: the graph has too many operators or snapshots.
         """
         _check_size(graph)
         began = time.perf_counter()

@@ -1,14 +1,14 @@
-"""The search: states in order of cost, or of peak, until one is the end of the step.
+"""The search: visits states in order of cost, or of peak, until one is the end of the step.
 
-Other names: uniform-cost search (Dijkstra) over the configurations of a pebble game. A state is
-followed by one computation, the next operator or an earlier one again, or by one value dropped. A
-value is dropped only where a computation does not fit beside it, as it can be dropped later
-otherwise. First computations cost the same in every schedule, so the order counts recomputations
-alone. The first state at the end is the best; where none is reached, no schedule fits.
+Other names: uniform-cost search (Dijkstra) over the configurations of a pebble game. A move from a
+state is one computation, of the next operator or of an earlier one again, or the drop of one value.
+A value is dropped only where a computation does not fit beside it; otherwise it can be dropped
+later. First computations cost the same in every schedule, so only recomputations count. The first
+final state visited is the best; where none is reached, no schedule fits.
 
-Optimal for all schedules of the fixed order, in-place work, snapshots and regions included. O(2^n)
-states of n operators, twice as many for each snapshot; in practice some thousand for 14 operators.
-Known imperfection: it holds all states it has seen, and knows no bound on what is still to pay.
+Optimal over all schedules of the fixed order, in-place work, snapshots and regions included. O(2^n)
+states of n operators, twice as many for each snapshot; in practice some thousands for 14 operators.
+Imperfections: it holds all states that it has seen, and uses no bound on the remaining cost.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from remat.core.graph import Graph
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.exhaustive.rules import Computation, Ledger, Rules, each_bit
 
-# what `auto` leaves to this search: a few tenths of a second at most
+# limits up to which `auto` uses this search: a few tenths of a second at most
 _FEW_OPERATORS, _FEW_SNAPSHOTS, FEW_STATES = 16, 4, 20_000
-_STATES_PER_LOOK = 256  # at the clock
+_STATES_PER_LOOK = 256  # states visited between two looks at the clock
 
 
 class State(NamedTuple):
-    """A decision about snapshots, operators computed a first time, and values in memory as bits."""
+    """A ledger's number, the number of operators done, and the values in memory as bits."""
 
     ledger: int
     done: int
     held: int
 
 
-_Key = tuple[float, int]  # what is least first, and of equal ones what is nearest to the end
+_Key = tuple[float, int]  # cost or peak, then minus the operators done: ties prefer the furthest
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        steps: the best schedule; None where there is none, or a limit came before it.
+        steps: the best schedule; None where there is none, or a limit ended the search before.
         is_finished: False where a limit ended the search.
-        least: proved: no schedule has a smaller extra cost in seconds, or peak in bytes; infinite
-            where none fits.
-        num_states: states seen.
+        least: proved lower bound on extra cost in seconds, or on the peak in bytes; infinite where
+            no schedule fits.
+        num_states: number of states seen.
     """
 
     steps: list[int] | None
@@ -59,7 +59,7 @@ class Found:
 
 
 def is_small(graph: Graph) -> bool:
-    """True where the search is over soon."""
+    """True where the search takes a few tenths of a second at most."""
     num_snapshots = sum(op.is_snapshot for op in graph.operators)
     return graph.num_operators <= _FEW_OPERATORS and num_snapshots <= _FEW_SNAPSHOTS
 
@@ -70,19 +70,19 @@ def cheapest(graph: Graph, *, budget_bytes: int, deadline: float, most_states: i
     Args:
         graph: any graph; meant for small ones.
         budget_bytes: resident bytes included.
-        deadline: of `time.perf_counter`, in seconds.
+        deadline: in `time.perf_counter` seconds.
         most_states: ends the search, as the deadline does.
     """
     return _ByCost(graph, budget_bytes).run(deadline, most_states)
 
 
 def leanest(graph: Graph, *, deadline: float, most_states: int) -> Found:
-    """Returns the schedule with the smallest peak; arguments are those of `cheapest`."""
+    """Returns the schedule with the lowest peak; arguments as in `cheapest`."""
     return _ByPeak(graph).run(deadline, most_states)
 
 
 class _States(ABC):
-    """Every state seen, with the best key of each and how it was reached."""
+    """All states seen, with the best key of each and how it was reached."""
 
     def __init__(self, graph: Graph, start: float) -> None:
         self._rules = Rules(graph)
@@ -95,14 +95,14 @@ class _States(ABC):
 
     @abstractmethod
     def _limit(self, value: float) -> float:
-        """Bytes that a computation may need without a larger value than that of its state."""
+        """Returns the bytes that a computation may need without raising its state's value."""
 
     @abstractmethod
     def _next(self, value: float, need_bytes: int, cost_s: float) -> float:
         """Returns the value after a computation; infinite where it is not allowed."""
 
     def run(self, deadline: float, most_states: int) -> Found:
-        """Takes the best state until it is the end, none is left, or a limit is reached."""
+        """Visits the best state until it is final, none is left, or a limit is reached."""
         num_taken, value = 0, 0.0
         while self._queue:
             key, state = heapq.heappop(self._queue)
@@ -124,7 +124,7 @@ class _States(ABC):
         return state.done == self._rules.graph.num_operators and state.held & outputs == outputs
 
     def _follow(self, state: State, value: float) -> None:
-        """Reaches all that may follow a state."""
+        """Reaches all states that may follow a state."""
         ledger, limit = self._rules.ledgers[state.ledger], self._limit(value)
         dropped = 0
         for computation, cost_s, done in self._computations(state, ledger):
@@ -145,7 +145,7 @@ class _States(ABC):
     def _computations(
         self, state: State, ledger: Ledger
     ) -> Iterator[tuple[Computation, float, int]]:
-        """Yields what may be computed, its extra cost, and operators then done."""
+        """Yields the possible computations, with extra cost and number of operators then done."""
         rules, done = self._rules, state.done
         missing = rules.useful[done] & ~state.held
         if done < rules.graph.num_operators:
@@ -175,7 +175,7 @@ class _States(ABC):
             self._reach(State(state.ledger, done, held), following, state, computation.index)
 
     def _reach(self, state: State, value: float, before: State | None, index: int) -> None:
-        """Takes a way to a state over where it is better than those known."""
+        """Records a way to a state if it is better than those known."""
         key = value, -state.done
         if state not in self._best or key < self._best[state]:
             self._best[state] = key
@@ -193,7 +193,7 @@ class _States(ABC):
 
 
 class _ByCost(_States):
-    """In order of extra cost, within a budget."""
+    """States in order of extra cost, within a budget."""
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -207,7 +207,7 @@ class _ByCost(_States):
 
 
 class _ByPeak(_States):
-    """In order of the peak so far."""
+    """States in order of the peak so far."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph, float(graph.resident_bytes))
