@@ -1,17 +1,15 @@
-"""The trade-off curve.
-
-Many budgets for the price of a few solves, cost and bound monotone in the budget.
+"""The trade-off curve: many budgets in the time of a few solves, monotone in the budget.
 
 A schedule that fits a budget fits each larger one, and a bound proved for a budget holds for each
-smaller one. Budgets are solved largest and smallest first and then by halves, each for a share of
-the time limit: it has a schedule from below and a bound from above before any work is done for it,
-and where these are within the gap of each other, nothing is solved. Then the budgets whose gaps are
-still open share one more time limit evenly, the narrowest gap first, as it closes soonest and
-leaves its time to the others. Schedules of the next larger budgets, which need a little too much,
-are starts of the search; closed-form schedules are made once, and models start from the stages of
-the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of that where gaps
-close early: the time of a few solves at a tight budget. Before them the least budget is looked for,
-in one limit at most. Ctrl-C ends it with the budgets that were solved.
+smaller one. The largest and the smallest budget are solved first, then the rest by halving, each
+for a share of the time limit. So a budget has a schedule from smaller budgets and a bound from
+larger ones before it is solved, and is skipped where these are within the gap. Then the budgets
+whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes
+soonest and leaves its time to the others. Schedules of the next larger budgets, which need a little
+too much, are starts of the search; closed-form schedules are built once, and models start from the
+stages of the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of that
+where gaps close early: the time of a few solves at a tight budget. Before them the least budget is
+looked for, in one limit at most. Ctrl-C ends the curve with the budgets solved so far.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
 
 _POINT_LIMIT_S = 6.0
-_SHARE = 1 / 8  # of the time limit, for the first look at a budget
-# the same, for second looks at all whose gaps are open, and at one of them
+_SHARE = 1 / 8  # of the time limit, for the first solve of a budget
+# of the time limit: for second solves of all budgets with open gaps, and of one of them
 _SECOND_SHARE, _LEAST_SHARE = 1.0, 1 / 5
-_NUM_NEAR = 2  # schedules that need a little more than a budget, to start from
+_NUM_NEAR = 2  # schedules slightly over a budget to start from
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schedule somebody found: what it costs and the least budget it fits."""
+    """A schedule found so far: its cost and the least budget that it fits."""
 
     cost_s: float
     peak_bytes: int
@@ -53,16 +51,17 @@ def frontier_solutions(
     *,
     shared: Shared | None = None,
 ) -> list[Solution]:
-    """Returns one solution a budget, in the order of `budgets`, costs and bounds monotone in the
-    budget.
+    """Returns one solution per budget, in the order of `budgets`.
+
+    Costs and bounds are monotone in the budget.
 
     Args:
         graph: any graph.
-        budgets: in bytes, resident bytes included; or how many, evenly from the least known to be
-            met to keeping everything.
-        solver: `Auto` with a modest time limit a budget where None; any solver works, and only
-            `Auto` shares its time.
-        shared: what other solves of `graph` found out.
+        budgets: in bytes, resident bytes included; or their number, evenly spread from the least
+            budget found to that of keeping everything.
+        solver: by default `Auto` with a modest time limit per budget; any solver works, but only
+            `Auto` shares its time between budgets.
+        shared: results shared with other solves of `graph`.
     """
     shared = shared or Shared(graph)
     solver = solver if solver is not None else Auto(time_limit_s=_POINT_LIMIT_S)
@@ -99,7 +98,7 @@ def _by_halves(items: Sequence[int]) -> Iterator[int]:
 
 
 class _Curve:
-    """What is known of one graph: schedules by peak, bounds by budget."""
+    """The results for one graph so far: schedules with their peaks, bounds by budget."""
 
     def __init__(self, graph: Graph, solver: Solver, shared: Shared) -> None:
         self._graph = graph
@@ -113,9 +112,7 @@ class _Curve:
         self._infeasible_bytes = -1  # the largest budget proved infeasible
 
     def solve(self, budget: int, *, share: float) -> None:
-        """Solves for a budget within a share of the time limit, or does not where what is known
-        suffices.
-        """
+        """Solves for a budget within a share of the time limit, unless known results suffice."""
         if self._is_known(budget) or is_interrupted():
             return
         began = time.perf_counter()
@@ -135,8 +132,9 @@ class _Curve:
             self._infeasible_bytes = max(self._infeasible_bytes, budget)
 
     def look_again(self, share: float) -> None:
-        """Solves once more, the narrowest first, what has an open gap, in a share of the time limit
-        for all of them.
+        """Solves the budgets with open gaps once more, the narrowest gap first.
+
+        All of them together take a share of the time limit.
         """
         if not isinstance(self._solver, Auto):
             return
@@ -163,7 +161,7 @@ class _Curve:
 
     def _improve(self, solver: Auto, budget: int, share: float) -> Solution:
         solver = replace(solver, time_limit_s=share * solver.time_limit_s)
-        if budget < self._least.peak_bytes:  # unlikely to be met; a short look is enough
+        if budget < self._least.peak_bytes:  # unlikely to be met, so a short solve is enough
             solver = replace(solver, rounds=min(solver.rounds, 1))
         near = sorted(
             (found for found in self._found if found.peak_bytes > budget),
@@ -186,7 +184,7 @@ class _Curve:
         return min(fitting, key=lambda found: found.cost_s, default=None)
 
     def _bound_s(self, budget: int) -> float:
-        """The best bound of this budget and the larger ones."""
+        """Returns the best bound of this budget and the larger ones."""
         return max(
             (
                 bound
@@ -197,7 +195,7 @@ class _Curve:
         )
 
     def solution(self, budget: int, cut_short: str) -> Solution:
-        """Returns the cheapest schedule that fits with the best bound that holds."""
+        """Returns the cheapest known schedule that fits, with the best valid bound."""
         best, bound_s, wall_s, solver = (
             self._cheapest(budget),
             self._bound_s(budget),

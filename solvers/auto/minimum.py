@@ -1,14 +1,16 @@
-"""The least budget: a schedule with a small peak, and a proof of how small no peak can be.
+"""The least budget: a schedule with a low peak, and a lower bound on every peak.
 
 The bound is the larger of the largest working set (an operator's reads, writes and workspace are in
-memory together) and the LP relaxation of the window model with the peak as objective. The leanest
-of these are annealed, and the leanest result taken: keep nothing; one segment a block
-(`per_block`); the other closed-form families (`families`); and greedy recomputation with eviction
-under the smallest budget at which it does not get stuck, looked for with each of its rules by ever
-finer budgets, at a cost of at most `MAX_FACTOR` times that of keeping all.
+memory together) and the LP relaxation of the window model with the peak as objective. The
+candidates for the schedule are: keep nothing; one segment per block (`per_block`); the other
+closed-form families (`families`); and greedy eviction under the smallest budget at which it does
+not get stuck, searched with each of its rules by ever finer budgets, at a cost of at most
+`MAX_FACTOR` times that of keeping everything. Those of the lowest peak are annealed, and the lowest
+result is taken.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
-Tarjan, 1980). Graphs of a few operators are searched exhaustively (`exhaustive`), and theirs is.
+Tarjan, 1980). Only graphs of a few operators are solved exactly, by exhaustive search
+(`exhaustive`).
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
 
 MAX_FACTOR = 8.0
-_PRECISION = 1 / 1_000  # of the least peak so far, where the search for a smaller one ends
-_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets at a time
-_LIMIT_S = 1.0
-_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01
-_BLIND_PASSES = 110  # over the graph (`pace`): of the longest that looks at no clock
-_CANDIDATES = 3  # are annealed
+_PRECISION = 1 / 1_000  # of the lowest peak so far; the search over budgets ends there
+_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets per round; budgets at most
+_LIMIT_S = 1.0  # for the bound
+_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # of the peak, by which annealing tries to lower it
+# passes over the graph (`pace`) of the longest part that does not check the clock
+_BLIND_PASSES = 110
+_CANDIDATES = 3  # annealed
 _MOVES = 30_000 if IS_COMPILED else 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Minimum:
-    """The smallest peak that is known to be possible, and the largest that is known not to be
-    beaten.
+    """The lowest peak found, and a lower bound on every peak.
 
     Attributes:
-        peak_bytes: simulated peak of `steps`; a budget of so much can be met.
-        lower_bound_bytes: proved: no schedule of the fixed order has a smaller peak.
+        peak_bytes: simulated peak of `steps`, a budget that can be met.
+        lower_bound_bytes: no schedule of the fixed order has a lower peak.
         steps: the schedule's operators.
     """
 
@@ -68,16 +70,15 @@ class Minimum:
 def minimum(
     graph: Graph, *, time_limit_s: float = math.inf, families: Families | None = None
 ) -> Minimum:
-    """Returns the smallest budget for which a schedule is found, and a proven lower bound on it.
+    """Returns the smallest budget for which a schedule is found, and a proved lower bound on it.
 
     Args:
         graph: any graph.
-        time_limit_s: ends the search early; without it the answer depends on the graph alone.
-        families: of the graph, where these were made before.
+        time_limit_s: ends the search early; without it the answer depends only on the graph.
+        families: the graph's closed-form schedules, where they exist already.
 
-    Complexity: about 50 runs of the greedy, up to 200 on small graphs, O(n E) each in compiled
-        code; some 300 schedules of
-    the families, O(E) each.
+    Complexity: about 50 runs of greedy eviction, up to 200 on small graphs, O(n E) each in compiled
+    code; some 300 schedules of the families, O(E) each.
     """
     with stage(f"looking for the least budget of {graph.num_operators:,} operators"):
         return _minimum(graph, time.perf_counter() + time_limit_s, families or Families(graph))
@@ -88,7 +89,8 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
         return exact
 
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    deadline -= _BLIND_PASSES * pace_s(graph)  # what looks at no clock is not begun later
+    # parts that do not check the clock are not started later
+    deadline -= _BLIND_PASSES * pace_s(graph)
     left_s = deadline - time.perf_counter()
     floor = min(working_set_bytes(graph), keep_all)
     if left_s > 0:
@@ -107,7 +109,7 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
 
 
 def _exactly(graph: Graph, deadline: float) -> Minimum | None:
-    """Returns the least budget of a graph of a few operators, proved; None of larger ones."""
+    """Returns the proved least budget of a graph of a few operators; None for larger graphs."""
     if not states.is_small(graph):
         return None
 
@@ -120,11 +122,10 @@ def _exactly(graph: Graph, deadline: float) -> Minimum | None:
 def _leanest_evicted(
     graph: Graph, rule: Rule, low: int, high: int, deadline: float
 ) -> tuple[int, Ints] | None:
-    """Returns peak and steps of the greedy at the smallest budget between `low` and `high` where it
-    does not get stuck.
+    """Returns peak and steps of greedy eviction at the smallest budget where it does not get stuck.
 
-    It may get stuck with more memory than it needs elsewhere, so several budgets split what is
-    left, of small graphs more.
+    The budget lies between `low` and `high`. Greedy eviction may get stuck at one budget and not at
+    a smaller one, so each round tries several, more of them on small graphs.
     """
     best, num_budgets = (
         None,
@@ -149,9 +150,9 @@ def _leanest_evicted(
 
 
 def _leanest_simple(graph: Graph, families: Families, deadline: float) -> list[tuple[int, Ints]]:
-    """Returns peaks and steps of the schedules that take no search.
+    """Returns peaks and steps of schedules that need no search.
 
-    The leanest of the simplest, and leaner ones of the families.
+    First the lowest peak of the simplest schedules, then still lower ones of the families.
     """
     others = chain([()], block_schedules(graph))
     simple = (steps or steps_on_demand(graph, ()) for steps in until(others, deadline))
@@ -178,8 +179,9 @@ def _peak_bytes(graph: Graph, steps: Sequence[int]) -> int:
 def _compress(
     graph: Graph, steps: Ints, peak_bytes: int, floor: int, deadline: float
 ) -> tuple[int, Ints]:
-    """Returns peak and steps of a leaner schedule, by annealing under budgets ever closer below the
-    least one so far.
+    """Lowers the peak of a schedule by annealing under budgets below it; returns peak and steps.
+
+    The budgets come closer to the peak where annealing finds nothing.
     """
     share = _FIRST_SHARE
     while share > _LAST_SHARE and peak_bytes > floor and not is_past(deadline):
@@ -207,12 +209,11 @@ def _compress(
 def peak_bound(
     graph: Graph, keep_all_bytes: int, *, time_limit_s: float, is_relaxed: bool = True
 ) -> int:
-    """A lower bound on the peak of every schedule of the fixed order.
+    """Returns a lower bound on the peak of every schedule of the fixed order.
 
-    Working sets, and the window model (its LP).
-
-    On large graphs, whose model takes seconds to be read, the memory rows of the backward
-    alone, with all that can be recomputed: none can be met with less.
+    It is the larger of the working sets and the window model's bound (its LP where `is_relaxed`).
+    On large graphs, where HiGHS takes seconds to read the model, only the memory rows of the
+    backward are evaluated, with everything recomputed that can be: no schedule needs less there.
     """
     floor = min(working_set_bytes(graph), keep_all_bytes)
     boundary = forward_length(graph)

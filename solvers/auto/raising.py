@@ -1,7 +1,7 @@
 """Techniques that raise the bound: prices, relaxations, window models, stages, a tree, Benders.
 
-Every bound is of all schedules of the fixed order. Models are cut by nodes before time, so that
-with one thread a seed gives one answer.
+Every bound holds for all schedules of the fixed order. Models are limited by nodes before time, so
+that with one thread a seed gives one answer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.search.greedy_eviction import is_compiled
 
-_FIRST_MODELS_LIMIT_S = 12.0  # of each window model before there is a good schedule
+_FIRST_MODELS_LIMIT_S = 12.0  # for each window model before there is a good schedule
 _USUAL_GAP = 0.005
-_CUTOFF_MARGIN = 2e-6  # of the cost of keeping everything; more than bounds are rounded down by
+# share of the cost of keeping everything; more than what is taken off bounds for tolerances
+_CUTOFF_MARGIN = 2e-6
 
 
 def cutoff_s(solve: Solve) -> float | None:
-    """The cost at which a bound closes the gap, at first a usual one; None without a schedule.
+    """Returns the bound that would close the gap (at first 0.5 %); None without a schedule.
 
-    Whether there is a point below it is decided sooner than which point is the best.
+    A model proves that it has no point below this cutoff faster than it finds its best point.
     """
     search = solve.search
     if search.cost_s is None:
@@ -45,12 +46,12 @@ def cutoff_s(solve: Solve) -> float | None:
 
 
 def refine(solve: Solve, *, deadline: float = math.inf, is_relaxed: bool = False) -> None:
-    """Raises the bound and offers a schedule by the next window model.
+    """Solves the next window model: raises the bound and offers its schedule.
 
     Args:
         solve: its refinement has the present stages.
-        deadline: of `time.perf_counter`, in seconds; without one, that of a first model.
-        is_relaxed: solves the linear relaxation.
+        deadline: in `time.perf_counter` seconds; by default that of a first model.
+        is_relaxed: solves only the linear relaxation.
     """
     search, refinement = solve.search, solve.refinement
     if search.is_over or (not refinement.may_relax if is_relaxed else refinement.is_over):
@@ -73,7 +74,7 @@ def refine(solve: Solve, *, deadline: float = math.inf, is_relaxed: bool = False
 
 
 def refute(search: Search) -> None:
-    """Proves, where the time suffices, that no schedule fits."""
+    """Tries to prove that no schedule fits, in half of the time left."""
     keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
     least = peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False)
     if least > search.budget_bytes:
@@ -98,7 +99,7 @@ class Prices(Technique):
         return solve.is_large
 
     def run(self, solve: Solve) -> None:
-        """Raises the bound, then offers the schedules spliced on the way."""
+        """Raises the bound, then offers spliced schedules."""
         search = solve.search
         lagrangian = Lagrangian(solve.graph, budget_bytes=search.budget_bytes)
         deadline = time.perf_counter() + search.left_s * self.share
@@ -123,9 +124,10 @@ class Relaxations(Technique):
     Tuned on traced steps.
 
     Attributes:
-        most, most_if_wide: relaxations where the gap is not very wide, and where it is.
-        fruitless_work: operators in all relaxations in a row that bound less than those before.
-        share: of the time left, for each.
+        most, most_if_wide: relaxations at most; the second where the gap is very wide.
+        fruitless_work: ends after so many relaxations in a row without a better bound, times the
+            graph's operators.
+        share: of the time left, for each relaxation.
         crowded_share: of the time left, for stages around the operators that leave least room.
     """
 
@@ -142,13 +144,13 @@ class Relaxations(Technique):
         return solve.is_large
 
     def run(self, solve: Solve) -> None:
-        """Raises the bound and offers schedules, until relaxations bring no more."""
+        """Raises the bound and offers schedules until relaxations improve neither."""
         search, refinement = solve.search, solve.refinement
         fruitless, crowded_s = 0, -math.inf
         for count in range(self.most):
             stages, best_s = refinement.boundaries, refinement.best_s
             if solve.has("margins") and not search.is_within(WIDE_GAP):
-                with search.by("margins"):  # else annealing finds better ones
+                with search.by("margins"):  # in a narrower gap annealing finds better schedules
                     offer_with_margins(search, refinement)
             deadline = time.perf_counter() + self.share * search.left_s
             refine(solve, deadline=deadline, is_relaxed=True)
@@ -171,14 +173,17 @@ class Relaxations(Technique):
         refinement.return_to_best_relaxed()
 
     def _crowded_s(self, solve: Solve) -> float:
-        """The bound by stages around the operators that leave least room; -inf where not tried."""
+        """Returns the bound by stages around the operators that leave least room.
+
+        -inf where they are not tried.
+        """
         search = solve.search
         if search.is_over or search.is_within(_USUAL_GAP) or not solve.has("stage-selection"):
             return -math.inf
 
         deadline = time.perf_counter() + self.crowded_share * search.left_s
         bound_s = scout_crowded(solve.refinement, deadline=deadline)
-        if bound_s < math.inf:  # else the next model says it, and that is looked into
+        if bound_s < math.inf:  # an infinite one is left to the next model and `refute`
             with search.by("stage-selection"):
                 search.raise_bound(bound_s)
         return bound_s
@@ -192,30 +197,31 @@ class FirstModel(Technique):
     name: ClassVar[str] = "window"
 
     def applies(self, solve: Solve) -> bool:
-        """True where the backward is one stage still."""
+        """True where the backward is still one stage."""
         return len(solve.refinement.boundaries) == 2
 
     def run(self, solve: Solve) -> None:
-        """Raises the bound and offers the schedule that is built from its point."""
+        """Raises the bound and offers the schedule built from the model's point."""
         refine(solve)
 
 
 def has_short_forward(solve: Solve) -> bool:
-    """True on graphs whose forward is short: many small models are solved there in the time."""
+    """True on graphs whose forward is so short that there is time for many small models."""
     return solve.refinement.first <= MOST_FORWARD
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Tree(Technique):
-    """A tree of leaves with stages of their own (`branch_and_refine`), where the gap is wide.
+    """Branch and refine where the gap is wide: each leaf has its own stages (`branch_and_refine`).
 
     Tuned on the traced U-Net.
 
     Attributes:
-        least_s: of the time limit; with less it has few leaves, and stages that are chosen by what
-            they bound are better.
-        leaves_without_clock: of the tree with one thread, so that a seed gives one answer.
+        least_s: least time limit; with less the tree has few leaves, and stage selection gives
+            better bounds.
+        leaves_without_clock: leaf limit for single-threaded solves, in place of a time limit, so
+            that they are deterministic.
     """
 
     name: ClassVar[str] = "tree"
@@ -224,7 +230,7 @@ class Tree(Technique):
     leaves_without_clock: int = 40
 
     def may_grow(self, solve: Solve) -> bool:
-        """True where there is time for it."""
+        """True where the tree is on and there is time for it."""
         limit_s = solve.search.deadline_s - solve.search.started_s
         return solve.has(self.name) and has_short_forward(solve) and limit_s >= self.least_s
 
@@ -235,7 +241,7 @@ class Tree(Technique):
     def run(self, solve: Solve) -> None:
         """Raises the bound until the gap is closed or the time for bounds is over."""
         if not solve.search.is_within(VERY_WIDE_GAP):
-            # the tree looks for its own
+            # the tree chooses its own stages
             solve.refinement.stages = solve.refinement.stages.cleared()
 
         raise_bound_by_branching(
@@ -253,9 +259,9 @@ TREE = Tree()
 @final
 @dataclass(frozen=True, kw_only=True)
 class StageSelection(Technique):
-    """Stages chosen by what they bound (`stage_selection`), where the gap is wide.
+    """Stages chosen by the bound that they give (`stage_selection`), where the gap is wide.
 
-    Where it is very wide and there will be a tree, that chooses its own.
+    Where it is very wide and there will be a tree, the tree chooses its own stages.
 
     Attributes:
         share: of the time for bounds.
@@ -274,7 +280,7 @@ class StageSelection(Technique):
     def run(self, solve: Solve) -> None:
         """Raises the bound, and leaves the stages to the models that follow."""
         bound_s = scout(solve.refinement, deadline=solve.span.at(self.share))
-        # without a point it proves that none fits, which is not told here
+        # an infinite bound is left to the models that follow and `refute`
         if bound_s < math.inf:
             solve.search.raise_bound(bound_s)
 
@@ -285,11 +291,12 @@ class Refinements(Technique):
     """Window models with ever more stages, until the gap is closed.
 
     Attributes:
-        gives_way: to Benders decomposition, once the gap is narrow and the share is over.
-        narrow_gap: of the cost.
-        share, most_s: of the time for bounds, and seconds at most, after which it gives way.
-        most_of_a_model_s: seconds after which a model gives way in a narrow gap.
-        models_without_clock: after which it gives way with one thread.
+        gives_way: stops for Benders decomposition once the gap is narrow and its share is over.
+        narrow_gap: as a fraction of the cost.
+        share, most_s: it gives way after this share of the time for bounds, or after so many
+            seconds.
+        most_of_a_model_s: time limit of one model in a narrow gap, in seconds.
+        models_without_clock: models after which it gives way in single-threaded solves.
     """
 
     name: ClassVar[str] = "refinement"
@@ -324,7 +331,7 @@ class Refinements(Technique):
         return min(half_s, self.most_of_a_model_s) if solve.by_clock else half_s
 
     def _is_late(self, solve: Solve, count: int, took_s: float) -> bool:
-        """True once a model that takes as long as the last would not be solved before."""
+        """True once a model that takes as long as the last would end after the share."""
         if not solve.by_clock:
             return count >= self.models_without_clock
         enough_s = min(self.share * solve.span.seconds, self.most_s)
@@ -337,7 +344,7 @@ class Decomposition(Technique):
     """Benders decomposition: many small models at once (`benders`), where the gap is narrow.
 
     Attributes:
-        narrow_gap: of the cost (published graphs).
+        narrow_gap: as a fraction of the cost (tuned on published graphs).
     """
 
     name: ClassVar[str] = "benders"
@@ -349,7 +356,7 @@ class Decomposition(Technique):
         return has_short_forward(solve) and solve.search.is_within(self.narrow_gap)
 
     def run(self, solve: Solve) -> None:
-        """Raises the bound until it rises no more."""
+        """Raises the bound as far as it can."""
         raise_bound(solve.search, lambda _: cutoff_s(solve), deadline=solve.span.at(1.0))
 
 

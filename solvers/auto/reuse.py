@@ -1,11 +1,9 @@
-"""What solves of one graph under several budgets share.
+"""Results shared by solves of one graph under several budgets: closed forms, least budget, stages.
 
-Closed-form schedules, the least budget, and where models were cut.
-
-Stages that bound much under one budget bound much under the next: a relaxation over them is solved
-at once, where finding them takes several. Only stages found by linear relaxations are taken over,
-of graphs large enough for these; on small ones models are solved with integers, and each stage more
-than is needed costs seconds.
+Stages that give a good bound under one budget also do so under the next: one relaxation with them
+replaces the several that it takes to find them. Only stages found by linear relaxations are taken
+over, which are solved on large graphs only. On small graphs models are solved with integers, and
+each unnecessary stage costs seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from remat.solvers.bounds.refinement import Refinement
 
 
 class Shared:
-    """The work on one graph that is done once.
+    """Results for one graph that are computed once.
 
     Attributes:
         graph: any graph.
@@ -27,11 +25,11 @@ class Shared:
     """
 
     def __init__(self, graph: Graph, least: Minimum | None = None) -> None:
-        """Prepares; nothing is computed yet.
+        """Computes nothing yet.
 
         Args:
             graph: any graph.
-            least: what `minimum` says of it, where it was asked before.
+            least: the result of `minimum`, where it is known.
         """
         self.graph = graph
         self.families = Families(graph)
@@ -45,9 +43,7 @@ class Shared:
         return self._least
 
     def refinement(self, budget_bytes: int) -> Refinement:
-        """Returns a refinement for a budget, which starts from the stages of the one solved with
-        the nearest budget.
-        """
+        """Returns a refinement for a budget; it starts from the stages of the nearest budget's."""
         refinement = Refinement(self.graph, budget_bytes=budget_bytes)
         near = min(
             self._refinements,

@@ -1,6 +1,6 @@
 """Techniques that search: annealing, restarts, neighbourhoods, other seeds.
 
-They look for cheaper schedules from those that are known, until nothing improves.
+They start from known schedules and look for cheaper ones until nothing improves.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from remat.solvers.search.annealing import LocalSearch, Round
 from remat.solvers.search.neighbourhood import Kind, Neighbourhood
 from remat.solvers.search.restarts import Restarts
 
-MOST_OPERATORS_TO_RESTART = 3_000  # beyond, one long run finds more (traced steps)
-_MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # of a round
+MOST_OPERATORS_TO_RESTART = 3_000  # above, one long run finds better schedules (traced steps)
+_MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # in a round
 _LEAST_MOVES, _MOVES_PER_OPERATOR = 20_000, 500
-_PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_COLD = 1e-6  # last temperature of a round, of the cost of keeping everything
+_PROGRESS = 1e-4  # relative improvement below which a round counts as stagnant
+_COLD = 1e-6  # last temperature of a round, as a share of the cost of keeping everything
 _LOGGER = logging.getLogger(__name__)
 
 
 def num_moves(graph: Graph, most: int = _MOST_MOVES) -> int:
-    """Moves of one round of annealing."""
+    """Returns the number of moves in one round of annealing."""
     return min(most, _LEAST_MOVES + _MOVES_PER_OPERATOR * graph.num_operators)
 
 
 def can_anneal(search: Search, local: LocalSearch) -> bool:
-    """True where the loops are compiled, or will be in the time that is left."""
+    """True where the loops are compiled, or can be in the time left; notes it where not."""
     is_ready = local.is_ready or search.left_s >= COMPILER_S
     if not is_ready:
         search.note_cut(NOT_COMPILED)
@@ -58,25 +58,25 @@ def take(local: LocalSearch, search: Search) -> bool:
 
 
 def is_restarted(solve: Solve) -> bool:
-    """True where many short runs find more than a long one."""
+    """True where many short runs find better schedules than a long one."""
     return solve.graph.num_operators <= MOST_OPERATORS_TO_RESTART
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Annealing(Technique):
-    """Rounds of annealing from what nearly fits, then from the best, until some bring nothing.
+    """Rounds of annealing from schedules that nearly fit, then from the best, until they stagnate.
 
     Attributes:
-        rounds: how many at most; those of the solver where None.
-        starts: how many schedules that nearly fit are starts.
-        stagnant_rounds: in a row that bring nothing, and are the last.
-        schedule: first temperature, of the cost of keeping everything, and share of the moves of
-            each round in turn (tuned on published graphs).
-        schedule_if_large: the same on large graphs: what is found soon is good there, and is
-            cooled first (tuned on traced steps).
-        most_moves_if_large: of one round there; a shorter high-temperature round ends worse than
-            it began.
+        rounds: most rounds; those of the solver where None.
+        starts: number of schedules that nearly fit to start from.
+        stagnant_rounds: ends after so many rounds in a row without improvement.
+        schedule: first temperature (a share of the cost of keeping everything) and share of the
+            moves, of each round in turn (tuned on published graphs).
+        schedule_if_large: the same on large graphs, where early schedules are good and are cooled
+            first (tuned on traced steps).
+        most_moves_if_large: in one round on large graphs; a shorter high-temperature round ends
+            worse than it began.
     """
 
     name: ClassVar[str] = "annealing"
@@ -138,14 +138,14 @@ def restart(
     stagnant_generations: int = 2,
     exact_share: float = 0.2,
 ) -> None:
-    """Runs generations of annealing runs until some in a row bring nothing.
+    """Runs generations of annealing runs until they stagnate.
 
     Args:
-        solve: the solve that is offered what they find.
+        solve: schedules are offered to it.
         restarts: the pool of runs.
         starts: generation -> schedules to start from.
-        stagnant_generations: in a row that bring nothing, and are the last.
-        exact_share: of the time left, which is for exact search afterwards.
+        stagnant_generations: ends after so many in a row without improvement.
+        exact_share: share of the time left that is reserved for exact search afterwards.
     """
     search = solve.search
     local = LocalSearch(solve.graph, budget_bytes=search.budget_bytes, seed=solve.seed)
@@ -178,10 +178,10 @@ def restart(
 
 
 def _starts_of(solve: Solve, *, with_best: bool) -> list[Sequence[int]]:
-    """Keeping everything, what nearly fits, and the best.
+    """Returns the starts: keeping everything, schedules that nearly fit, and the best.
 
-    The best first where the budget is far below keeping everything: annealing what needs four
-    times the budget takes longest and often ends with nothing that fits (traced steps).
+    The best comes first where keeping everything needs more than four times the budget: annealing
+    it then takes longest and often ends with nothing that fits (traced steps).
     """
     search = solve.search
     best = [search.steps] if search.steps is not None and with_best else []
@@ -197,7 +197,7 @@ class ManyRestarts(Technique):
     name: ClassVar[str] = "restarts"
 
     def applies(self, solve: Solve) -> bool:
-        """True but on the largest graphs, and where nobody waits."""
+        """True except on the largest graphs and where another thread waits."""
         return is_restarted(solve) and not solve.is_waited_for()
 
     def run(self, solve: Solve) -> None:
@@ -208,9 +208,9 @@ class ManyRestarts(Technique):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SecondRestarts(Technique):
-    """The same once more on small graphs, in a pool of its own that begins without the best.
+    """Restarts once more on small graphs, in a separate pool that begins without the best.
 
-    Runs take no time there, and where they all ended may be a poor basin.
+    Runs are very fast there, and the first pool may have ended in a poor basin.
     """
 
     name: ClassVar[str] = "second-restarts"
@@ -236,8 +236,8 @@ class Neighbourhoods(Technique):
     """Exact search around the best schedule, one part at a time (`neighbourhood`).
 
     Attributes:
-        most: neighbourhoods of each kind.
-        limit_s: seconds, of one.
+        most: neighbourhoods of each kind at most.
+        limit_s: time limit of one, in seconds.
     """
 
     name: ClassVar[str] = "neighbourhoods"
@@ -246,11 +246,11 @@ class Neighbourhoods(Technique):
     limit_s: float = 5.0
 
     def applies(self, solve: Solve) -> bool:
-        """True but on the largest graphs."""
+        """True except on the largest graphs."""
         return is_restarted(solve)
 
     def run(self, solve: Solve) -> None:
-        """Offers what is better."""
+        """Offers improved schedules."""
         search = solve.search
         neighbourhood = Neighbourhood(solve.graph, search.budget_bytes, solve.seed)
         for _ in range(min(self.most, solve.rounds)):
@@ -277,12 +277,12 @@ IMPROVING: tuple[Technique, ...] = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class OtherSeeds(Technique):
-    """The search from other seeds, one after the other, as long as bounds are worked on."""
+    """The search with other seeds, one after the other, while the bound thread works."""
 
     name: ClassVar[str] = "other-seeds"
 
     def run(self, solve: Solve) -> None:
-        """Runs all that improves schedules, once per seed."""
+        """Runs all of `IMPROVING` once per seed."""
         search = solve.search
         local = LocalSearch(solve.graph, budget_bytes=search.budget_bytes, seed=solve.seed)
 

@@ -1,18 +1,19 @@
 """The solver to use: techniques in order, until the gap between bound and schedule is closed.
 
-1. Keeping everything, where it fits: optimal. A budget below the largest working set: infeasible.
+1. Keeping everything is optimal where it fits. A budget below the largest working set is
+   infeasible.
 2. `STARTING`: exhaustive search on graphs of a few operators, prices for memory on large ones,
-   closed forms; and where none of these fits, what is made to fit.
-3. Relaxations of large graphs, beside a first search in another thread.
+   closed forms. Where nothing fits yet, `FITTING`: segments, repair and eviction.
+3. Relaxations of large graphs, with a first search in the other threads.
 4. `FIRST`: the window model, whose schedule is optimal where the transients of recomputing fit;
-   other starts; a few rounds of annealing, whose cost cuts off the models to come.
-5. Bounds (`raising.BOUNDING`) in one thread, schedules (`searching.IMPROVING`) in the others, where
-   each cuts the other off.
+   other starts; a few rounds of annealing, whose cost is the cutoff of later models.
+5. Bounds (`raising.BOUNDING`) in one thread, schedules (`searching.IMPROVING`) in the others; each
+   side limits the other's work.
 
-A technique is skipped where it does not apply, and with `without=` by name. The solve stops as soon
-as cost and bound are within `gap`. Every bound is of all schedules of the fixed order. Models and
-search are cut by nodes and iterations before time, so that with one thread a seed gives one answer
-on every machine that is fast enough for the limit.
+A technique is skipped where it does not apply, or by name with `without=`. The solve stops as soon
+as cost and bound are within `gap`. Every bound holds for all schedules of the fixed order. Models
+and searches are limited by nodes and iterations before time, so that with one thread a seed gives
+one answer on every machine that is fast enough for the time limit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ STARTING: tuple[Technique, ...] = (
         when=lambda solve: solve.search.steps is None and bool(solve.search.starts(1)),
     ),
 )
-# where nothing fits yet: it comes before models that may take all of the time
+# used where nothing fits yet, before models that may take all of the time
 FITTING: tuple[Technique, ...] = (Segments(), Repair(), Eviction())
 
 RELAXING = Relaxations()
@@ -83,24 +84,23 @@ TECHNIQUES = (
 PARTS = ("margins", "rounding-cuts", "recombination")
 NAMES = tuple(dict.fromkeys([*(technique.name for technique in TECHNIQUES), *PARTS]))
 
-_SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9  # of the time left; beside search the second
-_LEAST_TIME_FOR_MINIMUM_S = 0.5  # where the limit is over
+_SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9  # of the time left: alone, beside a search
+_LEAST_TIME_FOR_MINIMUM_S = 0.5  # even where the time limit is over
 
 
 @final
 @dataclass(frozen=True)
 class Auto(Solver):
-    """The package's own method; always answers, with a bound.
+    """The package's own method; always returns an answer with a bound.
 
     Attributes:
         gap: stops as soon as the cost is proved to be within this fraction of the optimum.
         time_limit_s: a hard cap; most answers come long before it.
         seed: of the annealing.
-        rounds: most rounds of each kind of search; some in a row that bring nothing are the last.
-        threads: with 1 the answer depends on the seed alone, where the time limit is not reached;
-            with more the bound is refined while it is searched, and what each finds first steers
-            the other.
-        without: names of techniques that are switched off, of those in `NAMES`.
+        rounds: most rounds of each kind of search, which ends after a few without improvement.
+        threads: with 1 the answer depends only on the seed, unless the time limit is reached; with
+            more, bound and schedule are improved at the same time, and the timing matters.
+        without: names of techniques to switch off, from `NAMES`.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
@@ -138,14 +138,14 @@ class Auto(Solver):
         known_bound_s: float = 0.0,
         shared: Shared | None = None,
     ) -> Solution:
-        """Returns what `solve` does, starting from what is known.
+        """Does the same as `solve`, starting from known schedules and bounds.
 
         Args:
             graph: any graph.
             budget_bytes: resident bytes included.
             known_steps: schedules of `graph`, within the budget or not.
             known_bound_s: proved for this budget or a larger one.
-            shared: what other solves of `graph` found out, and this one adds to.
+            shared: results shared with other solves of `graph`; this one adds to them.
         """
         search = Search(
             graph,
@@ -164,7 +164,7 @@ class Auto(Solver):
         shared = shared or Shared(graph)
         with heeding_interrupts() as heeded:
             self._run(search, shared)
-        # after Ctrl-C too, where nothing fits yet
+        # where nothing fits yet, the least budget is looked for even after Ctrl-C
         least = partial(shared.least, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
         if search.steps is None:
             with search.by("least-budget"):
@@ -200,7 +200,7 @@ class Auto(Solver):
         )
 
     def _run(self, search: Search, shared: Shared) -> None:
-        """Runs the techniques in order, until the gap is closed or nothing brings more."""
+        """Runs the techniques in order until the gap is closed or nothing improves any more."""
         if search.budget_bytes < working_set_bytes(search.graph):
             search.refute()
         if search.is_over:
@@ -217,7 +217,7 @@ class Auto(Solver):
         self._close(solve)
 
     def begin(self, search: Search, shared: Shared) -> Solve:
-        """Returns the solve as its techniques see it; nothing has run yet."""
+        """Returns the solve that techniques see; nothing has run yet."""
         without = frozenset(self.without)
         restarts = Restarts(
             search.graph,
@@ -239,7 +239,10 @@ class Auto(Solver):
         )
 
     def _relax(self, solve: Solve) -> None:
-        """Relaxes large graphs; in a thread beside a search, where there is one and a schedule."""
+        """Solves relaxations of large graphs.
+
+        With several threads and a schedule that fits, a search runs at the same time.
+        """
         search = solve.search
         is_alone = self.threads == 1 or search.steps is None or not RELAXING.applies(solve)
         if is_alone or search.is_over or not solve.has(RELAXING.name):
@@ -252,7 +255,7 @@ class Auto(Solver):
             relaxing.result()
 
     def _close(self, solve: Solve) -> None:
-        """Raises the bound and looks for better schedules until nothing brings more."""
+        """Raises the bound and searches for better schedules until nothing improves any more."""
         search = solve.search
         if self.threads == 1:
             _run(BOUNDING, solve.for_bounds(_SHARE_FOR_BOUNDS_ALONE))

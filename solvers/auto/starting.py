@@ -1,6 +1,6 @@
-"""Techniques that take little or no search: closed forms, segments, repair and eviction.
+"""Techniques with little or no search: closed forms, segments, repair and eviction.
 
-They give the schedules that everything else starts from.
+They find the schedules from which all others start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPAIR_RULES = Rule.LARGE, Rule.CHEAP, Rule.ENOUGH
 @final
 @dataclass(frozen=True, kw_only=True)
 class Exhaustive(Technique):
-    """Graphs of a few operators are solved to the end, within a number of states (`exhaustive`)."""
+    """Exhaustive search on graphs of a few operators, up to a number of states (`exhaustive`)."""
 
     name: ClassVar[str] = "exhaustive"
 
@@ -44,7 +44,7 @@ class Exhaustive(Technique):
         return states.is_small(solve.graph)
 
     def run(self, solve: Solve) -> None:
-        """Offers the cheapest schedule and its proof, or proves that none fits."""
+        """Offers the cheapest schedule with its bound, or proves that none fits."""
         search = solve.search
         found = states.cheapest(
             solve.graph,
@@ -64,12 +64,12 @@ class Exhaustive(Technique):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Families(Technique):
-    """What the closed-form heuristics of the field give: `auto` is never above one of them."""
+    """The field's closed-form heuristics, so that `auto` never costs more than one of them."""
 
     name: ClassVar[str] = "families"
 
     def run(self, solve: Solve) -> None:
-        """Offers their schedules, cheapest first."""
+        """Offers each heuristic's cheapest schedule that fits."""
         search = solve.search
         families = solve.shared.families.cheapest(search.budget_bytes, deadline=search.deadline_s)
         while not search.is_over and (steps := next(families, None)) is not None:
@@ -79,17 +79,20 @@ class Families(Technique):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Segments(Technique):
-    """The best persistent schedule of segments, annealed closely.
+    """The best persistent schedule of segments, then close runs of annealing from it.
 
-    Annealed also where another schedule is cheaper: it is another basin. Tuned on traced steps.
+    It is annealed even where another schedule is cheaper, as it lies in another basin. Tuned on
+    traced steps.
 
     Attributes:
-        least_times: the budget times this is less than keeping everything needs; nearer, no plan
-            by segments was among the best.
-        least_s: seconds; with less, as for a point of a curve, annealing what there is finds more.
-        share: of the time left, at most, for the options of segments.
-        seconds_per_operator: what they take.
-        hot: first temperatures of the rounds of annealing, of the cost of keeping everything.
+        least_times: least ratio of what keeping everything needs to the budget; below it, segment
+            schedules were never among the best.
+        least_s: least time left in seconds; with less, as for a point of a curve, annealing known
+            schedules finds better ones.
+        share: of the time left, at most, for the segments' options.
+        seconds_per_operator: the time that the options take.
+        hot: first temperatures of the rounds of annealing, as shares of the cost of keeping
+            everything.
     """
 
     name: ClassVar[str] = "segments"
@@ -101,7 +104,7 @@ class Segments(Technique):
     hot: tuple[float, ...] = (1e-3, 3e-4)
 
     def applies(self, solve: Solve) -> bool:
-        """True on large graphs far below what keeping everything needs, with time enough."""
+        """True on large graphs with a budget far below keeping everything, and enough time."""
         count, left_s = solve.graph.num_operators, solve.search.left_s
         return (
             solve.is_large
@@ -113,7 +116,7 @@ class Segments(Technique):
         )
 
     def run(self, solve: Solve) -> None:
-        """Offers it, and what annealing makes of it."""
+        """Offers the schedule, and the best that annealing finds from it."""
         search = solve.search
 
         def is_over() -> bool:
@@ -151,7 +154,7 @@ class Segments(Technique):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Repair(Technique):
-    """The closed-form heuristics' schedules that need too much, repaired by eviction (`repair`).
+    """Closed-form schedules over the budget, repaired by eviction (`repair`).
 
     Tuned on traced steps.
 
@@ -170,7 +173,7 @@ class Repair(Technique):
         return is_compiled()
 
     def run(self, solve: Solve) -> None:
-        """Offers what fits, by each rule, while it may be cheaper than the best."""
+        """Offers repaired schedules by each rule, while they may be cheaper than the best."""
         search = solve.search
         deadline, work = time.perf_counter() + search.left_s * self.share, 0
         for rule in _REPAIR_RULES:
@@ -179,7 +182,7 @@ class Repair(Technique):
                 if search.is_over or is_past(deadline) or work > self.most_work:
                     return
 
-                is_of_use = search.cost_s is None or cost_s < search.cost_s  # it only costs more
+                is_of_use = search.cost_s is None or cost_s < search.cost_s  # repair adds cost
                 if is_of_use and len(steps) <= MOST_OPERATORS_TO_EVICT:
                     work += len(steps) ** 2
                     budget_bytes = search.budget_bytes
@@ -195,7 +198,7 @@ class Eviction(Technique):
     name: ClassVar[str] = "eviction"
 
     def run(self, solve: Solve) -> None:
-        """Offers the greedy's schedules, and that of the least budget where none of them fits."""
+        """Offers greedy eviction's schedules, and the least budget's where none fits."""
         search = solve.search
         evict(search, {})
         if search.steps is None and not search.is_over:
@@ -204,7 +207,7 @@ class Eviction(Technique):
 
 
 def evict(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
-    """Offers what greedy eviction makes of a plan, or of keeping everything, by each rule."""
+    """Offers the schedules of greedy eviction by each rule, following the plan `kept`."""
     for rule in Rule if search.graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         if search.is_over:
             return
@@ -219,22 +222,22 @@ def evict(search: Search, kept: Mapping[int, Sequence[int]]) -> None:
 def offer_with_margins(
     search: Search, refinement: Refinement, *, share: float = 0.15, most_repaired: int = 3
 ) -> None:
-    """Offers schedules of the present stages with memory in reserve (`memory_margins`).
+    """Offers schedules of the present stages with memory held back (`memory_margins`).
 
     The cheapest of those that do not fit are repaired. Tuned on traced steps.
 
     Args:
-        search: the solve that is offered them.
-        refinement: its stages.
+        search: schedules are offered to it.
+        refinement: has the stages.
         share: of the time left, at most.
-        most_repaired: schedules.
+        most_repaired: number of schedules repaired at most.
     """
     deadline = time.perf_counter() + search.left_s * share
     schedules = (
         iter(()) if refinement.is_over else Reserves(refinement).schedules(deadline=deadline)
     )
 
-    failed: dict[tuple[int, ...], float] = {}  # what it costs
+    failed: dict[tuple[int, ...], float] = {}  # schedules over the budget, with their cost
     while not search.is_over and (steps := next(schedules, None)) is not None:
         if not search.offer(steps):
             failed[tuple(steps)] = float(search.graph.arrays.cost_s[steps].sum())

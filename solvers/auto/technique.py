@@ -1,7 +1,8 @@
-"""What `auto` is made of: techniques that find schedules or raise the bound of one solve.
+"""The base class of techniques, and the solve that they see.
 
-A technique says where it applies, owns the numbers it was tuned with, and can be switched off by
-name. What it finds carries that name: `Solution.found_by` and `Solution.proved_by`.
+A technique finds schedules or raises the bound of one solve of `auto`. It says where it applies,
+owns its tuned numbers, and can be switched off by name. Its results carry that name:
+`Solution.found_by` and `Solution.proved_by`.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.memory import leaving_out
 from remat.solvers.search.restarts import Restarts
 
-LEAST_LARGE = 500  # operators: below, models with integers are solved soon (published graphs)
-WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; where slower techniques pay (traced steps)
+LEAST_LARGE = 500  # operators; below, models with integers are solved quickly (published graphs)
+WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; above, slower techniques pay (traced steps)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time: from `begin_s` on, in seconds of `time.perf_counter`."""
+    """A time span that starts at `begin_s`, in `time.perf_counter` seconds."""
 
     begin_s: float
     seconds: float
 
     def at(self, share: float) -> float:
-        """The moment at which a share of it is over."""
+        """Returns the moment at which a share of it is over."""
         return self.begin_s + share * self.seconds
 
 
 def never() -> bool:
-    """Nothing is waited for."""
+    """Always False: no other thread waits for this one."""
     return False
 
 
@@ -46,20 +47,19 @@ class Solve:
     """One solve, as its techniques see it.
 
     Attributes:
-        search: the best schedule and the best bound so far, and the time that is left.
-        shared: what solves of the same graph under other budgets found out.
-        refinement: the stages and rows of the window models of this budget.
+        search: the best schedule and the best bound so far, and the time left.
+        shared: results shared with solves of the same graph under other budgets.
+        refinement: the stages and rows of this budget's window models.
         restarts: the pool of annealing runs.
-        gap: where the solve ends, a fraction of the cost.
+        gap: the solve ends at this gap, a fraction of the cost.
         seed: of the annealing.
         rounds: most rounds of each kind of search.
-        threads: that the techniques of this thread may use.
-        by_clock: one technique gives way to the next by the time it took; else by counts, so that
-            a seed gives one answer.
+        threads: number of threads that the techniques of this thread may use.
+        by_clock: techniques are limited by time; else by counts, so that a seed gives one answer.
         without: names of techniques that are off.
         span: the time for bounds.
-        is_waited_for: True once another thread has nothing more to do.
-        was_hard: True where the closed-form heuristics left nothing that fits.
+        is_waited_for: returns True once another thread has finished and waits for this one.
+        was_hard: True where no closed-form heuristic found a schedule that fits.
     """
 
     search: Search
@@ -96,16 +96,16 @@ class Solve:
         return name not in self.without
 
     def is_far(self, times: float) -> bool:
-        """True where keeping everything needs more than so many times the budget."""
+        """True where keeping everything needs more than `times` the budget."""
         peak_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).peak_bytes
         return peak_bytes > times * self.search.budget_bytes
 
     def for_bounds(self, share: float) -> Self:
-        """The solve with that share of the time left as the time for bounds."""
+        """Returns this solve with `share` of the time left as the time for bounds."""
         return replace(self, span=Span(time.perf_counter(), share * self.search.left_s))
 
     def beside(self, is_waited_for: Callable[[], bool] = never) -> Self:
-        """The solve as the techniques see it that run beside one other thread."""
+        """Returns this solve for techniques that run beside one other thread."""
         return replace(self, threads=max(1, self.threads - 1), is_waited_for=is_waited_for)
 
 
@@ -118,12 +118,12 @@ def always(solve: Solve) -> bool:
 
 
 def was_easy(solve: Solve) -> bool:
-    """True where a closed-form heuristic fits."""
+    """True where a closed-form heuristic found a schedule that fits."""
     return not solve.was_hard
 
 
 def is_wide(solve: Solve) -> bool:
-    """True where a closed-form heuristic fits, and the gap is wide."""
+    """True where a closed-form heuristic found a schedule that fits, and the gap is wide."""
     return not solve.was_hard and not solve.search.is_within(WIDE_GAP)
 
 
@@ -132,15 +132,15 @@ class Technique(ABC):
     """One way to a better schedule or bound.
 
     Attributes:
-        name: by which it is switched off, and by which results name it.
-        when: where it comes in this place of the order, beside its own conditions.
+        name: switches it off, and marks its results.
+        when: condition for running at this place of the order, besides `applies`.
     """
 
     name: ClassVar[str]
     when: Condition = field(default=always, repr=False)
 
     def applies(self, solve: Solve) -> bool:
-        """True where it may bring something."""
+        """True where it may improve the schedule or the bound."""
         return True
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Technique(ABC):
         """Offers schedules to `solve.search`, or raises its bound."""
 
     def __call__(self, solve: Solve) -> None:
-        """Runs, where it is on and applies and the solve is not over."""
+        """Runs the technique if it is on, applies, and the solve is not over."""
         if solve.search.is_over or not (
             solve.has(self.name) and self.when(solve) and self.applies(solve)
         ):
