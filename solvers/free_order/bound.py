@@ -1,23 +1,23 @@
-"""Lower bounds that hold in every order: what the dependencies alone force to be in memory at once.
+"""Lower bounds that hold in every order, from the memory that the dependencies alone force.
 
 Let v be an operator, t the step of its first computation, and i a value whose producer comes before
-v and which an operator after v reads, whatever the order (both through the dependencies, and with
-the forward before the backward). The reader's first computation is after t, so i is held across t,
-or computed again after t. With h = 1 where a value is held across t, r = 1 where an operator before
-v is computed after t, x = 1 where an operator is computed twice or more:
+v and which an operator after v reads, both in every order (by the dependencies, and with the
+forward before the backward). The reader's first computation is after t, so i is held across t or
+recomputed after t. With h = 1 where a value is held across t, r = 1 where an operator before v is
+computed after t, x = 1 where an operator is computed twice or more:
 
     min  sum_j c_j (1 + x_j)
-         h[v, i] + r[v, producer of i] >= 1                       i forced: a reader comes after v
-         r[v, j] <= h[v, p] + r[v, producer of p]                 each value p that j reads: it is
-         held, or computed again own(v) + sum_{i not read by v} m_i h[v, i] <= B          v runs,
-         with its reads, writes and workspace r[v, j] <= x_j
+         h[v, i] + r[v, producer of i] >= 1              i forced: a reader comes after v
+         r[v, j] <= h[v, p] + r[v, producer of p]        each p that j reads is held or recomputed
+         own(v) + sum_{i not read by v} m_i h[v, i] <= B     own: reads, writes and workspace of v
+         r[v, j] <= x_j
 
-Every schedule within B gives a point that costs no more, whatever its order: the optimum, and any
-dual bound, bounds them all, and a program without a point proves that nothing fits. It is stated
-for a few operators v at once, those that force the most. Weak where a graph is wide: what may be
-computed late is not forced to lie anywhere.
+Every schedule within B gives a point that costs no more, whatever its order. So the optimum, and
+any dual bound, is a lower bound for all of them, and a program without a feasible point proves that
+nothing fits. The program has a few operators v at once, those that force the most. The bound is
+weak where a graph is wide, as values that may be computed late are not forced to be held anywhere.
 
-B is enlarged by 1e-6 and the bound lowered by as much against the tolerances of the LP solver.
+B is enlarged by 1e-6, and the bound lowered by as much, against the LP solver's tolerances.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ _NUM_MOMENTS = 6
 
 @dataclass(frozen=True)
 class ForcedMemory:
-    """What has to be in memory around the first computation of an operator, in any order."""
+    """The memory that is forced at the first computation of an operator, in any order."""
 
     graph: Graph
 
     @cached_property
     def accounting(self) -> Accounting:
-        """Sizes that count."""
+        """The graph's bytes that count."""
         return Accounting(self.graph)
 
     @cached_property
     def own(self) -> Floats:
-        """Bytes of each operator's reads, writes and workspace, less what it may save by working in
-        place.
-        """
+        """Bytes of each operator's reads, writes and workspace, less what it may reuse in place."""
         arrays, own = self.graph.arrays, self.accounting.own.copy()
         for v in range(self.graph.num_operators):
             candidates = arrays.reuse[arrays.reuse_start[v] : arrays.reuse_start[v + 1]]
@@ -92,13 +90,11 @@ class ForcedMemory:
         return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
 
     def before(self, v: int) -> Bools:
-        """The operators that are first computed before `v` in every order."""
+        """Returns a mask of the operators first computed before `v` in every order."""
         return self._mask(self._ancestors[v])
 
     def forced(self, v: int) -> Bools:
-        """The values that are held across the first computation of `v`, or computed again after
-        it.
-        """
+        """Returns a mask of the values held across `v`'s first computation or recomputed after."""
         arrays, before, after = self.graph.arrays, self.before(v), self._mask(self._descendants[v])
         is_read_after = np.zeros(len(arrays.size_bytes), np.bool_)
         is_read_after[arrays.read[after[self.accounting.reader]]] = True
@@ -106,14 +102,15 @@ class ForcedMemory:
         return is_read_after & (arrays.producer >= 0) & before[np.maximum(arrays.producer, 0)]
 
     def beside(self, v: int) -> Floats:
-        """Sizes of the values that take memory beside what `v` reads itself."""
+        """Returns the bytes of each value, 0 for those that `v` reads."""
         arrays, size = self.graph.arrays, self.accounting.size.copy()
         size[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = 0.0
         return size
 
     def moments(self, room: int) -> list[int]:
-        """A few operators that force more than `room`, the most forcing one first, the others
-        spread over the graph.
+        """Returns a few operators that force more than `room`.
+
+        The one that forces most comes first; the others are spread over the graph.
         """
         count = self.graph.num_operators
         candidates = np.unique(
@@ -133,7 +130,7 @@ class ForcedMemory:
 
 
 def order_bound_s(graph: Graph, budget_bytes: int, *, time_limit_s: float) -> float:
-    """A lower bound on the cost of every schedule in any order within the budget.
+    """Returns a lower bound on every schedule within the budget, in any order.
 
     `inf` where it proves that none fits.
     """

@@ -1,19 +1,17 @@
 """Annealing on the sequence where first computations may move too.
 
-The moves of `annealing` add, remove and move recomputations. Here first computations move, and what
-has to move with them; `lower` and `upper` of an operator are the slots between which its first
-computation may be:
+The moves of `annealing` add, remove and move recomputations. Here first computations move, along
+with others that have to; the first computation of an operator may lie between the slots `lower` and
+`upper`:
 
-- advance: an operator to an earlier slot, and before it those of its ancestors that are behind that
-  slot
-- defer: an operator to a later slot, and behind it those of its descendants that are before that
-  slot
-- follow: after either, operators that waited for the moved one, or that only it waits for, come
+- advance: an operator moves to an earlier slot, and its ancestors behind that slot move before it
+- defer: an operator moves to a later slot, and its descendants before that slot move behind it
+- follow: after either, operators that waited for the moved one, or were there only for it, come
   along with some chance
 
-A move of a first computation is an insertion and a removal (`timeline`), so it works for operators
-that are computed again, and may make a recomputation the first. Complexity: O(degree * times +
-changed slots) an operator moved.
+A move of a first computation is an insertion and a removal (`timeline`). So it works for recomputed
+operators too, and may turn a recomputation into the first computation. Complexity: O(degree * times
++ changed slots) per operator moved.
 """
 
 from __future__ import annotations
@@ -38,16 +36,16 @@ from remat.solvers.search.sequence import (
 from remat.solvers.search.timeline import computed_before, held, insert, remove
 
 MAX_CHANGES = 256
-# columns of `rules`: the operators computed before, those after (places in `relations`), and
-# whether it stays
+# columns of `rules`: places in `relations` of the operators computed before and of those after, and
+# whether the operator keeps its place
 EARLIER_FROM, EARLIER_TO, LATER_FROM, LATER_TO, FIXED = range(5)
 _MOST = 40  # operators that a move takes along
-_SEARCHED = 400  # slots looked through for empty ones
+_SEARCHED = 400  # slots searched for empty ones
 
 
 @inner
 def lower(operators: Ints, rules: Ints, relations: Ints, op: int) -> int:
-    """The last first computation that `op` has to follow, -1 if none."""
+    """Returns the slot of the last first computation that `op` has to follow, -1 if none."""
     last = -1
     for k in range(rules[op, EARLIER_FROM], rules[op, EARLIER_TO]):
         last = max(last, operators[relations[k], WHERE])
@@ -56,7 +54,7 @@ def lower(operators: Ints, rules: Ints, relations: Ints, op: int) -> int:
 
 @inner
 def upper(operators: Ints, rules: Ints, relations: Ints, op: int) -> int:
-    """The first of the first computations that have to follow `op`; the end if none."""
+    """Returns the slot of the earliest first computation that must follow `op`; the end if none."""
     first: int = operators[len(operators) - 1, WHERE]
     for k in range(rules[op, LATER_FROM], rules[op, LATER_TO]):
         first = min(first, operators[relations[k], WHERE])
@@ -95,12 +93,10 @@ def relocate(
 def collect(
     operators: Ints, rules: Ints, relations: Ints, op: int, q: int, sign: int, group: Ints
 ) -> int:
-    """Fills `group` with `op` and what is on the wrong side of `q`, in order.
-
-    Returns how many, 0 where it can't be.
+    """Fills `group` with `op` and the operators that have to move to the other side of `q` with it.
 
     With `sign` -1 these are ancestors first computed behind `q`, with +1 descendants first computed
-    before it.
+    before it. They are sorted by first computation. Returns their number, 0 where one can't move.
     """
     count, done = 1, 0
     group[0] = op
@@ -147,12 +143,12 @@ def transfer(
     group: Ints,
     journal: Ints,
 ) -> bool:
-    """Moves `op` and what has to come along to the other side of slot `q`; all or nothing."""
+    """Moves `op`, and all that has to come along, to the other side of slot `q`, or nothing."""
     sign = -1 if q < operators[op, WHERE] else 1
     count = collect(operators, rules, relations, op, q, sign, group)
     if count == 0 or journal[0, 0] + 2 * count >= MAX_CHANGES:
         return False
-    # empty slots from `q` on outwards; those of an ancestor lie before its descendant's
+    # find empty slots from `q` outwards; an ancestor's slot lies before its descendant's
     found, place = 0, q
     while (
         found < count
@@ -218,8 +214,10 @@ def follow(
     draws: Floats,
     journal: Ints,
 ) -> None:
-    """Moves next to each moved operator those that waited for it (-1: it came earlier) or were
-    there for it alone (+1).
+    """Moves some operators next to the moved ones that they depend on, or that depend on them.
+
+    With `sign` -1 those that waited for a moved operator, with +1 those that were there only for
+    it.
     """
     done = 0
     column = LATER_FROM if sign < 0 else EARLIER_FROM
@@ -259,8 +257,9 @@ def aimed_slot(
     draws: Floats,
     journal: Ints,
 ) -> tuple[int, int]:
-    """An operator, and a slot over the budget that it can make lighter by being on its other side;
-    (-1, -1) if none is met.
+    """Returns an operator and a slot over the budget that gets lighter if it moves past the slot.
+
+    (-1, -1) if none is hit.
     """
     capacity, over = slots.shape[1], -1
     for _ in range(40):
@@ -285,7 +284,7 @@ def aimed_slot(
         ]
         p = values[value, PRODUCER]
         begin = computed_before(operators, p, q)
-        # the value lies across the slot: its reader comes earlier, or it comes later
+        # the value is held across the slot: move its reader before it, or its producer after it
         if begin < over:
             is_reader = op < len(operators) - 1 and (
                 begin != operators[p, WHERE] or draw(draws, journal) < 0.5
@@ -382,9 +381,9 @@ def anneal_free(
     best_slot: Ints,
     best: Floats,
 ) -> None:
-    """Runs `iterations` moves, each with `order_chance` one of first computations.
+    """Runs `iterations` moves; each moves first computations with chance `order_chance`.
 
-    See `local_search.anneal` for the rest.
+    For the rest see `annealing.anneal`.
     """
     journal = np.zeros((MAX_CHANGES, 2), np.int64)
     group = np.zeros(2 * _MOST, np.int64)

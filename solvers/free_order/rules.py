@@ -1,18 +1,17 @@
-"""What free order may not change: which first computations must come before which others.
+"""The order that free order must keep: which first computations come before which others.
 
 First computations of a free-order schedule may come in any order in which
 
 - an operator follows those whose values it reads;
-- the forward comes before the backward, and a compiled piece (a run of operators of one region and
-  phase) before the next; with several pieces the first and the last operator of each stay its first
-  and last, so that the places in which a region may be computed again stay where they are;
-- operators with effects keep their order among one another: those that are pinned, and those that
-  read a snapshot (they draw random numbers, or read a buffer that is changed);
+- the forward comes before the backward, and each compiled piece (a run of operators of one region
+  and phase) before the next; with several pieces, the first and last operator of each remain its
+  first and last, so that a region may be recomputed in the same places as before;
+- operators with effects keep their order among each other: pinned ones, and those that read a
+  snapshot (they draw random numbers, or read a buffer that is changed);
 - the readers of a resident value, and of copies of it, stay on their side of a pinned operator that
-  reads it too: it may change the value.
+  reads it too, as it may change the value.
 
-The graph names no effects, only pinned operators, so these rules are stricter than what a step
-needs.
+The graph does not name effects, only pinned operators, so these rules are stricter than necessary.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ from remat.solvers.core.accounting import Bools, Ints
 
 @dataclass(frozen=True)
 class OrderRules:
-    """The rules as lists in CSR form, one row an operator, without repetition.
+    """The rules as lists in CSR form, one row per operator, without repetition.
 
-    Where a graph has a forward and a backward in one region there is one more row, the mark between
-    them.
+    A graph with a forward and a backward in one region has one more row, the mark between the two.
 
     Attributes:
         earlier_start, earlier: the operators first computed before each.
         later_start, later: the operators first computed after each.
-        is_fixed: the mark, and the operators that the pieces of several regions begin and end with,
-            which keep their places.
+        is_fixed: True for the mark, and for the first and last operators of pieces in graphs of
+            several regions; these keep their places.
     """
 
     earlier_start: Ints
@@ -72,7 +70,7 @@ def order_rules(graph: Graph) -> OrderRules:
 
 
 def _pieces(graph: Graph) -> list[range]:
-    """Runs of operators of one region and phase."""
+    """Returns the runs of operators of one region and phase."""
     pieces, start = [], 0
     for _, run in groupby(graph.operators, key=lambda op: (op.region, op.phase)):
         end = start + len(list(run))

@@ -1,23 +1,22 @@
-"""Free order: first computations may be reordered too, which often saves the memory that
-recomputing would have to.
+"""Free order: reorders first computations too, which often saves memory without recomputing.
 
 Other names: joint operator ordering and rematerialization; without recomputation, the
-register-allocation or minimum peak memory ordering problem, NP-hard already (Sethi, 1975).
+register-allocation or minimum peak memory ordering problem, already NP-hard (Sethi, 1975).
 Annealing on sequences with free order: FastSA (2023).
 
-1. Keeping everything in the graph's order, where it fits: optimal. A budget below a working set, or
-   below what the dependencies force (`bound`): proved infeasible. The same gives a lower bound that
-   holds in every order.
-2. Annealing of the order alone (`moves`). Where it fits the budget, nothing is computed twice:
-   optimal.
-3. Annealing of order and recomputations together, in rounds; the second starts from the schedule
-   that `Auto` finds in the graph's order in a third of the time that is left. A few rounds without
-   progress are the last.
+1. Keeping everything in the graph's order is optimal where it fits. A budget below a working set,
+   or below what the dependencies force (`bound`), is proved infeasible. `bound` also gives a lower
+   bound that holds in every order.
+2. Annealing of the order alone (`moves`). Where the result fits the budget, nothing is computed
+   twice, so it is optimal.
+3. Annealing of order and recomputations together, in rounds. The second round starts from the
+   schedule that `Auto` finds in the graph's order in 0.3 of the time left. It ends after a few
+   rounds without progress.
 
-What may be reordered is in `rules`; the bound asks for less (dependencies, forward before
-backward), so it holds for the rules too. Imperfections: the bound is the keep-all cost where graphs
-are wide. Rewriting a traced step (`remat.wrap`) refuses schedules that leave the graph's order;
-this is for plain graphs, and for seeing what another order would save.
+`rules` says what may be reordered; the bound assumes fewer rules (dependencies, forward before
+backward), so it is valid for these too. Imperfections: the bound is the keep-all cost where graphs
+are wide. A traced step runs only in its own order; this is for plain graphs, and to see what
+another order would save.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ _CHUNK = 20_000 if IS_COMPILED else 500
 _USUAL_OPERATORS = 400
 _NUM_DRAWS = 1 << 16
 _LEAST_MOVES, _MOST_MOVES = (20_000, 2_000_000) if IS_COMPILED else (1_000, 5_000)
-_ORDER_MOVES, _MIXED_MOVES = 400, 1_200  # of a round, an operator
-_ORDER_CHANCE = 0.4  # of a move in a mixed round
+_ORDER_MOVES, _MIXED_MOVES = 400, 1_200  # per operator, in a round
+_ORDER_CHANCE = 0.4  # that a move of a mixed round reorders
 _HOT = (1e-3, 1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the mixed rounds in turn
 _ORDER_HOT, _ORDER_COLD, _COLD = 1e-2, 1e-4, 1e-6
 _STAGNANT_ROUNDS = 3
-_PROGRESS = 1e-4  # a round that improves by less has brought nothing
-_BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit, of what is left
+_PROGRESS = 1e-4  # relative improvement below which a round counts as stagnant
+_BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit; of the time left
 _BOUND_LIMIT_S = 10.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,13 +72,13 @@ _LOGGER = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class FreeOrder(Solver):
-    """Annealing of order and recomputations; answers with a bound that holds in every order.
+    """Annealing of order and recomputations, with a lower bound that holds in every order.
 
     Attributes:
         gap: stops as soon as the cost is proved to be within this fraction of the optimum.
-        time_limit_s: a hard cap; iterations end it earlier.
+        time_limit_s: a hard cap; the limits on iterations are usually reached before.
         seed: of the annealing.
-        rounds: most rounds of annealing; three in a row that bring nothing are the last.
+        rounds: most rounds of annealing, which ends after three in a row without improvement.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
     """
 
@@ -175,9 +174,10 @@ class FreeOrder(Solver):
             stagnant = 0 if has_progress else stagnant + 1
 
     def _start(self, search: FreeSearch, index: int, reordered: Ints) -> Ints:
-        """What a mixed round starts from.
+        """Returns the start of a mixed round.
 
-        The order found alone and the fixed-order schedule, then the best.
+        The first starts from the reordered sequence, the second from the fixed-order schedule, and
+        others from the best.
         """
         fixed = self._offer_fixed_order(search, _AUTO_SHARE * search.left_s) if index == 1 else None
         if fixed is not None:
@@ -198,9 +198,9 @@ class FreeSearch(Search):
     """A search whose schedules may leave the graph's order."""
 
     def offer(self, steps: Sequence[int]) -> bool:
-        """Takes `steps` over where they are valid in free order, fit and cost less.
+        """Makes `steps` the incumbent if they are valid in free order, fit and cost less.
 
-        Returns whether they fit.
+        Returns whether they are valid and fit.
         """
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         if validate(self.graph, schedule, budget_bytes=self.budget_bytes, is_free_order=True):
@@ -214,9 +214,10 @@ class FreeSearch(Search):
 
 @dataclass(frozen=True)
 class OrderRound:
-    """How one run of the annealing goes.
+    """Parameters of one annealing run.
 
-    Moves tried, the share that reorder, first and last temperature (of the keep-all cost).
+    Moves tried, share of moves that reorder, first and last temperature (shares of the keep-all
+    cost).
     """
 
     iterations: int
@@ -239,21 +240,20 @@ class OrderSearch:
         self.state = pack(
             _with_mark(graph) if self.has_mark else graph, room=budget_bytes - graph.resident_bytes
         )
-        # no operator begins the region: each only follows itself
+        # with one region, the only limit on recomputing an operator is its own first computation
         if len({op.region for op in graph.operators}) <= 1:
             operators = self.state.operators[:-1]
             operators[:, SPAN] = operators[:, SPAN + 2] = np.arange(len(operators))
 
     @property
     def is_ready(self) -> bool:
-        """True where a round does not wait for the compiler first, some 20 seconds, once a
-        machine.
-        """
+        """True where a round need not wait for the compiler, some 20 s once per machine."""
         return is_ready(anneal_free)
 
     def run(self, steps: Ints, round_: OrderRound, search: FreeSearch) -> Ints:
-        """Anneals from `steps` until the round or the search is over, offers what is better, and
-        returns the last state.
+        """Anneals from `steps` until the round or the search is over; returns the last state.
+
+        Offers better schedules to `search`.
         """
         chunk = max(
             _CHUNK * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100
@@ -287,7 +287,7 @@ class OrderSearch:
         return np.asarray(current[current < count], np.int64)
 
     def _marked(self, steps: Ints) -> Ints:
-        """The steps with the mark before the backward, where there is one."""
+        """Returns the steps, with the mark before the backward if the graph has one."""
         if not self.has_mark:
             return steps
         return np.asarray(
@@ -301,7 +301,7 @@ class OrderSearch:
 
 
 def _with_mark(graph: Graph) -> Graph:
-    """The graph with one more operator, which computes nothing: the end of the forward."""
+    """Returns the graph with one more operator, the forward's end, which computes nothing."""
     mark = Operator(
         " end of the forward",
         0.0,
@@ -314,7 +314,7 @@ def _with_mark(graph: Graph) -> Graph:
 
 
 def _pack_rules(rules: OrderRules) -> tuple[Ints, Ints]:
-    """The order rules as two arrays: where each operator's lists are, and the lists."""
+    """Returns the order rules as two arrays: places of each operator's lists, and the lists."""
     count = len(rules.is_fixed)
     packed = np.zeros((count + 1, 5), np.int64)
     packed[:count, EARLIER_FROM], packed[:count, EARLIER_TO] = (
