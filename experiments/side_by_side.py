@@ -18,8 +18,8 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and
 backward over the plain step's, medians of pairs that take turns. Gradients of one step from the
-same seed are compared with plain's: equal to the bit, close, or wrong; wrong ones are crossed out
-in the picture. Close is what is no further off than twice Inductor's own rounding, which is what it
+same seed are compared with plain's: equal to the bit, close, or wrong; in the picture a cross marks
+wrong ones. Close is what is no further off than twice Inductor's own rounding, which is what it
 is off at 1, where it computes nothing again: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on
 the ResNet, whose untrained batch norms make so much of it, at every budget alike. rockmate 2.0.0
 can't be run beside them: its dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it
