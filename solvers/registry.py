@@ -8,8 +8,8 @@ from typing import Any
 
 from .core.base import Solver
 
-# name -> (module, class, fixed options); a module is imported when its solver is asked for, so that
-# a backend missing for one method does not affect the others
+# name -> (module, class, fixed options); a module is imported when its solver is made, so that a
+# backend missing for one method does not affect the others
 _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "auto": ("auto.solver", "Auto", {}),
     "keep-all": ("baselines.keep_all", "KeepAll", {}),

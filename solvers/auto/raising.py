@@ -125,8 +125,8 @@ class Relaxations(Technique):
 
     Attributes:
         most, most_if_wide: relaxations at most; the second where the gap is very wide.
-        fruitless_work: ends after so many relaxations in a row without a better bound, times the
-            graph's operators.
+        fruitless_work: ends once the relaxations in a row without a better bound, times the graph's
+            operators, reach this.
         share: of the time left, for each relaxation.
         crowded_share: of the time left, for stages around the operators that leave least room.
     """
@@ -293,8 +293,7 @@ class Refinements(Technique):
     Attributes:
         gives_way: stops for Benders decomposition once the gap is narrow and its share is over.
         narrow_gap: as a fraction of the cost.
-        share, most_s: it gives way after this share of the time for bounds, or after so many
-            seconds.
+        share, most_s: it gives way after this share of the time for bounds, or this many seconds.
         most_of_a_model_s: time limit of one model in a narrow gap, in seconds.
         models_without_clock: models after which it gives way in single-threaded solves.
     """

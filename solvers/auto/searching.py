@@ -70,7 +70,7 @@ class Annealing(Technique):
     Attributes:
         rounds: most rounds; those of the solver where None.
         starts: number of schedules that nearly fit to start from.
-        stagnant_rounds: ends after so many rounds in a row without improvement.
+        stagnant_rounds: ends after this many rounds in a row without improvement.
         schedule: first temperature (a share of the cost of keeping everything) and share of the
             moves, of each round in turn (tuned on published graphs).
         schedule_if_large: the same on large graphs, where early schedules are good and are cooled
@@ -144,7 +144,7 @@ def restart(
         solve: schedules are offered to it.
         restarts: the pool of runs.
         starts: generation -> schedules to start from.
-        stagnant_generations: ends after so many in a row without improvement.
+        stagnant_generations: ends after this many in a row without improvement.
         exact_share: share of the time left that is reserved for exact search afterwards.
     """
     search = solve.search

@@ -64,13 +64,13 @@ _LEAST_STAGES = 4  # of the finer model with even stages
 # largest coefficient
 _VIOLATION = 1e-3
 _SLACK = 1e-9  # share of a cut's coefficients, which are rounded once when they are scaled
-# the relaxed rounds end when so many in a row together close less than this share of the gap
+# the relaxed rounds end when the last five together close less than this share of the gap
 _ROUNDS, _GAIN = 5, 0.03
 # share of the gap by which the relaxation may be below a known bound before it has cuts
 _BEHIND_AT_FIRST = 1.0
 _BEHIND = 0.3  # the same, with cuts; integers can make up for as much
 _ROUNDINGS = 3  # rounds of rounding cuts each time a program is solved
-# after so many points without a tight cut of its own, a finer model is solved at one in so many
+# a finer model without a tight cut at more than four points in a row is solved at every fourth
 _IDLE = 4
 _REST = 5  # rounds that a finer model is skipped after it gave no cut
 _SHARE = 0.25  # of the gap, to which the coarse model is solved
@@ -221,7 +221,7 @@ class Benders:
 
         Args:
             deadline: in `time.perf_counter` seconds.
-            cutoff_s: only cheaper points are of interest.
+            cutoff_s: only cheaper points count.
             known_s: a known bound; the method gives up where the relaxation stays so far below it
                 that integers will not make up for it.
         """

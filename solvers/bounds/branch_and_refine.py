@@ -51,7 +51,7 @@ from remat.solvers.core.interrupt import is_past
 
 MOST_LEAVES = 2_000
 _MOST_STAGES = 14  # in a leaf that can be split; more are added only where it can't
-# up to so many stages all unions are windows; beyond, only unions of two neighbours
+# stages; up to as many, all unions are windows; beyond, only unions of two neighbours
 _ALL_UNIONS = 5
 _MODELS = 40  # models cached, the last used
 _TRIED_CHOICES = 10  # variables tried per split; up to half of them by what they gained before
@@ -60,7 +60,7 @@ _KNOWN_STAGES, _NEW_STAGES = 2, 6
 _SURVEYED = 60  # operators all over the backward that are tried as stages
 # the best of these are tried again for the second stage, the first few with their neighbours
 _PROMISING, _NEIGHBOURED = 10, 4
-_SURVEYED_BOUNDARIES = 5  # from so many boundaries on, stages are no longer chosen by survey
+_SURVEYED_BOUNDARIES = 5  # from five boundaries on, stages are no longer chosen by survey
 _TIE = 1e-3  # share of the gain within which the later stage wins: with integers it bounds more
 # share of the way from a leaf's bound to the cutoff; where a split gains that, no stage is tried
 _ENOUGH = 0.15

@@ -7,8 +7,8 @@ simulate it.
   it, that operator becomes a stage of its own.
 - Where it needs too much at the operators themselves, because values computed once are held from
   use to use, the backward is cut there.
-- Where it fits but costs more than the model says, the operator before which it pays the most more
-  becomes a stage.
+- Where it fits but costs more than the model says, the operator before which most is paid becomes a
+  stage, in the stage where the difference is largest.
 
 The next model has all unions of neighbouring stages as windows and, in stages of one operator,
 moments (`transient_rows`). Where that is too large, only its relaxation is solved, with rounding
@@ -206,8 +206,8 @@ class Refinement:
 
         Args:
             deadline: in `time.perf_counter` seconds.
-            cutoff_s: only cheaper points are of interest; where there are none, the stages stay as
-                they are, for a larger cutoff.
+            cutoff_s: only cheaper points count; where there are none, the stages stay as they are,
+                for a larger cutoff.
             is_relaxed: solves the linear relaxation. The stages stay as they are where a limit
                 stopped the solver, or where both schedules fit: the one that keeps the values
                 whose S exceeds a half, and the one that keeps all with more than a little.
