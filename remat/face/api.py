@@ -454,6 +454,7 @@ def report(model: Callable[..., Any]) -> Report:
             len(plan.step.runs),
             plan.unplanned_bytes,
             call.plan.room_of(plan.solution),
+            plan.meter.cuda_peaks,
         )
     if not call.pieces:
         raise TraceError(
@@ -466,4 +467,5 @@ def report(model: Callable[..., Any]) -> Report:
         piece.meter.peak_bytes,
         call.captured_s,
         room=call.plan.room_of(piece.solution),
+        cuda_peaks=piece.meter.cuda_peaks,
     )

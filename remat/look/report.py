@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.core.budget import describe_bytes, format_bytes
+from remat.core.cuda_peaks import CudaPeaks
 from remat.core.graph import Graph, Phase, Value
 from remat.core.room import Room
 from remat.core.schedule import Schedule, Simulation, lifetimes, simulate
@@ -67,6 +68,7 @@ class Report:
             room for.
         room: the budget as the user gave it, and what of it is kept free; that of the plan alone
             without one.
+        cuda_peaks: the measured peak on CUDA, counted in three ways.
     """
 
     graph: Graph
@@ -77,6 +79,7 @@ class Report:
     num_pieces: int = 1
     unplanned_bytes: int = 0
     room: Room | None = None
+    cuda_peaks: CudaPeaks | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -205,6 +208,8 @@ class Report:
                     f"{describe_bytes(self.unplanned_bytes)} between the pieces are not "
                     "planned: the plan leaves room for them"
                 )
+            if self.cuda_peaks and self.cuda_peaks.advice():
+                console.print(self.cuda_peaks.advice())
             for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
                 console.print(
                     f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}",
@@ -234,6 +239,7 @@ class Report:
                 if self.measured_peak_bytes
                 else "known after the first backward",
             ),
+            *([("- as CUDA counts", self.cuda_peaks.text())] if self.cuda_peaks else []),
             ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
             (
                 "held throughout",

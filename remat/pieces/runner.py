@@ -31,7 +31,7 @@ from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Place, Run, composed, join
 from remat.pieces.step_meter import StepMeter
 from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, resident_values, tensors_of
-from remat.plan.distributed import Agreement, bucket_bytes
+from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
 from remat.run.autocast_cache import autocast_cache
 from remat.run.capture import Step, cut_at_sizes, device_type
@@ -446,9 +446,7 @@ class Piecewise:
             if measured is None or (path, held_bytes) not in self.plans:
                 continue
             allowed = plan.solution.budget_bytes + plan.unplanned_bytes
-            excess = plan.excess.of_all_ranks(
-                max(0, measured - self._outside_bytes(plan) - allowed)
-            )
+            excess = plan.excess.of_all_ranks(max(0, measured - allowed))
             if excess == 0:
                 continue
             _LOG.warning(
@@ -469,15 +467,6 @@ class Piecewise:
                 held_bytes,
                 plan.unplanned_bytes + unused_bytes + excess,
             )
-
-    def _outside_bytes(self, plan: JoinedPlan) -> int:
-        """What CUDA's allocator counts and a plan's budget leaves out.
-
-        Gradients of earlier steps, DDP's buckets, the reserve.
-        """
-        if self.device_type != "cuda" or not isinstance(self.plan_of, Plans):
-            return 0
-        return plan.gradient_bytes + bucket_bytes() + self.plan_of.options.reserve_bytes
 
 
 def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -> None:

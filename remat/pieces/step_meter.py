@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from remat.core.cuda_peaks import CudaPeaks
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
+from remat.run.cuda_mark import CudaMark
 from remat.run.measure import from_events, garbage_left_alone
 from remat.torch_border.allocator import (
     is_profiling,
@@ -36,13 +38,16 @@ class StepMeter:
 
     Attributes:
         device: `cpu` or `cuda`.
-        resident_bytes: what the step holds throughout, on the CPU added to what is measured.
+        resident_bytes: what the step holds throughout, added to what is measured.
         peak_bytes: the measured peak of the step, None until both halves ran.
+        cuda_peaks: the same on CUDA, counted in three ways.
     """
 
     device: str
     resident_bytes: int
     peak_bytes: int | None = None
+    cuda_peaks: CudaPeaks | None = None
+    _mark: CudaMark | None = field(default=None, repr=False)  # before the forward, on CUDA
     _state: str = field(default="waiting", repr=False)  # "forward": measured; "backward": begun
     _step: int = field(default=0, repr=False)  # which forward is measured
     _peak_bytes: int = field(default=0, repr=False)
@@ -65,7 +70,7 @@ class StepMeter:
         self._followed.clear()
         self._state, self._step = "forward", self._step + 1
         if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            self._mark = CudaMark.now()
             return run()
         with garbage_left_alone():
             result, events = run_counting_allocations(run)
@@ -147,9 +152,9 @@ class StepMeter:
     def _end_backward(self, step: int) -> None:
         if step != self._step or self._state != "backward":
             return
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+        if self._mark is not None:
+            self.cuda_peaks = self._mark.peaks().beside(self.resident_bytes)
+            self.peak_bytes = self.cuda_peaks.allocated_bytes
         else:
             self.peak_bytes = self.resident_bytes + self._peak_bytes
         self._followed.clear()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from remat.core.cuda_peaks import CudaPeaks
+from remat.run.cuda_mark import CudaMark
 from remat.torch_border.allocator import is_profiling, run_counting_allocations
 from remat.torch_border.kernels import StorageWeakRef
 
@@ -28,6 +30,7 @@ class Measurement:
             (num_events,).
         bytes_held: bytes held after each; shape (num_events,).
         device: `cpu` or `cuda`.
+        cuda_peaks: on CUDA what tensors asked for, were allocated, and what was reserved for them.
     """
 
     peak_bytes: int
@@ -35,6 +38,7 @@ class Measurement:
     times_s: tuple[float, ...]
     bytes_held: tuple[int, ...]
     device: str
+    cuda_peaks: CudaPeaks | None = None
 
 
 def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
@@ -46,7 +50,8 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 
     On the CPU every allocation of torch is counted to the byte (libraries with allocators of their
     own, such as oneDNN's scratch memory, are not seen). On CUDA allocations are read from the
-    memory history, in the allocator's rounded sizes.
+    memory history, in the allocator's rounded sizes, and what it reserved without need is given
+    back before.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -60,9 +65,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    mark = CudaMark.now()
     torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
     try:
         fn()
@@ -75,10 +78,8 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
         (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
     ]
     measured = from_events(events, "cuda")
-    peak_bytes = torch.cuda.max_memory_allocated() - before  # the allocator's own word
-    return Measurement(
-        peak_bytes, measured.end_bytes, measured.times_s, measured.bytes_held, "cuda"
-    )
+    peaks = mark.peaks()  # the allocator's own word
+    return replace(measured, peak_bytes=peaks.allocated_bytes, cuda_peaks=peaks)
 
 
 def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
@@ -102,15 +103,17 @@ class FirstStepMeter:
 
     Attributes:
         device: `cpu` or `cuda`.
-        resident_bytes: what the step holds throughout, on the CPU added to what is measured.
+        resident_bytes: what the step holds throughout, added to what is measured.
         num_results: how many of the forward's results the model returns; the others are saved.
         peak_bytes: the measured peak of the step, None until both halves ran.
+        cuda_peaks: the same on CUDA, counted in three ways.
     """
 
     device: str
     resident_bytes: int
     num_results: int
     peak_bytes: int | None = None
+    cuda_peaks: CudaPeaks | None = None
     _forward: _Forward | None = field(default=None, repr=False)  # whose backward is waited for
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -129,13 +132,14 @@ class FirstStepMeter:
         self._forward = None
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():
             return run(args)
-        peak_bytes = held_bytes = 0
+        peak_bytes, held_bytes, mark = 0, 0, None
         if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            mark = CudaMark.now()
             results = run(args)
         else:
             results, peak_bytes, held_bytes = _profiled(run, args)
-        self._forward = _Forward(peak_bytes, held_bytes, _references(results[self.num_results :]))
+        saved = _references(results[self.num_results :])
+        self._forward = _Forward(peak_bytes, held_bytes, saved, mark)
         return results
 
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -144,10 +148,10 @@ class FirstStepMeter:
         is_its_own = forward is not None and forward.saved.keys() <= _references(args).keys()
         if forward is None or not is_its_own or is_profiling():
             return run(args)
-        if self.device == "cuda":
+        if forward.mark is not None:
             result = run(args)
-            torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.cuda_peaks = forward.mark.peaks().beside(self.resident_bytes)
+            self.peak_bytes = self.cuda_peaks.allocated_bytes
             return result
         result, peak_bytes, _ = _profiled(run, args)
         self.peak_bytes = self.resident_bytes + max(
@@ -165,11 +169,13 @@ class _Forward:
         held_bytes: what it left behind.
         saved: address -> reference of the storages that it saved for its backward. The reference
             keeps the address from being given to another one, not the memory.
+        mark: what was held on the GPU before it.
     """
 
     peak_bytes: int
     held_bytes: int
     saved: dict[int, StorageWeakRef]
+    mark: CudaMark | None
 
 
 def _references(tensors: Iterable[Any]) -> dict[int, StorageWeakRef]:

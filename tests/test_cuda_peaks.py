@@ -1,0 +1,131 @@
+"""Peaks on CUDA, requested, allocated and reserved; here the allocator's words are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.core.cuda_peaks import CudaPeaks
+from remat.look.report import Report
+from remat.pieces.step_meter import StepMeter
+from remat.run.measure import FirstStepMeter
+
+MIB = 1 << 20
+
+
+class Allocator:
+    """Counts in three ways, as `torch.cuda.memory_stats` says it."""
+
+    def __init__(self, **held: int) -> None:
+        self.held = {"requested": 0, "allocated": 0, "reserved": 0, **held}
+        self.peaks = dict(self.held)
+        self.calls: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Allocator:
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda name=name: self.calls.append(name))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget)
+        monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        memory: Any = torch.cuda.memory
+        monkeypatch.setattr(memory, "_record_memory_history", lambda *_, **__: None)
+        monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": [[]]})
+        return self
+
+    def forget(self) -> None:
+        self.peaks = dict(self.held)
+
+    def change(self, **changes: int) -> None:
+        for name, change in changes.items():
+            self.held[name] += change
+            self.peaks[name] = max(self.peaks[name], self.held[name])
+
+    def stats(self) -> dict[str, int]:
+        return {f"{name}_bytes.all.current": held for name, held in self.held.items()} | {
+            f"{name}_bytes.all.peak": peak for name, peak in self.peaks.items()
+        }
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """Holds 100 MiB of other things, and had a peak of 900 before."""
+    allocator = Allocator(requested=99 * MIB, allocated=100 * MIB, reserved=120 * MIB)
+    allocator.peaks = {"requested": 900 * MIB, "allocated": 900 * MIB, "reserved": 900 * MIB}
+    return allocator.install(monkeypatch)
+
+
+def test_measure_gives_three_peaks_of_the_callable_alone(allocator: Allocator) -> None:
+    def fn() -> None:
+        allocator.change(requested=9 * MIB, allocated=10 * MIB, reserved=40 * MIB)
+        allocator.change(requested=-9 * MIB, allocated=-10 * MIB)
+
+    measured = remat.measure(fn, device="cuda")
+
+    assert measured.peak_bytes == 10 * MIB
+    assert measured.cuda_peaks == CudaPeaks(9 * MIB, 10 * MIB, 60 * MIB)  # 20 were free inside
+    assert allocator.calls.index("empty_cache") < len(allocator.calls) - 1
+    assert remat.measure(lambda: None, device="cpu").cuda_peaks is None
+
+
+def test_the_peak_of_a_step_leaves_out_what_others_hold(allocator: Allocator) -> None:
+    """The device's own peak, 115 MiB, has the optimizer's state and other models in it."""
+    meter = FirstStepMeter("cuda", resident_bytes=7 * MIB, num_results=1)
+    saved = torch.ones(3)
+
+    def forward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=4 * MIB, allocated=5 * MIB, reserved=20 * MIB)
+        return [saved.sum(), saved]
+
+    def backward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=8 * MIB, allocated=10 * MIB)
+        return []
+
+    meter.forward(forward)([torch.ones(2)])
+    before = meter.peak_bytes
+    meter.backward(backward)([saved])
+
+    assert (before, meter.peak_bytes) == (None, 22 * MIB)
+    assert meter.cuda_peaks == CudaPeaks(19 * MIB, 22 * MIB, 47 * MIB)
+
+
+def test_the_peak_of_a_step_in_pieces_does_too(allocator: Allocator) -> None:
+    meter = StepMeter("cuda", resident_bytes=7 * MIB)
+    layer, token = nn.Linear(2, 2), torch.ones(1)
+
+    def forward() -> torch.Tensor:
+        meter.saved(token, ())
+        allocator.change(requested=4 * MIB, allocated=5 * MIB)
+        return layer(torch.ones(2)).sum()  # type: ignore[no-any-return]
+
+    loss = meter.forward(forward, ())
+    loss.register_hook(lambda arrived: meter.backward(lambda args: args, [arrived], 1, token)[0])
+    loss.backward()
+
+    assert meter.cuda_peaks == CudaPeaks(11 * MIB, 12 * MIB, 27 * MIB)
+    assert meter.peak_bytes == 12 * MIB
+
+
+@pytest.mark.parametrize(
+    ("reserved", "setting", "is_told"),
+    [
+        (104 * MIB, "", False),
+        (117 * MIB, "", True),
+        (117 * MIB, "max_split_size_mb:128", True),
+        (117 * MIB, "expandable_segments:True", False),
+    ],
+)
+def test_another_setting_is_advised_where_much_is_reserved_in_vain(
+    reserved: int, setting: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    graph = remat.trace(nn.Linear(4, 4), (torch.randn(2, 4),), costs="flops")
+    peaks = CudaPeaks(99 * MIB, 100 * MIB, reserved)
+
+    text = str(Report(graph, remat.solve(graph, "100%"), 100 * MIB, cuda_peaks=peaks))
+
+    assert ("expandable_segments:True" in text) == is_told
+    assert "requested 99 MiB, allocated 100 MiB, reserved" in text
