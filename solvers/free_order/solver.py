@@ -15,8 +15,8 @@ Annealing on sequences with free order: FastSA (2023).
 
 `rules` says what may be reordered; the bound assumes fewer rules (dependencies, forward before
 backward), so it is valid for these too. Imperfections: the bound is the keep-all cost where graphs
-are wide. A traced step runs only in its own order; this is for plain graphs, and to see what
-another order would save.
+are wide. `remat.wrap` refuses schedules that leave the traced step's order; this is for plain
+graphs, and to see what another order would save.
 """
 
 from __future__ import annotations
