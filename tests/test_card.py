@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,12 +11,20 @@ import torch
 from torch import nn
 
 import remat
-from remat.plan import card, distributed
+from remat.plan import card, distributed, planner
 from remat.plan.planner import Options, Plans
 
 from .planned import call_of
 
 GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What cuBLAS keeps on a device of each type."""
+    sizes = {"cpu": 0, "cuda": 0}
+    monkeypatch.setattr(planner, "library_bytes", lambda device_type: sizes[device_type])
+    return sizes
 
 
 def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
@@ -31,11 +40,13 @@ def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
 
 
-def planned_there(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
+def planned_there(
+    monkeypatch: pytest.MonkeyPatch, model: Any, budget: str | None = None, **options: Any
+) -> Any:
     """`model`, planned as if it were on that card."""
     with monkeypatch.context() as while_asked:
         while_asked.setattr(torch.cuda, "is_available", lambda: True)
-        remat.checkpoint(model, None, costs="flops", plan_cache=False, **options)
+        remat.checkpoint(model, budget, costs="flops", plan_cache=False, **options)
     call_of(model).device_type = "cuda"
     return model
 
@@ -110,6 +121,60 @@ def test_a_step_in_pieces_is_planned_for_what_the_card_had_before_it(
     model(torch.randn(4, 8)).backward()
 
     assert remat.report(model).solution.budget_bytes == 55 * GIB
+
+
+@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.parametrize("budget", [None, "1GiB", "100%"])
+def test_what_cublas_keeps_is_no_room_for_the_plan(
+    budget: str | None, monkeypatch: pytest.MonkeyPatch, kept: dict[str, int]
+) -> None:
+    """Whatever the budget is, it is of all that the device counts."""
+    found = []
+    for kept_bytes in (0, 64 * MIB):
+        kept["cuda"] = kept_bytes
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0))
+        planned_there(monkeypatch, model, budget=budget)
+        say(monkeypatch, free=60 * GIB - kept_bytes, allocated=kept_bytes, reserved=kept_bytes)
+        model(torch.randn(4, 8)).sum().backward()
+        found.append(remat.report(model))
+
+    (without, with_it) = found
+    assert without.room is not None and with_it.room is not None
+    expected = {None: 64 * MIB, "1GiB": 64 * MIB, "100%": 0}[budget]
+    assert without.solution.budget_bytes - with_it.solution.budget_bytes == expected
+    assert with_it.room.held() == {"cuBLAS's workspace": 64 * MIB}
+    assert "cuBLAS's workspace" in str(with_it) and "cuBLAS" not in str(without)
+
+
+def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product forward and backward, of which nothing else is left."""
+    held = {"bytes": 5 * MIB}
+    runs = []
+
+    def run(device: str) -> None:
+        runs.append(device)
+        held["bytes"] += 64 * MIB
+
+    card._kept_by_cublas.cache_clear()
+    say(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["bytes"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(card, "_run_product", run)
+    monkeypatch.setattr(card, "forget_cublas_workspaces", lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+
+    assert [card.library_bytes("cuda"), card.library_bytes("cuda")] == [64 * MIB, 64 * MIB]
+    assert card.library_bytes("cpu") == 0
+    assert runs == ["cuda"]
+    card._kept_by_cublas.cache_clear()
+
+
+def test_the_product_leaves_nothing() -> None:
+    measured = remat.measure(lambda: card._run_product("cpu"), device="cpu")
+
+    assert measured.peak_bytes > 0
+    assert measured.end_bytes == 0
 
 
 @pytest.mark.parametrize("is_there", [False, True])

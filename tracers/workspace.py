@@ -8,7 +8,8 @@ machine, and what the allocator saw is cached on disk. So are operators without 
 On CUDA this says 0: what operators take of the caching allocator depends on the library that is
 chosen at run time; `profile()` measures it. Known and outside of every operator: cuBLAS keeps a
 workspace for each handle and stream from its first product on (8.1 MiB, 32 MiB on Hopper and later;
-`CUBLAS_WORKSPACE_CONFIG`), which `reserve_bytes` has to cover.
+`CUBLAS_WORKSPACE_CONFIG`). `checkpoint` measures it and keeps it free (`remat/plan/card.py`); a
+plan for a card that is not there has to cover it by `reserve_bytes`.
 """
 
 from __future__ import annotations

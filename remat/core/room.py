@@ -20,6 +20,7 @@ class Room:
         reserve_bytes: what the user keeps free, for the optimizer's state first of all.
         bucket_bytes: what `DistributedDataParallel` keeps gradients in.
         gap_bytes: what runs between compiled pieces, or beside a plan otherwise.
+        library_bytes: what cuBLAS keeps on a GPU from its first product on.
     """
 
     asked: Budget | None
@@ -29,11 +30,12 @@ class Room:
     reserve_bytes: int = 0
     bucket_bytes: int = 0
     gap_bytes: int = 0
+    library_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
         """What is kept free of the budget."""
-        return self.gradient_bytes + self.reserve_bytes + self.bucket_bytes + self.gap_bytes
+        return sum(self.held().values())
 
     @property
     def plan_bytes(self) -> int:
@@ -60,6 +62,7 @@ class Room:
             "reserve": self.reserve_bytes,
             "DDP's buckets": self.bucket_bytes,
             "beside the plan": self.gap_bytes,
+            "cuBLAS's workspace": self.library_bytes,
         }
         return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
 

@@ -1,19 +1,24 @@
-"""What the GPU has for a training step: the budget where none was given.
+"""What the GPU has for a training step, and what libraries keep there.
 
-Looked at when a model's first step is planned, and kept: later shapes are planned for the same
-budget, so that optimizer state, which comes in between, counts once (as `reserve_bytes`).
+The first is the budget where none was given. It is looked at before a model's first step, and kept:
+later shapes are planned for the same budget, so that optimizer state, which comes in between,
+counts once (as `reserve_bytes`).
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
 from remat.core.budget import describe_bytes
 from remat.plan.distributed import least_of_all_ranks
+from remat.torch_border.allocator import forget_cublas_workspaces
+from remat.torch_border.kernels import without_modes
 
 # Kept free: blocks that CUDA's allocator can't split or give back (on a model of it, 3 % above what
-# GPT-2 medium allocates), cuBLAS's workspace (64 MiB on an H100), and kernels that CUDA loads when
-# they are first run. Documented, not measured on a GPU.
+# GPT-2 medium allocates), and kernels that CUDA loads when they are first run. Documented, not
+# measured on a GPU.
 _RESERVED_SHARE, _LEAST_RESERVED_BYTES = 1 / 16, 512 << 20
 
 # A budget is a multiple of it: a few bytes that another program takes or leaves from one run to the
@@ -40,7 +45,8 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
 
     Args:
         device_type: where the step runs, `cpu` or `cuda`.
-        step_bytes: its parameters, buffers, inputs and gradients that are there.
+        step_bytes: what of it is there: parameters, buffers, inputs, gradients, and what libraries
+            keep for it.
 
     Raises:
         ValueError: the step runs on a CPU, or nothing is left on the GPU.
@@ -58,6 +64,34 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
             "else runs on the GPU, or give a budget"
         )
     return budget_bytes
+
+
+def library_bytes(device_type: str) -> int:
+    """Returns what cuBLAS keeps on the current GPU from a first forward and backward on.
+
+    It keeps workspace for each thread's handle and each stream, and autograd runs the backward in
+    a thread of its own. Measured once a process for each GPU; 0 on a CPU.
+    """
+    return _kept_by_cublas(torch.cuda.current_device()) if device_type == "cuda" else 0
+
+
+@cache
+def _kept_by_cublas(_: int) -> int:
+    with without_modes(), torch.autocast("cuda", enabled=False), torch.enable_grad():
+        forget_cublas_workspaces()
+        torch.cuda.synchronize()
+        before_bytes = torch.cuda.memory_allocated()
+        _run_product("cuda")
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.memory_allocated() - before_bytes)
+
+
+def _run_product(device: str) -> None:
+    """Runs a product with a bias, forward and backward, and keeps nothing of it."""
+    x = torch.ones(16, 16, device=device)
+    weight, bias = (torch.ones(*shape, device=device) for shape in ((16, 16), (16,)))
+    result = torch.nn.functional.linear(x, weight.requires_grad_(), bias.requires_grad_())
+    torch.autograd.grad(result.sum(), (weight, bias))
 
 
 def _left_on_card() -> tuple[int, int]:

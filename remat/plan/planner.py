@@ -17,7 +17,7 @@ from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
-from remat.plan.card import budget_of_card, check_has_card
+from remat.plan.card import budget_of_card, check_has_card, library_bytes
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, solve_once
@@ -91,6 +91,7 @@ class Plans:
         self._known: dict[tuple[str, int], tuple[Graph, Solution, Room]] = {}
         self._has_largest = False
         self._card_bytes = 0  # what the GPU had for the first step, where no budget was given
+        self._library_bytes = 0  # what cuBLAS keeps there
         # of the largest step so far, with all that it holds: what "60%" is a percentage of
         self._keep_all_bytes = 0
         self._cache = (
@@ -100,7 +101,8 @@ class Plans:
         )
 
     def look_at_card(self, device_type: str, step_bytes: Callable[[], int]) -> None:
-        """Where no budget was given, takes what the GPU has, before the first step is captured.
+        """Looks before the first step is captured, and outside of it, at what cuBLAS keeps on the
+        GPU; and at what the GPU has, where no budget was given.
 
         Args:
             device_type: where the step runs, `cpu` or `cuda`.
@@ -110,9 +112,10 @@ class Plans:
         Raises:
             ValueError: the step runs on a CPU, or nothing is left on the GPU.
         """
+        self._library_bytes = library_bytes(device_type)
         is_known = self._card_bytes and device_type == "cuda"
         if self.options.budget is None and not is_known:
-            self._card_bytes = budget_of_card(device_type, step_bytes())
+            self._card_bytes = budget_of_card(device_type, step_bytes() + self._library_bytes)
 
     def __call__(
         self,
@@ -173,6 +176,7 @@ class Plans:
             + gap_bytes
             + bucket_bytes()
             + self.options.reserve_bytes
+            + self._library_bytes
         )
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
         asked = self.options.budget
@@ -187,6 +191,7 @@ class Plans:
             self.options.reserve_bytes,
             bucket_bytes(),
             unplanned_bytes + gap_bytes,
+            self._library_bytes,
         )
 
     def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:

@@ -60,6 +60,13 @@ def stop_counting_allocations() -> list[tuple[float, int]]:
     return found if len(threads) == 1 else sorted(found, key=lambda item: item[0])
 
 
+def forget_cublas_workspaces() -> None:
+    """Gives back what cuBLAS keeps for each handle and stream (`_cuda_clearCublasWorkspaces`,
+    2.13).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def hold_stream(cycles: int = 2_000_000) -> None:
     """Keeps the current CUDA stream busy for about a millisecond (`torch.cuda._sleep`, 2.13)."""
     torch.cuda._sleep(cycles)
