@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import remat
-from remat.fit.optimizer_memory import state_bytes_of
+from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
 class RematCallback(TrainerCallback):
@@ -36,7 +36,9 @@ class RematCallback(TrainerCallback):
         """Plans the step; called by the trainer once model and optimizer are where they train."""
         optimizer = kwargs.get("optimizer")
         options = {
-            "reserve_bytes": state_bytes_of(optimizer) if optimizer is not None else 0,
+            "reserve_bytes": bytes_to_keep_free(optimizer, of_card=self.budget is None)
+            if optimizer is not None
+            else 0,
             "is_accumulating": args.gradient_accumulation_steps > 1,
             **self.options,
         }

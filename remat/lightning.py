@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import remat
-from remat.fit.optimizer_memory import state_bytes_of
+from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
 class RematCallback(Callback):
@@ -42,7 +42,10 @@ class RematCallback(Callback):
                 backward itself.
         """
         options = {
-            "reserve_bytes": sum(map(state_bytes_of, trainer.optimizers)),
+            "reserve_bytes": sum(
+                bytes_to_keep_free(optimizer, of_card=self.budget is None)
+                for optimizer in trainer.optimizers
+            ),
             "is_accumulating": trainer.accumulate_grad_batches > 1,
             **self.options,
         }

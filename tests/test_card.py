@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.fit.optimizer_memory import bytes_to_keep_free, state_bytes_of
 from remat.plan import card, distributed, planner
 from remat.plan.planner import Options, Plans
 
@@ -200,6 +201,20 @@ def test_the_backend_needs_a_budget_on_a_cpu() -> None:
 
     with pytest.raises(Exception, match="a budget is needed on a CPU"):
         compiled(torch.randn(2, 4)).sum()
+
+
+def test_state_that_is_there_is_not_kept_free_on_the_card_again() -> None:
+    """As in a training that is resumed; a budget that was given is of all the state."""
+    layer = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    to_come = state_bytes_of(optimizer)
+    assert bytes_to_keep_free(optimizer, of_card=True) == to_come > 0
+
+    layer(torch.ones(32)).sum().backward()
+    optimizer.step()
+
+    assert bytes_to_keep_free(optimizer, of_card=True) == 0
+    assert bytes_to_keep_free(optimizer, of_card=False) == to_come
 
 
 def test_a_solver_has_no_card_to_ask() -> None:

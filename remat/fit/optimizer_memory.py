@@ -94,6 +94,19 @@ def state_bytes_of(optimizer: Optimizer) -> int:
     return optimizer_memory(lambda ps: type(optimizer)(ps, **defaults), parameters).state_bytes
 
 
+def bytes_to_keep_free(optimizer: Optimizer, *, of_card: bool) -> int:
+    """Returns the reserve for an optimizer's state.
+
+    All of it in a budget that was given. In what a GPU has left (`of_card`) only what is still to
+    come: state that is there already, as in a training that is resumed, takes part of the GPU.
+    """
+    to_come = state_bytes_of(optimizer)
+    if not of_card:
+        return to_come
+    there = (t for state in optimizer.state.values() for t in state.values())
+    return max(0, to_come - sum(t.nbytes for t in there if isinstance(t, torch.Tensor)))
+
+
 def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
