@@ -462,10 +462,12 @@ def report(model: Callable[..., Any]) -> Report:
         )
     piece = call.pieces[-1]
     return Report(
-        piece.graph,
+        call.outside.with_loss(piece.graph),
         piece.solution,
         piece.meter.peak_bytes,
         call.captured_s,
         room=call.plan.room_of(piece.solution),
         cuda_peaks=piece.meter.cuda_peaks,
+        outside_bytes=call.outside.held_bytes,
+        whole_peak_bytes=piece.meter.whole.peak_bytes if piece.meter.whole else None,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.face.outside_room import OutsideRoom
 from remat.face.planned_module import PlannedCall, install, run_compiled, tensors_in
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
@@ -42,6 +43,7 @@ class PlannedBlocks(PlannedCall):
         self.costs = resolve_costs(costs, self.device_type)
         self.pieces = []
         self.captured_s = 0.0
+        self.outside = OutsideRoom(module, is_fixed=True)  # blocks run in pieces: stays empty
         self.blocks = list(blocks)
         self.piecewise: Piecewise = Piecewise(module, plan, self.costs)
         self.piecewise.adjust = self._with_sharding

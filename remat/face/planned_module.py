@@ -19,8 +19,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from remat.core.budget import describe_bytes
-from remat.core.errors import RematError, TraceError
+from remat.core.errors import BudgetError, RematError, TraceError
 from remat.core.solution import Solution
+from remat.face.outside_room import OutsideRoom
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
@@ -31,7 +32,6 @@ from remat.plan.planner import Options, Plans
 from remat.run.capture import (
     GraphBreak,
     Piece,
-    Planner,
     Step,
     device_type,
     make_backend,
@@ -111,6 +111,7 @@ class PlannedCall(OwnCall):
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
         self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
+        self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
         # bytes of gradients that earlier steps left -> the step
         self._whole: dict[int, Callable[..., Any]] = {}
         self._frame = new_frame()
@@ -139,8 +140,22 @@ class PlannedCall(OwnCall):
                 describe_bytes(excess),
             )
             self.unplanned_bytes += excess
-            self.pieces.clear()
-            self._whole.clear()
+            self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self.pieces.clear()
+        self._whole.clear()
+        self.outside.forget()
+
+    def _leave_room_outside(self) -> None:
+        """Plans again where the step that the module is part of held more than the budget."""
+        try:
+            is_too_little = self.outside.is_too_little(self.unplanned_bytes)
+        except BudgetError:
+            self._forget_plans()  # smaller batches may do
+            raise
+        if is_too_little:
+            self._forget_plans()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain module under `no_grad`.
@@ -164,6 +179,8 @@ class PlannedCall(OwnCall):
             return self._first_call(args, kwargs)
         if self.is_inductor:
             self._keep_within_budget()
+        if self.outside.is_open:
+            self._leave_room_outside()
         return self._run(args, kwargs)
 
     def anew(self) -> PlannedCall:
@@ -217,8 +234,12 @@ class PlannedCall(OwnCall):
         self.plan(step, is_largest=True)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
+        if self.outside.is_open:
+            self.outside.forward_begins()
         with without_dynamic_marks(tensors_in(args, kwargs)):
             result = self._run_static(args, kwargs)
+        if self.outside.is_open:
+            self.outside.await_backward(tensors_of(result), tensors_in(args, kwargs))
         self._recaptures.settle()
         return result
 
@@ -286,38 +307,42 @@ class PlannedCall(OwnCall):
         return self._whole[held_bytes]
 
     def _backend(self, held_bytes: int) -> Any:
-        own = weakref.ref(self.module)  # dynamo keeps each backend for good
+        call = weakref.ref(self)  # dynamo keeps each backend for good
 
-        def own_bytes() -> int:
-            module = own()
-            assert module is not None, "what is captured is called"
-            return model_bytes(module)
+        def planned() -> PlannedCall:
+            found = call()
+            assert found is not None, "what is captured is called"
+            return found
 
-        plan: Planner = partial(_planned_beside, self.plan, held_bytes, self.unplanned_bytes)
         make = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
             from remat.run.inductor import make_inductor_backend as make
         return make(
-            plan,
+            lambda step, **beside: planned()._plan(step, held_bytes, **beside),
             self.costs,
-            self.pieces.append,
+            lambda piece: planned()._note(piece),
             differentiate=self.differentiate,
-            model_bytes=own_bytes,
+            model_bytes=lambda: model_bytes(planned().module),
             plain_steps=self._plain_steps,
         )
 
+    def _plan(self, step: Step, held_bytes: int, *, unplanned_bytes: int = 0) -> Solution:
+        """The plan beside gradients that are held, and what no plan knows."""
 
-def _planned_beside(
-    plan: Plans | FixedPlan,
-    gradient_bytes: int,
-    excess_bytes: int,
-    step: Step,
-    *,
-    unplanned_bytes: int = 0,
-) -> Solution:
-    """The solution for a step beside gradients that are held, and what no plan knows."""
-    return plan(step, gradient_bytes=gradient_bytes, unplanned_bytes=excess_bytes + unplanned_bytes)
+        def plan(step: Step, room_bytes: int) -> Solution:
+            return self.plan(
+                step,
+                gradient_bytes=held_bytes,
+                unplanned_bytes=self.unplanned_bytes + unplanned_bytes,
+                gap_bytes=room_bytes,
+            )
+
+        return self.outside.plan(step, plan)
+
+    def _note(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.outside.note(piece)
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from remat.look.labels import SOURCE_WIDTH, shape_text, short_source, short_targ
 
 _WIDTH = 80
 _ROWS = 12
+_SCALARS_BYTES = 512  # what a loss and its gradient may differ by
 _MODULE = 15  # columns for a module's path
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -69,6 +70,10 @@ class Report:
         room: the budget as the user gave it, and what of it is kept free; that of the plan alone
             without one.
         cuda_peaks: the measured peak on CUDA, counted in three ways.
+        outside_bytes: what the step was measured to hold outside of the planned calls, and the plan
+            leaves room for; 0 where the budget was enough for it all along.
+        whole_peak_bytes: measured from the module's first call to the end of the backward, the loss
+            and all else included; None before, and where the step runs in pieces.
     """
 
     graph: Graph
@@ -80,6 +85,8 @@ class Report:
     unplanned_bytes: int = 0
     room: Room | None = None
     cuda_peaks: CudaPeaks | None = None
+    outside_bytes: int = 0
+    whole_peak_bytes: int | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -227,6 +234,15 @@ class Report:
             rows.append(("left for the plan", left))
         return rows
 
+    def _whole_rows(self) -> list[tuple[str, str]]:
+        whole, rows = self.whole_peak_bytes, []
+        if whole is not None and whole - (self.measured_peak_bytes or 0) > _SCALARS_BYTES:
+            rows.append(("- of the whole step", describe_bytes(whole)))
+        if self.outside_bytes:
+            outside = f"{describe_bytes(self.outside_bytes)}, which the plan leaves room for"
+            rows.append(("outside of the module", outside))
+        return rows
+
     def _summary(self) -> Table:
         solution, table = self.solution, Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         backward = sum(op.phase is Phase.BACKWARD for op in self.graph.operators)
@@ -240,6 +256,7 @@ class Report:
                 else "known after the first backward",
             ),
             *([("- as CUDA counts", self.cuda_peaks.text())] if self.cuda_peaks else []),
+            *self._whole_rows(),
             ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
             (
                 "held throughout",

@@ -39,6 +39,7 @@ from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.plain_kernels import plain_kernels
 from remat.run.refusals import refuse_nested, refuse_scans, refuse_what_has_no_size
 from remat.run.rewrite import split
+from remat.run.whole_step import note_planned
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.kernels import StorageWeakRef
@@ -274,7 +275,7 @@ class Piecewise:
                 partition_fn=partition,
                 keep_inference_input_mutations=True,
             )(module, example_inputs)
-        return _without_zeros_for_no_gradient(compiled) if pieces else compiled
+        return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled
 
     def _piece(self, piece: Piece) -> Piece:
         """A piece that dynamo compiled before, and again since some Python value is another, is the
@@ -497,11 +498,14 @@ def _boxed(call: BoxedFunction) -> BoxedFunction:
     return run
 
 
-def _without_zeros_for_no_gradient(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _without_zeros_for_no_gradient(
+    compiled: Callable[..., Any], owner: Piecewise
+) -> Callable[..., Any]:
     """Returns a compiled piece whose backward is told which of its results got no gradient.
 
-    Autograd would say zeros.
+    Autograd would say zeros. Its nodes are known as those of `owner`'s plan.
     """
+    planned = weakref.ref(owner)
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
@@ -513,6 +517,7 @@ def _without_zeros_for_no_gradient(compiled: Callable[..., Any]) -> Callable[...
             for node in nodes:
                 if node is not None and is_compiled_node(node):
                     node.set_materialize_grads(False)
+                    note_planned(node, planned)
         return results
 
     return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]

@@ -244,6 +244,11 @@ class Agreement:
     name: str
     _asked: int = field(default=0, init=False, repr=False)
 
+    @property
+    def is_settled(self) -> bool:
+        """True once asking again says nothing new."""
+        return self._asked > 1 or not is_distributed()
+
     def of_all_ranks(self, own: int) -> int:
         """Returns what is agreed on, 0 until it is.
 

@@ -32,6 +32,7 @@ from remat.run.refusals import (
 )
 from remat.run.rewrite import SplitStep, split
 from remat.run.tangents import Tangents
+from remat.torch_border.allocator import abandon_node
 from remat.torch_border.autograd import (
     aot_autograd,
     backward_without_autocast,
@@ -210,6 +211,7 @@ def runs_once(
 
     def run(args: list[Any]) -> Any:
         if is_graph_kept():
+            abandon_node()
             raise TraceError(
                 "a planned step runs its backward once: what it saved is gone afterwards, so "
                 "retain_graph=True and create_graph=True "

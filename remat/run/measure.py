@@ -6,17 +6,32 @@ The peak and timeline of a callable, on the CPU's allocator or a CUDA device's.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
 from remat.run.cuda_mark import CudaMark
-from remat.torch_border.allocator import is_profiling, run_counting_allocations
-from remat.torch_border.kernels import StorageWeakRef
+from remat.run.measured_forward import (
+    MeasuredForward,
+    Storage,
+    WholeStep,
+    keep_peak_for,
+    note_peak,
+    storages_of,
+)
+from remat.torch_border.allocator import (
+    Events,
+    end_node,
+    is_profiling,
+    mark_moment,
+    run_counting_allocations,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,15 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
-    return from_events(run_counting_allocations(fn)[1], "cpu")
+    """Measures `fn`, and planned steps that first run inside, which can't count for themselves."""
+    outer, _MEASURED.now = _MEASURED.now, _Measured()
+    measured = _MEASURED.now
+    try:
+        _, events = run_counting_allocations(fn, measured.marks)
+    finally:
+        _MEASURED.now = outer
+    measured.tell(events)
+    return from_events(events, "cpu")
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
@@ -82,7 +105,7 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
     return replace(measured, peak_bytes=peaks.allocated_bytes, cuda_peaks=peaks)
 
 
-def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
+def from_events(events: Events, device: str) -> Measurement:
     """Returns what (seconds, bytes allocated or, negative, released) in order add up to."""
     held, history, times = 0, [], []
     for time_s, change in events:
@@ -92,7 +115,42 @@ def from_events(events: list[tuple[float, int]], device: str) -> Measurement:
     return Measurement(max([0, *history]), held, tuple(times), tuple(history), device)
 
 
-@dataclass
+class _Measured:
+    """A measurement that runs: of parts of it, told by marks, others want to know as well."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, int] = {}
+        self._asked: list[tuple[Sequence[_Span], Callable[[list[Events]], None]]] = []
+
+    def run(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, _Span]:
+        """Runs a part, and returns its result and which part it is."""
+        first = mark_moment()
+        with garbage_left_alone():
+            result = run(args)
+        return result, (first, mark_moment())
+
+    def ask(self, spans: Sequence[_Span], answer: Callable[[list[Events]], None]) -> None:
+        """Calls `answer` with what happened in the parts, once all is measured."""
+        self._asked.append((spans, answer))
+
+    def tell(self, events: Events) -> None:
+        """Answers what was asked."""
+        for spans, answer in self._asked:
+            if all(name in self.marks for span in spans for name in span):
+                answer([events[self.marks[first] : self.marks[last]] for first, last in spans])
+
+
+_Span = tuple[str, str]  # the marks of its first and its last moment
+
+
+class _OfThread(threading.local):
+    now: _Measured | None = None
+
+
+_MEASURED = _OfThread()
+
+
+@dataclass(eq=False)
 class FirstStepMeter:
     """Measures the first step that really runs: a forward, and the backward that belongs to it.
 
@@ -107,6 +165,10 @@ class FirstStepMeter:
         num_results: how many of the forward's results the model returns; the others are saved.
         peak_bytes: the measured peak of the step, None until both halves ran.
         cuda_peaks: the same on CUDA, counted in three ways.
+        whole: the same with all else that the step held, such as its loss; None where that was not
+            measured.
+        waiting: the last forward that was measured, while its backward is waited for.
+        num_backwards: how many planned backwards ran.
     """
 
     device: str
@@ -114,7 +176,9 @@ class FirstStepMeter:
     num_results: int
     peak_bytes: int | None = None
     cuda_peaks: CudaPeaks | None = None
-    _forward: _Forward | None = field(default=None, repr=False)  # whose backward is waited for
+    whole: WholeStep | None = None
+    waiting: MeasuredForward | None = field(default=None, repr=False)
+    num_backwards: int = 0
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured until a step is."""
@@ -122,69 +186,86 @@ class FirstStepMeter:
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once, for the forward that was measured last."""
-        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_backward(run, args))
+
+        def counted(args: list[Any]) -> Any:
+            self.num_backwards += 1
+            return end_node(run(args) if self.peak_bytes else self._run_backward(run, args))
+
+        return _boxed(counted)
 
     def forget(self) -> None:
         """Drops what was measured of a forward whose step does not run as planned."""
-        self._forward = None
+        self.waiting = None
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        self._forward = None
-        if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args) or is_profiling():
+        self.waiting = None
+        outer = _MEASURED.now if self.device == "cpu" else None
+        is_fake = any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args)
+        if is_fake or (is_profiling() and outer is None):
             return run(args)
-        peak_bytes, held_bytes, mark = 0, 0, None
+        forward = MeasuredForward(storages_of(args))
         if self.device == "cuda":
-            mark = CudaMark.now()
+            note_peak()
+            forward.mark = CudaMark.now()
+            keep_peak_for(forward)
             results = run(args)
+            note_peak(forward)
+        elif outer is not None:
+            results, span = outer.run(run, args)
+            forward.span = outer, span
         else:
-            results, peak_bytes, held_bytes = _profiled(run, args)
-        saved = _references(results[self.num_results :])
-        self._forward = _Forward(peak_bytes, held_bytes, saved, mark)
+            results, events = _profiled(run, args)
+            measured = from_events(events, "cpu")
+            forward.peak_bytes, forward.held_bytes = measured.peak_bytes, measured.end_bytes
+        forward.end(results, self.num_results)
+        self.waiting = forward
         return results
 
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         # taken out first: an error below, or another forward's backward, leaves nothing of it
-        forward, self._forward = self._forward, None
-        is_its_own = forward is not None and forward.saved.keys() <= _references(args).keys()
-        if forward is None or not is_its_own or is_profiling():
+        forward, self.waiting = self.waiting, None
+        is_its_own = forward is not None and forward.saved.keys() <= storages_of(args).keys()
+        if forward is None or not is_its_own:
             return run(args)
-        if forward.mark is not None:
+        if forward.mark is not None and not is_profiling():
+            note_peak()
             result = run(args)
             self.cuda_peaks = forward.mark.peaks().beside(self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
+            note_peak(forward)
             return result
-        result, peak_bytes, _ = _profiled(run, args)
-        self.peak_bytes = self.resident_bytes + max(
-            forward.peak_bytes, forward.held_bytes + peak_bytes
-        )
+        known = forward.saved.keys() | forward.args.keys()
+        arrived = [s for key, s in storages_of(args).items() if key not in known]
+        outer = _MEASURED.now
+        if forward.span is not None and outer is not None and forward.span[0] is outer:
+            result, span = outer.run(run, args)
+            outer.ask([forward.span[1], span], partial(self._is_measured, _gone(arrived)))
+            return result
+        if forward.span is not None or is_profiling():
+            return run(args)
+        result, events = _profiled(run, args)
+        self._add(forward.peak_bytes, forward.held_bytes, events, _gone(arrived))
         return result
 
+    def _is_measured(self, gone: list[int], parts: list[Events]) -> None:
+        forward, backward = parts
+        measured = from_events(forward, "cpu")
+        self._add(measured.peak_bytes, measured.end_bytes, backward, gone)
 
-@dataclass(frozen=True)
-class _Forward:
-    """A forward that was measured.
-
-    Attributes:
-        peak_bytes: the most it held.
-        held_bytes: what it left behind.
-        saved: address -> reference of the storages that it saved for its backward. The reference
-            keeps the address from being given to another one, not the memory.
-        mark: what was held on the GPU before it.
-    """
-
-    peak_bytes: int
-    held_bytes: int
-    saved: dict[int, StorageWeakRef]
-    mark: CudaMark | None
+    def _add(self, peak_bytes: int, held_bytes: int, backward: Events, gone: list[int]) -> None:
+        """Adds the backward to the forward; gradients that arrived are no part of either."""
+        events = list(backward)
+        for size_bytes in gone:
+            place = next((i for i, (_, change) in enumerate(events) if change == -size_bytes), None)
+            if place is not None:
+                del events[place]
+        backward_bytes = from_events(events, "cpu").peak_bytes
+        self.peak_bytes = self.resident_bytes + max(peak_bytes, held_bytes + backward_bytes)
 
 
-def _references(tensors: Iterable[Any]) -> dict[int, StorageWeakRef]:
-    storages = [
-        tensor.untyped_storage()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-    ]
-    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
+def _gone(storages: Iterable[Storage]) -> list[int]:
+    """The sizes of those that were released."""
+    return [storage.size_bytes for storage in storages if storage.is_gone()]
 
 
 def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -192,11 +273,9 @@ def _boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
-def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, int, int]:
+def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, Events]:
     with garbage_left_alone():
-        result, events = run_counting_allocations(lambda: run(args))
-    measured = from_events(events, "cpu")
-    return result, measured.peak_bytes, measured.end_bytes
+        return run_counting_allocations(lambda: run(args))
 
 
 @contextmanager

@@ -1,0 +1,332 @@
+"""Measures what a step holds beside the planned call: the loss outside of it, other calls.
+
+A planned forward waits for the backward of the step that it is part of. While one waits, backwards
+are met (`watch_backwards`): where one runs through the forward's node, all that its graph holds is
+counted, and the backward is measured, on the CPU node by node. Nothing is left on between the
+calls, and nothing once the step was measured. A step that more than one plan takes part in has no
+number: each has a budget of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from remat.run.measure import FirstStepMeter, from_events, garbage_left_alone
+from remat.run.measured_forward import (
+    MeasuredForward,
+    Storages,
+    WholeStep,
+    note_peak,
+    storages_of,
+)
+from remat.torch_border.allocator import (
+    is_profiling,
+    no_node_runs,
+    start_counting_node,
+    stop_counting_node,
+)
+from remat.torch_border.autograd import sequence_number
+from remat.torch_border.backwards import (
+    compiled_class,
+    held_tensors,
+    is_compiled_autograd_on,
+    is_in_backward,
+    is_parameter,
+    nodes_behind,
+    stop_watching_backwards,
+    watch_backwards,
+)
+
+_MOST_PASSES = 64  # backwards of other steps, after which a forward's own is not waited for
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A planned forward whose backward did not come yet.
+
+    Attributes:
+        meter: of the piece that ran.
+        forward: what was measured of it.
+        node: its node in autograd's graph, which dies with the graph.
+        number: the node's place in the order of forwards.
+        owner: the planned call.
+        num_passes: backwards of others since.
+    """
+
+    meter: FirstStepMeter
+    forward: MeasuredForward
+    node: weakref.ref[Any]
+    number: int
+    owner: weakref.ref[Any]
+    num_passes: int = 0
+
+
+_LOCK = threading.RLock()  # a forward is dropped by the garbage collector as well
+_WAITING: list[_Waiting] = []
+# the class of a compiled piece -> the planned call that it belongs to
+_OWNERS: weakref.WeakKeyDictionary[type, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def await_backward(
+    meters: Iterable[FirstStepMeter],
+    results: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    owner: Any,
+) -> None:
+    """Waits for the backward of a planned forward that just ran.
+
+    Args:
+        meters: of the pieces that `owner` has planned; one of them measured the forward, or none.
+        results: what the module returned.
+        inputs: what it was given, whose own graph is none of this step's.
+        owner: the planned call.
+    """
+    made_inputs = {tensor.grad_fn for tensor in inputs}
+    nodes = [
+        node for node in nodes_behind(results) if node not in made_inputs and compiled_class(node)
+    ]
+    node = max(nodes, key=sequence_number, default=None)  # the newest, behind views of its results
+    if node is None:
+        return
+    cls = compiled_class(node)
+    assert cls is not None
+    _OWNERS[cls] = weakref.ref(owner)
+    for meter in meters:
+        forward = meter.waiting
+        if forward is None or not forward.is_new:
+            continue
+        forward.is_new = False
+        dies = weakref.ref(node, _forget)
+        waiting = _Waiting(meter, forward, dies, sequence_number(node), weakref.ref(owner))
+        with _LOCK:
+            _WAITING.append(waiting)
+            watch_backwards(_around)
+
+
+def note_planned(node: Any, owner: weakref.ref[Any]) -> None:
+    """Notes that a compiled piece's node is one of a plan, so that no other plan counts it."""
+    cls = compiled_class(node)
+    if cls is not None:
+        _OWNERS.setdefault(cls, owner)
+
+
+def _forget(node: weakref.ref[Any]) -> None:
+    _drop(lambda waiting: waiting.node is node)
+
+
+def _drop(is_over: Callable[[_Waiting], bool]) -> None:
+    with _LOCK:
+        _WAITING[:] = [waiting for waiting in _WAITING if not is_over(waiting)]
+        if not _WAITING:
+            stop_watching_backwards()
+
+
+def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """Runs a backward, measured where a forward that waits is part of its step."""
+    if not _WAITING or is_in_backward() or is_profiling() or is_compiled_autograd_on():
+        return run()
+    nodes = list(nodes_behind(roots))
+    met = _met_by(set(nodes))
+    if not met:
+        return run()
+    try:
+        if any(w.forward.span for w in met) or not _is_of_one_plan(nodes, met[0]):
+            return run()
+        step = _Step(met, nodes, [*roots, *gradients])
+        del nodes  # what the engine lets go goes
+        return step.run(run)
+    finally:
+        done = {waiting.meter for waiting in met}
+        _drop(
+            lambda waiting: (
+                waiting in met or (waiting.meter in done and waiting.meter.whole is not None)
+            )
+        )
+
+
+def _met_by(nodes: set[Any]) -> list[_Waiting]:
+    """The forwards that a backward's graph has, in the order in which they ran; the others waited
+    in vain once more.
+    """
+    with _LOCK:
+        met = [waiting for waiting in _WAITING if waiting.node() in nodes]
+        for waiting in _WAITING:
+            waiting.num_passes += waiting not in met
+        _drop(lambda waiting: waiting.num_passes >= _MOST_PASSES)
+    return sorted(met, key=lambda waiting: waiting.number)
+
+
+def _is_of_one_plan(nodes: Iterable[Any], waiting: _Waiting) -> bool:
+    classes = [compiled_class(node) for node in nodes]
+    owners = {_OWNERS[cls]() for cls in classes if cls is not None and cls in _OWNERS}
+    return owners <= {waiting.owner()}
+
+
+class _Step:
+    """The backward of a step that planned forwards are part of."""
+
+    def __init__(self, met: list[_Waiting], nodes: list[Any], roots: list[Any]) -> None:
+        self.met, self.nodes = met, nodes
+        self.num_before = self._num_backwards()
+        self.held = _Held(met, nodes, roots) if met[0].meter.device == "cpu" else None
+
+    def run(self, run: Callable[[], Any]) -> Any:
+        """Runs the backward, and tells the meters what the whole step held."""
+        if self.held is None:
+            self.nodes.clear()
+            result = run()
+            torch.cuda.synchronize()
+            note_peak()
+            first = self.met[0].forward
+            peaks, begun_bytes = (first.peak_bytes, first.outside_bytes), first.begun_bytes
+            planned_bytes, outside_bytes = (max(0, peak - begun_bytes) for peak in peaks)
+        else:
+            with self.held.counting(self.nodes), garbage_left_alone():
+                result = run()
+            planned_bytes, outside_bytes = self.held.planned_bytes, self.held.outside_bytes
+        if self._num_backwards() - self.num_before == len(self.met):  # not where it ran plain
+            self._is_measured(planned_bytes, outside_bytes)
+        return result
+
+    def _num_backwards(self) -> int:
+        return sum(meter.num_backwards for meter in {waiting.meter for waiting in self.met})
+
+    def _is_measured(self, planned_bytes: int, outside_bytes: int) -> None:
+        resident_bytes = self.met[0].meter.resident_bytes
+        saved_bytes = self.met[0].forward.saved_bytes
+        whole = WholeStep(
+            resident_bytes + planned_bytes,
+            resident_bytes + outside_bytes - saved_bytes,
+            saved_bytes,
+            len(self.met),
+        )
+        for waiting in self.met:
+            waiting.meter.whole = whole
+
+
+class _Held:
+    """What a step holds on the CPU during its backward, beside what it holds throughout.
+
+    At the beginning that is what autograd's graph holds, and what the planned forwards returned. In
+    each node allocations are counted; what went between two nodes is told by weak references. Left
+    out are the first forward's parameters and inputs, which the step holds throughout, parameters
+    of others, and gradients that were there before. What a node from before that forward saved
+    counts only where it goes.
+
+    Attributes:
+        planned_bytes: the most so far in planned forwards, and in their nodes.
+        outside_bytes: the most so far otherwise.
+    """
+
+    def __init__(self, met: list[_Waiting], nodes: list[Any], roots: list[Any]) -> None:
+        self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        present = [*self._leaves, *(leaf.grad for leaf in self._leaves)]
+        self._left_out = storages_of(present) | met[0].forward.args
+        self._planned = {waiting.node() for waiting in met}
+        self._counted: set[int] = set()  # storages whose release the profiler sees
+        self._kept: list[torch.Tensor] = []  # while a node runs
+        self._followed: Storages = {}
+        self._births: dict[int, int] = {}  # storage -> the number of the first node that holds it
+
+        for forward, number in ((waiting.forward, waiting.number) for waiting in met):
+            self._note(forward.args | forward.results, number)
+            self._counted |= forward.results.keys()
+        for node in nodes:
+            if not hasattr(node, "variable"):
+                held = [tensor for tensor in held_tensors(node) if not is_parameter(tensor)]
+                self._note(storages_of(held), sequence_number(node))
+
+        first = met[0].number
+        self._old_bytes = self._bytes_born(0, first)
+        self.planned_bytes = max(
+            w.forward.peak_bytes + self._bytes_born(first, w.number) for w in met
+        )
+        self.outside_bytes = self._held_bytes(roots)
+        self._begun_bytes = 0  # held when the node began that is counted
+
+    @contextmanager
+    def counting(self, nodes: list[Any]) -> Iterator[None]:
+        """Counts what the nodes allocate while they run inside; empties the list of them."""
+        handles = []
+        while nodes:
+            node = nodes.pop()
+            if not hasattr(node, "variable"):
+                # of the others what is saved goes after the node has ended
+                in_python = weakref.ref(node) if isinstance(node, FunctionCtx) else None
+                is_planned = node in self._planned
+                handles.append(node.register_prehook(partial(self._begin, in_python, is_planned)))
+                if not is_planned:
+                    handles.append(node.register_hook(self._end))
+            del node
+        self._planned.clear()
+        try:
+            yield
+            self.outside_bytes = max(self.outside_bytes, self._held_bytes())
+        finally:
+            for handle in handles:
+                handle.remove()
+            no_node_runs()
+
+    def _begin(
+        self, node: weakref.ref[Any] | None, is_planned: bool, gradients: Sequence[Any]
+    ) -> None:
+        if is_planned and all(gradient is None for gradient in gradients):
+            return  # its backward does not run
+        self._begun_bytes = self._held_bytes(gradients)
+        # what the profiler did not see allocated is not to go while it runs, or it complains
+        found = [*gradients, *(held_tensors(node()) if node is not None else ())]
+        self._kept = [tensor for tensor in found if not self._is_counted(tensor)]
+        start_counting_node(self._end_planned if is_planned else None)
+
+    def _end_planned(self, made: Sequence[Any]) -> None:
+        self.planned_bytes = max(self.planned_bytes, self._ended_bytes(made))
+
+    def _end(self, made: Sequence[Any], _: Sequence[Any]) -> None:
+        self.outside_bytes = max(self.outside_bytes, self._ended_bytes(made))
+
+    def _ended_bytes(self, made: Sequence[Any]) -> int:
+        """The most that was held in the node that ends."""
+        counted = from_events(stop_counting_node(), "cpu")
+        self._counted |= storages_of(made).keys()
+        self._follow(storages_of(made))
+        self._kept = []
+        return self._begun_bytes + counted.peak_bytes
+
+    def _is_counted(self, tensor: Any) -> bool:
+        return not isinstance(tensor, torch.Tensor) or (
+            storages_of([tensor]).keys() <= self._counted
+        )
+
+    def _held_bytes(self, arrived: Iterable[Any] = ()) -> int:
+        self._follow(storages_of([*arrived, *(leaf.grad for leaf in self._leaves)]))
+        self._followed = {
+            key: storage for key, storage in self._followed.items() if not storage.is_gone()
+        }
+        return sum(s.size_bytes for s in self._followed.values()) - self._old_bytes
+
+    def _note(self, storages: Storages, number: int) -> None:
+        self._follow(storages)
+        for key in storages:
+            self._births[key] = min(number, self._births.get(key, number))
+
+    def _follow(self, storages: Storages) -> None:
+        for key, storage in storages.items():
+            if key not in self._left_out and storage.device == "cpu":
+                self._followed.setdefault(key, storage)
+
+    def _bytes_born(self, first: int, last: int) -> int:
+        """What nodes from `first` to before `last` brought along, and there is still."""
+        return sum(
+            storage.size_bytes
+            for key, storage in self._followed.items()
+            if first <= self._births[key] < last and not storage.is_gone()
+        )

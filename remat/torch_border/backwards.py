@@ -1,0 +1,106 @@
+"""Private names of torch's autograd by which a whole backward is met: its call, its nodes.
+
+Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import compiled_autograd  # 2.13
+from torch.utils import _pytree as pytree
+
+Around = Callable[[Sequence[Any], Sequence[Any], Callable[[], Any]], Any]
+
+
+def watch_backwards(around: Around) -> None:
+    """Runs every backward that is called from Python as `around(roots, gradients, run)` does.
+
+    `torch.autograd.backward` and `grad` call the engine by a name of their module
+    (`_engine_run_backward`, 2.13), which is replaced until `stop_watching_backwards`.
+    """
+    private: Any = torch.autograd
+    plain = private._engine_run_backward
+    if isinstance(plain, _Watched):
+        return
+    private._engine_run_backward = _Watched(plain, around)
+
+
+def stop_watching_backwards() -> None:
+    """Puts torch's own function back.
+
+    Where somebody else replaced it since, theirs stays, and calls ours.
+    """
+    private: Any = torch.autograd
+    if isinstance(private._engine_run_backward, _Watched):
+        private._engine_run_backward = private._engine_run_backward.plain
+
+
+class _Watched:
+    """What `torch.autograd` calls in place of the engine."""
+
+    def __init__(self, plain: Callable[..., Any], around: Around) -> None:
+        self.plain, self.around = plain, around
+
+    def __call__(
+        self, roots: Sequence[Any], gradients: Sequence[Any] = (), *args: Any, **kwargs: Any
+    ) -> Any:
+        return self.around(roots, gradients, lambda: self.plain(roots, gradients, *args, **kwargs))
+
+
+def is_in_backward() -> bool:
+    """True inside of a backward (`_current_graph_task_id`, 2.13)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_compiled_autograd_on() -> bool:
+    """True where backwards are captured, hooks and all (`compiled_autograd_enabled`, 2.13)."""
+    return bool(compiled_autograd.compiled_autograd_enabled)
+
+
+def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes that a backward from `roots` may run: tensors, or edges of the graph."""
+    waiting: list[Any] = [
+        root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots
+    ]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+            yield node
+
+
+def compiled_class(node: Any) -> type | None:
+    """The class of a compiled piece's autograd node, one for each piece that AOTAutograd compiled
+    (`_forward_cls`, 2.13); None for other nodes.
+    """
+    found = getattr(node, "_forward_cls", None)
+    return found if isinstance(found, type) and hasattr(found, "compiled_fw") else None
+
+
+def held_tensors(node: Any) -> list[torch.Tensor]:
+    """Returns the tensors that a node holds for its backward, as they are held.
+
+    What hooks packed is not unpacked, which may compute it (`_raw_saved_*`, `SavedTensor.data`,
+    2.13). A node whose backward ran holds nothing.
+    """
+    found: list[Any] = list(getattr(node, "__dict__", {}).values())
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+                entries = saved if isinstance(saved, list | tuple) else [saved]
+                found += [entry.data for entry in entries]
+            except RuntimeError:  # freed, or packed by hooks in C++
+                continue
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """True for a module's parameter, or a view of one (`Tensor._base`, 2.13)."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
