@@ -59,10 +59,10 @@ def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
     return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
 
 
-_FORWARD = "            return pieces[-1].meter.forward(run) if pieces else run"
-_NOTED = """            if not pieces:
+_FORWARD = "            return planned[-1].meter.forward(run) if planned else run"
+_NOTED = """            if not planned:
                 return run
-            inner = pieces[-1].meter.forward(run)
+            inner = planned[-1].meter.forward(run)
 
             def noted(args):
                 latest[:] = results = list(inner(args))
@@ -71,20 +71,20 @@ _NOTED = """            if not pieces:
             noted._boxed_call = True
             return noted"""
 _BACKWARD = (
-    "            return runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)"
+    "            return runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)"
 )
-_STALE = """            inner = runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)
+_STALE = """            inner = runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)
 
             def stale(args):
-                saved = latest[pieces[-1].step.num_forward_outputs :]
+                saved = latest[planned[-1].step.num_forward_outputs :]
                 args[: len(saved)] = saved
                 return inner(args)
 
             stale._boxed_call = True
             return stale"""
 _LATEST = (
-    "        pieces: list[Piece] = []\n",
-    "        pieces: list[Piece] = []\n        latest = []\n",
+    "        planned: list[PlannedStep] = []\n",
+    "        planned: list[PlannedStep] = []\n        latest = []\n",
 )
 _REPLAY = """        return _with_generator(operator)(
             *args, **kwargs, generator=_generator_in(state), move_on=False

@@ -460,14 +460,14 @@ def report(model: Callable[..., Any]) -> Report:
         raise TraceError(
             f"{name} has not run yet; its plan is made at the first call with gradients enabled"
         )
-    piece = call.pieces[-1]
+    last = call.pieces[-1]
     return Report(
-        call.outside.with_loss(piece.graph),
-        piece.solution,
-        piece.meter.peak_bytes,
+        call.outside.with_loss(last.graph),
+        last.solution,
+        last.meter.peak_bytes,
         call.captured_s,
-        room=call.plan.room_of(piece.solution),
-        cuda_peaks=piece.meter.cuda_peaks,
+        room=call.plan.room_of(last.solution),
+        cuda_peaks=last.meter.cuda_peaks,
         outside_bytes=call.outside.held_bytes,
-        whole_peak_bytes=piece.meter.whole.peak_bytes if piece.meter.whole else None,
+        whole_peak_bytes=last.meter.whole.peak_bytes if last.meter.whole else None,
     )

@@ -26,7 +26,7 @@ from remat.face.outside_messages import (
     outside_is_over,
 )
 from remat.plan.distributed import Agreement
-from remat.run.capture import Piece, Step
+from remat.run.capture import PlannedStep, Step
 from remat.run.measured_forward import WholeStep
 from remat.run.whole_step import await_backward
 
@@ -115,12 +115,12 @@ class OutsideRoom:
         self.size_bytes = self.loss_bytes = self._measured_at = 0
         self._tries.clear()
 
-    def note(self, piece: Piece) -> None:
-        """Notes a piece that was planned, whose step is to be measured."""
-        room = f"{piece.solution.budget_bytes}/{self.size_bytes}/{self.loss_bytes}"
-        name = f"outside/{piece.graph.fingerprint}/{room}"
+    def note(self, planned: PlannedStep) -> None:
+        """Notes a planned step that is to be measured."""
+        room = f"{planned.solution.budget_bytes}/{self.size_bytes}/{self.loss_bytes}"
+        name = f"outside/{planned.graph.fingerprint}/{room}"
         loss = Agreement(f"{name}/loss")
-        self._open.append(_Unjudged(piece, self.size_bytes, Agreement(name), loss))
+        self._open.append(_Unjudged(planned, self.size_bytes, Agreement(name), loss))
 
     def forget(self) -> None:
         """All is planned again."""
@@ -140,14 +140,14 @@ class OutsideRoom:
     def forward_begins(self) -> None:
         """Forgets forwards that failed after they were measured."""
         for entry in self._open:
-            if entry.piece.meter.waiting is not None:
-                entry.piece.meter.waiting.is_new = False
+            if entry.planned.meter.waiting is not None:
+                entry.planned.meter.waiting.is_new = False
 
     def await_backward(
         self, results: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
     ) -> None:
         """Measures the step that the forward just run is part of."""
-        await_backward([entry.piece.meter for entry in self._open], results, inputs, self)
+        await_backward([entry.planned.meter for entry in self._open], results, inputs, self)
 
     def is_too_little(self, unplanned_bytes: int) -> bool:
         """True where a step held more than the budget, and all is to be planned again.
@@ -159,52 +159,52 @@ class OutsideRoom:
             BudgetError: it did with the plan that holds the least, too.
         """
         for entry in list(self._open):
-            piece, whole = entry.piece, entry.piece.meter.whole
-            if whole is None and piece.meter.peak_bytes is None:
+            planned, whole = entry.planned, entry.planned.meter.whole
+            if whole is None and planned.meter.peak_bytes is None:
                 continue
-            budget_bytes = piece.solution.budget_bytes + unplanned_bytes + entry.room_bytes
-            is_over = whole is not None and _is_over(piece, whole.peak_bytes, budget_bytes)
-            room = self._room(piece, whole, budget_bytes) if whole and is_over else (0, 0)
+            budget_bytes = planned.solution.budget_bytes + unplanned_bytes + entry.room_bytes
+            is_over = whole is not None and _is_over(planned, whole.peak_bytes, budget_bytes)
+            room = self._room(planned, whole, budget_bytes) if whole and is_over else (0, 0)
             room = entry.size.of_all_ranks(room[0]), entry.loss.of_all_ranks(room[1])
             if entry.size.is_settled:
                 self._open.remove(entry)
             if room == (0, 0):
                 continue
 
-            self._say(piece, budget_bytes)
+            self._say(planned, budget_bytes)
             if self.is_fixed:
                 continue
-            self._tries[piece.graph.fingerprint] += 1
+            self._tries[planned.graph.fingerprint] += 1
             self.size_bytes, self.loss_bytes = room
-            self._measured_at = _arriving_bytes(piece.graph)
+            self._measured_at = _arriving_bytes(planned.graph)
             return True
         return False
 
-    def _room(self, piece: Piece, whole: WholeStep, budget_bytes: int) -> tuple[int, int]:
+    def _room(self, planned: PlannedStep, whole: WholeStep, budget_bytes: int) -> tuple[int, int]:
         """What to take off the budget for what a step held, and what for its loss."""
-        assert piece.solution.schedule is not None, "what ran has a schedule"
-        own_bytes = simulate(piece.graph, piece.solution.schedule).peak_bytes
-        if self._tries[piece.graph.fingerprint] >= _MOST_PLANS:
+        assert planned.solution.schedule is not None, "what ran has a schedule"
+        own_bytes = simulate(planned.graph, planned.solution.schedule).peak_bytes
+        if self._tries[planned.graph.fingerprint] >= _MOST_PLANS:
             return budget_bytes, 0
-        if whole.num_calls > 1 or _arrival(piece.graph) is None:
+        if whole.num_calls > 1 or _arrival(planned.graph) is None:
             return whole.peak_bytes - own_bytes, 0
 
-        is_over = _is_over(piece, whole.planned_bytes, budget_bytes)
+        is_over = _is_over(planned, whole.planned_bytes, budget_bytes)
         size_bytes = whole.planned_bytes - own_bytes if is_over else self.size_bytes
-        loss_bytes = whole.outside_bytes - piece.meter.resident_bytes
-        return max(size_bytes, self.size_bytes), max(loss_bytes, self._loss_bytes(piece.graph))
+        loss_bytes = whole.outside_bytes - planned.meter.resident_bytes
+        return max(size_bytes, self.size_bytes), max(loss_bytes, self._loss_bytes(planned.graph))
 
-    def _say(self, piece: Piece, budget_bytes: int) -> None:
+    def _say(self, planned: PlannedStep, budget_bytes: int) -> None:
         """Says once that the step is over the budget.
 
         Raises:
             BudgetError: the plan that held the least was run, so nothing more can be done.
         """
-        whole = piece.meter.whole
+        whole = planned.meter.whole
         needed_bytes = max(whole.peak_bytes if whole else 0, budget_bytes + 1)
-        own_bytes = piece.meter.peak_bytes or piece.solution.peak_bytes
+        own_bytes = planned.meter.peak_bytes or planned.solution.peak_bytes
         beside_bytes = max(0, needed_bytes - own_bytes)
-        if any(piece.solution is least for least in self._least):
+        if any(planned.solution is least for least in self._least):
             self._begin_anew()  # another shape may do
             raise nothing_fits_beside(self.module, budget_bytes, needed_bytes, beside_bytes)
         if not self._is_told:
@@ -216,16 +216,16 @@ class OutsideRoom:
 
 @dataclass(frozen=True, eq=False)
 class _Unjudged:
-    """A piece whose step is to be measured.
+    """A planned step that is to be measured.
 
     Attributes:
-        piece: the piece.
+        planned: the step with its plan.
         room_bytes: what came off its budget.
         size: what all ranks say is to come off.
         loss: what all ranks say that is held while the loss is computed.
     """
 
-    piece: Piece
+    planned: PlannedStep
     room_bytes: int
     size: Agreement
     loss: Agreement
@@ -256,6 +256,6 @@ def _arriving_bytes(graph: Graph) -> int:
     return sum(graph.values[value].size_bytes for value in values)
 
 
-def _is_over(piece: Piece, held_bytes: int, budget_bytes: int) -> bool:
+def _is_over(planned: PlannedStep, held_bytes: int, budget_bytes: int) -> bool:
     """True where a step held more than its budget, by more than scalars."""
-    return held_bytes > budget_bytes + _SCALARS_BYTES[piece.meter.device]
+    return held_bytes > budget_bytes + _SCALARS_BYTES[planned.meter.device]

@@ -31,7 +31,7 @@ from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
 from remat.run.capture import (
     GraphBreak,
-    Piece,
+    PlannedStep,
     Step,
     device_type,
     make_backend,
@@ -107,7 +107,7 @@ class PlannedCall(OwnCall):
         self._plain_steps = PlainSteps.asked(on_unsupported, type(module).__name__)
         self.device_type, self.differentiate = device_type(module), differentiate
         self._costs_asked, self.costs = costs, resolve_costs(costs, self.device_type)
-        self.pieces: list[Piece] = []
+        self.pieces: list[PlannedStep] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
         self.unplanned_bytes = 0  # what Inductor's kernels hold and no plan knows
@@ -130,8 +130,8 @@ class PlannedCall(OwnCall):
         It frees memory in an order of its own.
         """
         peaks = [
-            (piece.meter.peak_bytes or 0, piece.solution.budget_bytes + self.unplanned_bytes)
-            for piece in self.pieces
+            (step.meter.peak_bytes or 0, step.solution.budget_bytes + self.unplanned_bytes)
+            for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
         if excess > 0:
@@ -321,7 +321,7 @@ class PlannedCall(OwnCall):
         return make(
             lambda step, **beside: planned()._plan(step, held_bytes, **beside),
             self.costs,
-            lambda piece: planned()._note(piece),
+            lambda step: planned()._note(step),
             differentiate=self.differentiate,
             model_bytes=lambda: model_bytes(planned().module),
             plain_steps=self._plain_steps,
@@ -340,9 +340,9 @@ class PlannedCall(OwnCall):
 
         return self.outside.plan(step, plan)
 
-    def _note(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.outside.note(piece)
+    def _note(self, step: PlannedStep) -> None:
+        self.pieces.append(step)
+        self.outside.note(step)
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -534,7 +534,7 @@ def run_compiled(
 class BackendState:
     """What the `torch.compile` backend planned, for tests and reports."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlannedStep] = field(default_factory=list)
 
 
 BACKEND_STATE = BackendState()

@@ -61,7 +61,7 @@ Planner = Callable[..., Solution]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlannedStep:
     """One captured step with its plan: what `report` shows.
 
     `kernels` is the graph that was planned where operators are fused.
@@ -90,7 +90,7 @@ class GraphBreak(TraceError):
 def make_backend(
     plan: Planner,
     costs: CostModel,
-    on_piece: Callable[[Piece], None],
+    on_planned: Callable[[PlannedStep], None],
     *,
     differentiate: str = "scalars",
     model_bytes: Callable[[], int] = lambda: 0,
@@ -101,7 +101,7 @@ def make_backend(
     Args:
         plan: step -> solution.
         costs: the cost model of the graph.
-        on_piece: called with each captured step once it is planned.
+        on_planned: called with each captured step once it is planned.
         differentiate: "scalars": where the model returns scalars that need a gradient (losses),
             gradients of its other outputs are not planned for, and asking for one is an error.
             "all": every output.
@@ -119,7 +119,7 @@ def make_backend(
         cut_at_sizes(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
-        pieces: list[Piece] = []
+        planned: list[PlannedStep] = []
 
         def partition(
             joint: fx.GraphModule,
@@ -147,18 +147,18 @@ def make_backend(
             meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
             if plain:
                 plain.forget = meter.forget
-            pieces.append(Piece(step, solution, halves, meter))
-            on_piece(pieces[-1])
+            planned.append(PlannedStep(step, solution, halves, meter))
+            on_planned(planned[-1])
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
             run = compile_graph(graph)
-            # no pieces: nothing needs a gradient
-            return pieces[-1].meter.forward(run) if pieces else run
+            # nothing was planned: nothing needs a gradient
+            return planned[-1].meter.forward(run) if planned else run
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            piece = pieces[-1]
-            return runs_once(piece.meter.backward(compile_graph(graph)), piece.step, plain)
+            last = planned[-1]
+            return runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)
 
         trace_and_compile = aot_autograd(
             fw_compiler=compile_forward,
@@ -173,9 +173,9 @@ def make_backend(
             autocast_cache(module, example_inputs),
         ):
             compiled = trace_and_compile(module, example_inputs)
-        if pieces:
-            compiled = with_missing_gradients(compiled, pieces[-1].step)
-        if plain_steps and plain and pieces:
+        if planned:
+            compiled = with_missing_gradients(compiled, planned[-1].step)
+        if plain_steps and plain and planned:
             compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
 

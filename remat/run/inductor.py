@@ -17,7 +17,7 @@ from torch import fx
 
 from remat.core.errors import TraceError
 from remat.run.capture import (
-    Piece,
+    PlannedStep,
     Planner,
     detach_non_scalars,
     refuse_gradients,
@@ -41,7 +41,7 @@ compile_fx, compile_fx_inner = inductor_compilers()
 def make_inductor_backend(
     plan: Planner,
     costs: CostModel,
-    on_piece: Callable[[Piece], None],
+    on_planned: Callable[[PlannedStep], None],
     *,
     differentiate: str = "scalars",
     model_bytes: Callable[[], int] = lambda: 0,
@@ -55,11 +55,11 @@ def make_inductor_backend(
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
-        pieces: list[Piece] = []
+        pieces: list[PlannedStep] = []
 
-        def note(piece: Piece) -> None:
+        def note(piece: PlannedStep) -> None:
             pieces.append(piece)
-            on_piece(piece)
+            on_planned(piece)
 
         def compile_half(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             compiled = compile_fx_inner(graph, inputs, **kwargs)
@@ -91,7 +91,7 @@ def make_inductor_backend(
 def _partitioner(
     plan: Planner,
     costs: CostModel,
-    on_piece: Callable[[Piece], None],
+    on_planned: Callable[[PlannedStep], None],
     model_bytes: Callable[[], int],
     plain: PlainForward | None,
 ) -> Any:
@@ -119,7 +119,7 @@ def _partitioner(
         meter = FirstStepMeter(fused.graph.device, fused.graph.resident_bytes, num_fwd_outputs)
         if plain:
             plain.forget = meter.forget
-        on_piece(Piece(fused.step, solution, halves, meter, fused.graph))
+        on_planned(PlannedStep(fused.step, solution, halves, meter, fused.graph))
         return halves.forward, halves.backward
 
     return inductor_partitioner(cut)
