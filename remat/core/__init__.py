@@ -1,1 +1,1 @@
-"""Problem and answer: graph, schedule, simulator, validator, solution."""
+"""The problem and its answer: graph, schedule, simulator, validator, solution."""

@@ -1,4 +1,4 @@
-"""Memory budgets: parsing what a person writes, printing what a person reads."""
+"""Memory budgets and sizes: parsed from text, and written as text."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
     """Returns the budget in bytes.
 
     Args:
-        budget: bytes as an `int`, or a text: a number with an optional unit (`8GiB`, `7.5GB`,
-            `1e9` is not accepted), or a percentage of `keep_all_bytes`. Percentages above 100
-            are allowed.
+        budget: bytes as an `int`, or a text: a number with an optional unit (`8GiB`, `7.5GB`; not
+            `1e9`), or a percentage of `keep_all_bytes`. Percentages above 100 are allowed.
         keep_all_bytes: the peak of keeping everything, needed for a percentage only.
 
     Raises:
         TypeError: `budget` is neither an `int` nor a `str`.
-        ValueError: the text does not parse, or the budget is not positive.
+        ValueError: the text does not parse, a percentage comes without `keep_all_bytes`, or the
+            budget is not positive or above `limits.MOST_BUDGET`.
 
     >>> parse_budget("8GiB"), parse_budget("7.5GB"), parse_budget("60%", keep_all_bytes=1000)
     (8589934592, 7500000000, 600)
@@ -49,7 +49,7 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
 
 
 def is_percentage(budget: Budget | None) -> bool:
-    """True where a budget is a share of what keeping everything needs."""
+    """True if the budget is a percentage of the peak of keeping everything."""
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 
@@ -61,7 +61,8 @@ def _parse_text(text: str, keep_all_bytes: int | None) -> int:
     if unit == "%":
         if keep_all_bytes is None:
             raise ValueError(
-                f"budget {shown(text)} is a percentage, and nothing says of what; write it in bytes"
+                f"budget {shown(text)} is a percentage, and the peak it refers to is not known "
+                "here; write it in bytes"
             )
         return int(number * keep_all_bytes / 100)
     if unit not in _UNITS:
@@ -73,7 +74,7 @@ def _parse_text(text: str, keep_all_bytes: int | None) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Returns `size_bytes` with three significant digits and a binary unit.
+    """Returns `size_bytes` with about three significant digits and a binary unit.
 
     >>> format_bytes(2_007_959_040), format_bytes(512)
     ('1.87 GiB', '512 B')
@@ -93,7 +94,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def describe_bytes(size_bytes: int) -> str:
-    """Returns the size both ways: for the eye and to the byte.
+    """Returns the size with a binary unit, and in bytes.
 
     >>> describe_bytes(2_007_959_040)
     '1.87 GiB (2,007,959,040 bytes)'

@@ -1,4 +1,4 @@
-"""Peaks of memory on a GPU, as the tools of a user show them, of one step alone."""
+"""The peak of one step on a GPU, in the three ways that torch and `nvidia-smi` count it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from remat.core.budget import format_bytes
 
-_FRAGMENTED_SHARE = 0.05  # reserved above allocated, from which on another setting is worth a word
+_FRAGMENTED_SHARE = 0.05  # of allocated bytes; if more is reserved on top, `advice` says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class CudaPeaks:
     """The most that a step held on a GPU, counted in three ways.
 
     Attributes:
-        requested_bytes: what tensors asked for.
-        allocated_bytes: the blocks they lie in, which are rounded, and some left whole: what
-            `torch.cuda.max_memory_allocated()` shows.
-        reserved_bytes: what torch's allocator took of the GPU for them: what
-            `torch.cuda.max_memory_reserved()` shows, and `nvidia-smi` but for CUDA's own.
+        requested_bytes: the sizes of its tensors.
+        allocated_bytes: the allocator's blocks that hold them, which are rounded up and sometimes
+            larger than needed: `torch.cuda.max_memory_allocated()`.
+        reserved_bytes: what torch's allocator took from the GPU for these blocks:
+            `torch.cuda.max_memory_reserved()`; `nvidia-smi` adds CUDA's own memory.
     """
 
     requested_bytes: int
@@ -27,7 +27,7 @@ class CudaPeaks:
     reserved_bytes: int
 
     def beside(self, size_bytes: int) -> CudaPeaks:
-        """The same with what was there before and belongs to the step."""
+        """Returns the peaks plus bytes that were held before the step and belong to it."""
         return CudaPeaks(
             self.requested_bytes + size_bytes,
             self.allocated_bytes + size_bytes,
@@ -35,7 +35,7 @@ class CudaPeaks:
         )
 
     def text(self) -> str:
-        """All three in a line.
+        """Returns all three in a line.
 
         >>> CudaPeaks(1000, 1024, 4096).text()
         'requested 1000 B, allocated 1 KiB, reserved 4 KiB'
@@ -47,13 +47,13 @@ class CudaPeaks:
         )
 
     def advice(self) -> str:
-        """What to do where much is reserved that nothing lies in; empty where nothing is."""
+        """Returns what to do if much is reserved and not allocated; empty if not much is."""
         unused_bytes = self.reserved_bytes - self.allocated_bytes
         settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in settings)
         if is_set or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
             return ""
         return (
-            f"{format_bytes(unused_bytes)} were reserved beyond what was allocated: set "
+            f"{format_bytes(unused_bytes)} more were reserved than allocated: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
         )

@@ -1,7 +1,8 @@
-"""Files that are whole or absent: every output of the package is written here.
+"""Writes output files whole or not at all; every output of the package goes through here.
 
-A file is written beside its place, brought to the disk and renamed onto it. Whoever is killed, or
-finds the disk full, leaves what was there before, and at most a part that the next write collects.
+The content is written to a temporary file in the same folder, synced to disk, and renamed over the
+target. If the process is killed or the disk is full, the old file stays. A temporary file that is
+left behind is removed by a write to the same file an hour later.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-_OLD_S = 3600.0  # no write takes as long
+_OLD_S = 3600.0  # age from which a temporary file is no longer being written
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Replaces a file, or makes it with the permissions that the user's umask leaves.
+    """Replaces a file and keeps its permissions, or creates it with those of the umask.
 
-    A link is followed. A pipe or a device, such as `/dev/stdout`, is written as it is.
+    A link is followed. A pipe or a device, such as `/dev/stdout`, is written directly.
 
     Raises:
-        OSError: it can't be written; what was there before still is.
+        OSError: it can't be written; the old file is unchanged.
     """
     mode = Path(path).stat().st_mode if Path(path).exists() else None
     if mode is not None and not stat.S_ISREG(mode):
@@ -49,19 +50,19 @@ def write_whole(path: str | Path, content: bytes) -> None:
 
 
 def collect_parts(folder: Path, pattern: str = ".remat-*.part", *, now_s: float) -> None:
-    """Removes what writes that were killed left behind, an hour ago or longer.
+    """Removes the temporary files of killed writes that are over an hour old.
 
     Args:
         folder: where to look.
-        pattern: of their names.
-        now_s: by the clock of the file system, which may be another machine's.
+        pattern: the glob pattern of their names.
+        now_s: the present time by the file system's clock, which may be another machine's.
     """
     for path in folder.glob(pattern):
-        with suppress(OSError):  # another process collected it
+        with suppress(OSError):  # another process removed it
             if now_s - path.stat().st_mtime > _OLD_S:
                 path.unlink()
 
 
 def _prefix(target: Path) -> str:
-    """Begins the names of a file's parts; short, however long the file's own name is."""
+    """Returns how the names of a file's temporary files begin; short for any file name."""
     return f".remat-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:12]}-"

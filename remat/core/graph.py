@@ -1,8 +1,8 @@
 """The computation graph: operators in execution order, and the storages they read and write.
 
-A *value* is a storage. A view belongs to its base and is no value of its own; an operator with
+A *value* is a storage. A view belongs to its base and is not a value of its own. An operator with
 several outputs writes several values, which are freed one by one. *Resident* values (parameters,
-buffers, inputs) hold their memory from beginning to end and have no operator that writes them.
+buffers, inputs) hold their memory for the whole step, and no operator writes them.
 
 This module knows neither torch nor a solver.
 """
@@ -17,12 +17,9 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from remat.core import limits, serialize
+from remat.core.arrays import Arrays
 from remat.core.errors import GraphError
 from remat.core.limits import shown
 
@@ -47,7 +44,7 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A storage: `size_bytes` of memory, and what a report says about it."""
+    """A storage: `size_bytes` of memory; the other fields are for reports."""
 
     name: str
     size_bytes: int
@@ -61,7 +58,7 @@ class Value:
 
     @property
     def is_resident(self) -> bool:
-        """True where the value holds its memory for the whole step."""
+        """True if the value holds its memory for the whole step."""
         return self.kind is not ValueKind.INTERMEDIATE
 
 
@@ -76,17 +73,17 @@ class Operator:
         writes: indices of the values it produces, one storage each.
         workspace_bytes: memory it holds while it runs, beyond what it reads and writes.
         phase: forward or backward.
-        region: the compiled piece it belongs to; it is computed again only in the piece's
-            own forward or backward.
-        pinned: why it must never be computed again; empty where it may be.
-        reuses: values among `reads` whose memory the one output may take over when the
-            value is not needed after this computation (the operator then works in place).
-        is_snapshot: its values exist for later recomputations only (the state of a random
-            generator, a buffer before it is changed). They take memory only where a reader
-            is computed more than once.
-        target: the operator that runs, `aten.mm.default`.
-        module: the module it comes from, `blocks.0.attn`.
-        source: the line of code it comes from, `model.py:31`.
+        region: the compiled piece it belongs to; it may be recomputed only during the forward or
+            the backward of that piece.
+        pinned: why it must never be recomputed; empty if it may be.
+        reuses: values among `reads` whose memory its one output may take over if nothing reads
+            them afterwards (the operator then works in place).
+        is_snapshot: its values exist for recomputations only (the state of a random generator, a
+            buffer before it is changed). A value takes memory only if one of its readers is
+            recomputed.
+        target: the operator that runs, such as `aten.mm.default`.
+        module: the module it comes from, such as `blocks.0.attn`.
+        source: the line of code it comes from, such as `model.py:31`.
     """
 
     name: str
@@ -123,32 +120,13 @@ class Operator:
 
     @property
     def is_recomputable(self) -> bool:
-        """True where the operator may be computed more than once."""
+        """True if the operator may be computed more than once."""
         return not self.pinned
 
-
-@dataclass(frozen=True)
-class Arrays:
-    """A graph as arrays, for hot loops. Lists of lists are in CSR form: `*_start` and `*`.
-
-    Resident values do not occur in `read`: they are always there.
-    """
-
-    cost_s: NDArray[np.float64]
-    size_bytes: NDArray[np.int64]
-    workspace_bytes: NDArray[np.int64]
-    producer: NDArray[np.int64]  # value -> operator, -1 where resident
-    write_rank: NDArray[np.int64]  # value -> its place among its operator's writes
-    read_start: NDArray[np.int64]
-    read: NDArray[np.int64]
-    write_start: NDArray[np.int64]
-    write: NDArray[np.int64]
-    reuse_start: NDArray[np.int64]
-    reuse: NDArray[np.int64]
-    is_pinned: NDArray[np.bool_]
-    is_backward: NDArray[np.bool_]
-    is_snapshot: NDArray[np.bool_]
-    output: NDArray[np.int64]  # values that outlive the graph and are not resident
+    @property
+    def is_backward(self) -> bool:
+        """True if the operator belongs to the backward pass."""
+        return self.phase is Phase.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -160,8 +138,8 @@ class Graph:
         operators: in the order in which the plain step runs them; an operator reads only
             resident values and values written before it.
         outputs: values that must be in memory when the step ends (results, gradients).
-        device: the device type the sizes were taken for, `cpu` or `cuda`; empty if unknown.
-        costs: the cost model that filled `cost_s`, for the report.
+        device: the device type that the sizes hold for, `cpu` or `cuda`; empty if unknown.
+        costs: the cost model that filled `cost_s`; empty if unknown.
     """
 
     values: tuple[Value, ...]
@@ -181,10 +159,12 @@ class Graph:
         self._check_together()
         for value in self.outputs:
             if not 0 <= value < len(self.values):
-                raise GraphError(f"output {shown(value)} is no value of 0..{len(self.values) - 1}")
+                raise GraphError(
+                    f"output {shown(value)} is not a value; values are 0..{len(self.values) - 1}"
+                )
 
     def _check_together(self) -> None:
-        """Checks what is cheaper for all values and operators at once, or only holds for all."""
+        """Checks totals, and what is faster to check for all values and operators at once."""
         workspace = max((op.workspace_bytes for op in self.operators), default=0)
         total = sum(value.size_bytes for value in self.values) + workspace
         if total > limits.MOST_BYTES:
@@ -212,8 +192,8 @@ class Graph:
             for value in (*operator.reads, *operator.writes):
                 if not 0 <= value < len(self.values):
                     raise GraphError(
-                        f"operator {shown(operator.name)} names value {shown(value)}, which is "
-                        f"none of 0..{len(self.values) - 1}"
+                        f"operator {shown(operator.name)} names value {shown(value)}; values are "
+                        f"0..{len(self.values) - 1}"
                     )
             for value in operator.reads:
                 if not is_written[value]:
@@ -225,7 +205,7 @@ class Graph:
                 if is_written[value]:
                     raise GraphError(
                         f"operator {shown(operator.name)} writes "
-                        f"{shown(self.values[value].name)}, which is resident or written before"
+                        f"{shown(self.values[value].name)}, which is resident or already written"
                     )
                 is_written[value] = True
         if not all(is_written):
@@ -251,10 +231,11 @@ class Graph:
             cost: time of each node, in any unit.
             size: bytes (or any other unit) of each node's output.
             edges: pairs `(u, v)` with `u < v`: v reads the output of u.
-            first_backward: the first node of the backward pass, where the graph has one.
+            first_backward: the first node of the backward pass, if the graph has one.
 
         Raises:
-            GraphError: the arrays do not describe a DAG in execution order.
+            GraphError: the arrays do not describe a DAG in execution order, or a cost or size is
+                out of range.
 
         >>> Graph.from_arrays([1, 1], [8, 8], [(0, 1)]).num_operators
         2
@@ -262,22 +243,14 @@ class Graph:
         count = len(cost)
         if len(size) != count:
             raise GraphError(
-                f"{count} costs and {len(size)} sizes were given; one of each a node is needed"
+                f"{count} costs and {len(size)} sizes were given; one of each per node is needed"
             )
-        reads: list[set[int]] = [set() for _ in range(count)]
-        for u, v in edges:
-            if not (0 <= u < count and 0 <= v < count):
-                raise GraphError(f"edge ({shown(u)}, {shown(v)}) leaves the nodes 0..{count - 1}")
-            if u >= v:
-                raise GraphError(
-                    f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution "
-                    "order (u < v)"
-                )
-            reads[v].add(u)
+        reads = _reads(edges, count)
+
         boundary = count if first_backward is None else first_backward
         if not 0 <= boundary <= count:
             raise GraphError(
-                f"first_backward {shown(boundary)} is none of the nodes 0..{count - 1}"
+                f"first_backward {shown(boundary)} is not a node; nodes are 0..{count - 1}"
             )
         for node in range(count):
             if fault := limits.cost_fault(cost[node]) or limits.size_fault(size[node]):
@@ -298,7 +271,7 @@ class Graph:
 
     @property
     def num_operators(self) -> int:
-        """Returns the number of operators."""
+        """The number of operators."""
         return len(self.operators)
 
     @cached_property
@@ -320,7 +293,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
-        """For each value, the operator that writes it; -1 where it is resident."""
+        """For each value, the operator that writes it; -1 if it is resident."""
         producer = [-1] * len(self.values)
         for index, operator in enumerate(self.operators):
             for value in operator.writes:
@@ -345,45 +318,15 @@ class Graph:
     @cached_property
     def arrays(self) -> Arrays:
         """The graph as arrays, for hot loops."""
-        read_start, read = _csr(
-            [[v for v in op.reads if not self.values[v].is_resident] for op in self.operators]
-        )
-        write_start, write = _csr([list(op.writes) for op in self.operators])
-        reuse_start, reuse = _csr(
-            [[v for v in op.reuses if not self.values[v].is_resident] for op in self.operators]
-        )
-        write_rank = np.zeros(len(self.values), np.int64)
-        write_rank[write] = np.arange(len(write)) - np.repeat(
-            write_start[:-1], np.diff(write_start)
-        )
-        return Arrays(
-            cost_s=np.array([op.cost_s for op in self.operators], np.float64),
-            size_bytes=np.array([value.size_bytes for value in self.values], np.int64),
-            workspace_bytes=np.array([op.workspace_bytes for op in self.operators], np.int64),
-            producer=np.array(self.producer, np.int64),
-            write_rank=write_rank,
-            read_start=read_start,
-            read=read,
-            write_start=write_start,
-            write=write,
-            reuse_start=reuse_start,
-            reuse=reuse,
-            is_pinned=np.array([not op.is_recomputable for op in self.operators], np.bool_),
-            is_backward=np.array([op.phase is Phase.BACKWARD for op in self.operators], np.bool_),
-            is_snapshot=np.array([op.is_snapshot for op in self.operators], np.bool_),
-            output=np.array([v for v in self.outputs if not self.values[v].is_resident], np.int64),
-        )
+        return Arrays.of(self)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of what a schedule depends on.
-
-        Operators, values and their sizes, not costs or names.
-        """
+        """A digest of operators, values and sizes, without costs, workspaces and names."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.size_bytes},{value.kind};".encode())
-        text_of = {phase: repr(phase) for phase in Phase}  # an enum's own takes most of the time
+        text_of = {phase: repr(phase) for phase in Phase}  # repr() of an enum member is slow
         for op in self.operators:
             digest.update(
                 f"({op.target!r}, {op.reads!r}, {op.writes!r}, {text_of[op.phase]}, {op.region!r}, "
@@ -399,7 +342,7 @@ class Graph:
         *,
         costs: str = "",
     ) -> Graph:
-        """Returns this graph with other costs (and workspaces), one an operator."""
+        """Returns this graph with other costs (and workspaces), one per operator."""
         workspace = (
             [op.workspace_bytes for op in self.operators]
             if workspace_bytes is None
@@ -420,13 +363,20 @@ class Graph:
         """Reads a graph that `save` wrote.
 
         Raises:
-            GraphError: the file is not a graph of this version; one line says why.
+            GraphError: the file is not a graph of this version; the message says why in one line.
         """
         return serialize.load(cls, path, GraphError)
 
 
-def _csr(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    start = np.zeros(len(rows) + 1, np.int64)
-    start[1:] = np.cumsum([len(row) for row in rows])
-    flat: list[Any] = [item for row in rows for item in row]
-    return start, np.array(flat, np.int64)
+def _reads(edges: Iterable[tuple[int, int]], count: int) -> list[set[int]]:
+    """Returns the nodes that each of `count` nodes reads."""
+    reads: list[set[int]] = [set() for _ in range(count)]
+    for u, v in edges:
+        if not (0 <= u < count and 0 <= v < count):
+            raise GraphError(f"edge ({shown(u)}, {shown(v)}) leaves the nodes 0..{count - 1}")
+        if u >= v:
+            raise GraphError(
+                f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution order (u < v)"
+            )
+        reads[v].add(u)
+    return reads

@@ -1,8 +1,7 @@
 """Instance files: a plain DAG as published with papers, or a saved graph.
 
-The plain form is one JSON object: `cost` and `size` (one number a node), `edges` (pairs `[u, v]`
-with u < v: v reads the output of u) and, where the graph has one, `first_backward`. Other keys
-are for people. This module knows neither torch nor a solver.
+The plain form is one JSON object: `cost` and `size` (one number per node), `edges` (pairs `[u, v]`
+with u < v: v reads the output of u) and, optionally, `first_backward`. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from remat.core import serialize
 from remat.core.errors import GraphError
 from remat.core.graph import Graph
 
-_WHAT = "instance (an object with `cost`, `size` and `edges`)"
+_WHAT = "an instance (an object with `cost`, `size` and `edges`)"
 
 
 class _Plain(msgspec.Struct):
@@ -29,7 +28,8 @@ def read_instance(path: str | Path) -> Graph:
     """Returns the graph that a file describes.
 
     Raises:
-        GraphError: the file can't be read or breaks a rule; one line names it and says how.
+        GraphError: the file can't be read or breaks a rule; the message is one line and names the
+            file and the rule.
     """
     content = serialize.read(path, GraphError)
     keys = serialize.decode(dict[str, msgspec.Raw], content, path, GraphError, _WHAT).keys()

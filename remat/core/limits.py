@@ -1,7 +1,7 @@
-"""What a size, a cost, an index, a budget and a text may be: said once.
+"""The values that sizes, costs, indices, budgets and texts may have.
 
-Graphs, schedules, solutions, instance files and caches ask here, so that what one of them takes the
-others take too. Each question returns what is wrong, in words, and an empty text where nothing is.
+Graphs, schedules, solutions, instance files and caches all check with these functions, so they
+accept the same values. Each function returns what is wrong in words, or an empty text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MOST_INDEX = 2**31 - 1  # products of two indices stay within 64 bits
 MOST_COST, LEAST_COST = 1e100, 1e-100  # products and quotients of costs stay finite
 LONGEST_TEXT = 10_000
 
-# control characters, a terminal's commands among them; halves of letters; changes of direction
+# control characters (also those that command a terminal), text direction marks, lone surrogates
 _NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_SHOWN = 80  # letters of a name in a message
+_SHOWN = 80  # characters of a name in a message
 
 
 def size_fault(size: int) -> str:
@@ -60,7 +60,7 @@ def index_fault(index: int) -> str:
 
 
 def indices_fault(indices: Sequence[int]) -> str:
-    """Returns what is wrong with the first wrong one of many indices; a few ms for 100,000."""
+    """Returns what is wrong with the first bad index; a few ms for 100,000 indices."""
     array = np.asarray(indices)
     if len(array) == 0:
         return ""
@@ -76,16 +76,16 @@ def _one_index_fault(index: object) -> str:
 
 
 def budget_fault(budget_bytes: int) -> str:
-    """Returns what is wrong with a budget, beside that it may have to be positive."""
+    """Returns what is wrong with the size of a budget; it may be negative."""
     if abs(budget_bytes) <= MOST_BUDGET:
         return ""
     return f"the budget {shown(budget_bytes)} bytes; the most that is counted is {MOST_BUDGET:,}"
 
 
 def texts_fault(texts: Sequence[str]) -> str:
-    """Returns what is wrong with the first text that can't be printed, or is too long.
+    """Returns what is wrong with the first text that can't be printed or is too long.
 
-    One search through all of them at once: 20 ms for the names of 100,000 operators.
+    Searches all texts at once: 20 ms for the names of 100,000 operators.
     """
     if not _NOT_PRINTED.search("".join(texts)) and max(map(len, texts), default=0) <= LONGEST_TEXT:
         return ""
@@ -94,13 +94,16 @@ def texts_fault(texts: Sequence[str]) -> str:
 
 def _text_fault(text: str) -> str:
     if len(text) > LONGEST_TEXT:
-        return f"the text {shown(text)} of {len(text):,} letters; at most {LONGEST_TEXT:,} may be"
+        return (
+            f"the text {shown(text)} of {len(text):,} characters; at most {LONGEST_TEXT:,} are "
+            "allowed"
+        )
     found = _NOT_PRINTED.search(text)
     return f"the text {shown(text)}; {found[0]!r} can't be printed" if found else ""
 
 
 def printable(text: str) -> str:
-    r"""Returns a text of another program, such as a line of source, as one that may be stored.
+    r"""Returns a text from outside, such as a line of source, as one that `texts_fault` accepts.
 
     >>> printable("a\tb\x1b[31m")
     'a b [31m'
@@ -109,7 +112,7 @@ def printable(text: str) -> str:
 
 
 def shown(thing: object) -> str:
-    """Returns a number or a text for a message, shortened where it is long.
+    """Returns a number or a text for a message, shortened if it is long.
 
     >>> shown(-(10**400)), shown("ab")
     ('-(2**1328 or more)', "'ab'")
@@ -121,5 +124,5 @@ def shown(thing: object) -> str:
 
 
 def shortened(text: str, length: int = _SHOWN) -> str:
-    """Returns a text of at most so many letters."""
+    """Returns the text, cut to at most `length` characters."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,4 +1,4 @@
-"""A budget, and what of it is kept free for things that a plan does not know."""
+"""A budget split into the plan's part and what is kept free for other memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentag
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The budget of a training step, and what of it is not the plan's.
+    """The budget of a training step, and the parts of it that the plan may not use.
 
     Attributes:
-        asked: the budget as it was given; None for what the GPU has.
-        budget_bytes: in bytes.
-        keep_all_bytes: what the whole step needs where everything is kept, all of the below
-            included: what a percentage is of.
-        gradient_bytes: gradients of earlier micro-steps, which accumulate.
-        reserve_bytes: what the user keeps free, for the optimizer's state first of all.
-        bucket_bytes: what `DistributedDataParallel` keeps gradients in.
-        gap_bytes: what runs between compiled pieces, or beside a plan otherwise.
-        library_bytes: what cuBLAS keeps on a GPU from its first product on.
+        asked: the budget as it was given; None for the memory that the GPU has.
+        budget_bytes: the budget in bytes.
+        keep_all_bytes: the peak of the step if everything is kept, with all parts below; a
+            percentage refers to it.
+        gradient_bytes: gradients accumulated in earlier micro-steps.
+        reserve_bytes: what the user keeps free, mostly for the optimizer's state.
+        bucket_bytes: the gradient buckets of `DistributedDataParallel`.
+        gap_bytes: what the code between compiled pieces, or otherwise outside of the plan, holds.
+        library_bytes: the workspace that cuBLAS keeps on a GPU from its first product on.
     """
 
     asked: Budget | None
@@ -34,16 +34,16 @@ class Room:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept free of the budget."""
+        """Bytes of the budget that the plan may not use."""
         return sum(self.held().values())
 
     @property
     def plan_bytes(self) -> int:
-        """What is left for the plan."""
+        """Bytes of the budget that are left for the plan."""
         return self.budget_bytes - self.held_bytes
 
     def budget_text(self) -> str:
-        """The budget as it was given, and in bytes.
+        """Returns the budget as it was given, and in bytes.
 
         >>> Room("50%", 500, 1000).budget_text()
         '500 B (500 bytes), 50% of 1000 B'
@@ -56,7 +56,7 @@ class Room:
         return f"{size}, {str(self.asked).strip()} of {format_bytes(self.keep_all_bytes)}"
 
     def held(self) -> dict[str, int]:
-        """What is kept free, by name; what is not there is left out."""
+        """Returns the bytes that are kept free, by name, without zeros."""
         parts = {
             "accumulated gradients": self.gradient_bytes,
             "reserve": self.reserve_bytes,
@@ -67,7 +67,7 @@ class Room:
         return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
 
     def held_text(self) -> str:
-        """The same in a line.
+        """Returns `held` in a line.
 
         >>> Room(500, 500, 1000, gradient_bytes=100, reserve_bytes=20).held_text()
         'accumulated gradients 100 B (100 bytes), reserve 20 B (20 bytes)'

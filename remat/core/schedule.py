@@ -1,14 +1,14 @@
-"""Schedules and their simulator: what is computed when, and what that costs in bytes and seconds.
+"""Schedules, and the simulator of their peak and cost.
 
-The rules, which `validate` reads a second time on its own:
+The rules, which `validate` implements a second time:
 
 - A schedule is a sequence of steps; each computes one operator. First computations come in the
-  graph's order; an operator may be computed again unless it is pinned.
+  graph's order; an operator may be recomputed unless it is pinned.
 - A value is in memory from the step that computes it to the last step that reads it before it is
-  computed again. A read takes the latest computation. Values the graph lists as outputs stay to
-  the end. Resident values are always there.
-- While a step runs, everything it reads and writes is in memory at once, and its workspace; an
-  operator that may work in place takes over an input that is not needed afterwards.
+  recomputed. A read takes the latest computation. The graph's outputs stay to the end. Resident
+  values are always in memory.
+- While a step runs, everything it reads and writes is in memory, and its workspace. An operator
+  that may work in place takes over the memory of an input that nothing reads afterwards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.core import limits, serialize
+from remat.core.arrays import Arrays
 from remat.core.errors import ScheduleError
-from remat.core.graph import FORMAT_VERSION, Arrays, Graph
+from remat.core.graph import FORMAT_VERSION, Graph
 from remat.core.limits import shown
 
 
@@ -32,7 +33,7 @@ class Schedule:
     """A sequence of computations.
 
     Attributes:
-        steps: operators of the graph, each occurrence one computation.
+        steps: indices of operators; each occurrence is one computation.
         num_forward_steps: how many of the steps belong to the forward pass.
     """
 
@@ -50,7 +51,7 @@ class Schedule:
             raise ScheduleError(f"a schedule names the operator {fault}")
         if not 0 <= self.num_forward_steps <= len(self.steps):
             raise ScheduleError(
-                f"{shown(self.num_forward_steps)} forward steps were given, and only "
+                f"{shown(self.num_forward_steps)} forward steps were given, of "
                 f"{len(self.steps)} steps in all"
             )
 
@@ -61,10 +62,7 @@ class Schedule:
 
     @classmethod
     def from_steps(cls, graph: Graph, steps: tuple[int, ...] | list[int]) -> Schedule:
-        """Returns the schedule of a sequence.
-
-        The forward ends before the first backward operator.
-        """
+        """Returns the schedule of `steps`; its forward ends before the first backward operator."""
         is_backward = graph.arrays.is_backward
         boundary = next((i for i, op in enumerate(steps) if is_backward[op]), len(steps))
         return cls(tuple(map(int, steps)), boundary)
@@ -91,12 +89,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs.
+    """The memory and cost of a schedule.
 
     Attributes:
         bytes_at: memory while each step runs, resident values included; shape (num_steps,).
-        peak_bytes: the largest of them, and never less than the resident values.
-        peak_step: the first step that reaches it; -1 where there are no steps.
+        peak_bytes: the largest of `bytes_at`, and at least the resident bytes.
+        peak_step: the first step with the largest `bytes_at`; -1 if there are no steps.
         cost_s: the sum of the costs of all steps.
     """
 
@@ -107,7 +105,7 @@ class Simulation:
 
 
 class Lifetimes(NamedTuple):
-    """Every computation of every value: which, from which step, to which step.
+    """One entry per computation of a value: the value, its first and its last step in memory.
 
     Shape (num_instances,).
     """
@@ -118,7 +116,7 @@ class Lifetimes(NamedTuple):
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
-    """Returns the bytes at every step, the peak and where it is, and the cost.
+    """Returns the bytes at every step, the peak and its step, and the cost.
 
     Complexity: O(E log S) for S steps with E reads in all; a few milliseconds for 10,000 operators.
 
@@ -150,12 +148,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 
 def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
-    """Returns when each computed value is in memory.
+    """Returns from which step to which each computation of a value is in memory.
 
-    From its step to its last read before the next.
-
-    Instances are ordered by step, then by place among the operator's writes. The last computation
-    of an output has `len(steps)` as its last step: it outlives the schedule.
+    Entries are ordered by step, then as in the operator's writes. `last` is the last read before
+    the value is recomputed, the step itself if nothing reads it, and `len(steps)` for the last
+    computation of an output.
 
     Raises:
         ScheduleError: a step reads a value that was never computed, or names no operator.
@@ -169,7 +166,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     computed_at = _latest_before(arrays.producer[read], position, steps)
     if len(computed_at) and computed_at.min() < 0:
         _raise_unread(graph, steps, read, position, computed_at)
-    # positions ascend: the last one stays
+    # positions ascend, so the last read of each computation stays
     last[slot_of_step[computed_at] + arrays.write_rank[read]] = position
     if len(arrays.output):
         end = np.full(len(arrays.output), len(steps))
@@ -177,7 +174,6 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
         if final.min() < 0:
             missing = graph.values[int(arrays.output[int(np.argmin(final))])].name
             raise ScheduleError(f"the output {missing!r} is never computed")
-        # beyond the last step
         last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps)
     return Lifetimes(value, first, last)
 
@@ -200,9 +196,7 @@ def _raise_unread(
 def _gather(
     start: NDArray[np.int64], items: NDArray[np.int64], steps: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the items of each step in turn, the step of each, and where each step's items
-    begin.
-    """
+    """Returns the items of all steps in turn, the step of each, and each step's first item."""
     counts = start[steps + 1] - start[steps]
     begin = np.zeros(len(steps), np.int64)
     np.cumsum(counts[:-1], out=begin[1:])
@@ -214,10 +208,7 @@ def _gather(
 def _latest_before(
     operator: NDArray[np.int64], position: NDArray[np.int64], steps: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Returns, for each pair, the last step before `position` that computes `operator`.
-
-    -1 if none.
-    """
+    """Returns for each pair the last step before `position` that computes `operator`, or -1."""
     count = len(steps)
     order = np.argsort(steps, kind="stable")
     keys = steps[order] * (count + 1) + order
@@ -227,7 +218,7 @@ def _latest_before(
 
 
 def effective_sizes(arrays: Arrays, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sizes of values, 0 for those of a snapshot that no recomputation reads."""
+    """Returns the sizes of values, 0 for snapshots that no recomputed operator reads."""
     if not arrays.is_snapshot.any():
         return arrays.size_bytes
     is_repeated = np.bincount(steps, minlength=len(arrays.cost_s)) > 1
@@ -241,7 +232,10 @@ def effective_sizes(arrays: Arrays, steps: NDArray[np.int64]) -> NDArray[np.int6
 def _reused_bytes(
     arrays: Arrays, steps: NDArray[np.int64], lives: Lifetimes, size: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Bytes that each step saves by working in place: one dying candidate at most."""
+    """Returns the bytes that each step saves by working in place.
+
+    That is the largest candidate that is freed after the step, as an operator reuses one at most.
+    """
     saved = np.zeros(len(steps), np.int64)
     candidate, position, _ = _gather(arrays.reuse_start, arrays.reuse, steps)
     if len(candidate) == 0:

@@ -1,4 +1,4 @@
-"""Solutions: a schedule, what it costs, and how far from optimal it can be."""
+"""Solutions: a schedule, its cost and peak, and the bound on how far it is from optimal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from remat.core.validate import Rule, validate
 
 
 class Status(StrEnum):
-    """What a solver can say. The four are never merged."""
+    """The possible outcomes of a solver. The four are never merged."""
 
-    OPTIMAL = "optimal"  # a schedule, proved within the asked gap of the best
+    OPTIMAL = "optimal"  # a schedule whose cost is proved to be within the gap asked for
     FEASIBLE = "feasible"  # a schedule within the budget
-    INFEASIBLE = "infeasible"  # proved: no schedule fits
-    NO_SOLUTION = "no_solution"  # stopped by a limit, or the method has no schedule that fits
+    INFEASIBLE = "infeasible"  # proved that no schedule fits
+    NO_SOLUTION = "no_solution"  # stopped by a limit, or the method's schedules do not fit
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,27 @@ class Solution:
     """The answer of a solver. `cost_s` and `peak_bytes` come from the simulator.
 
     Attributes:
-        status: what is known about the answer.
+        status: the outcome.
         budget_bytes: the budget it was solved for.
-        schedule: the schedule, or None where there is none.
-        peak_bytes: simulated peak; for `INFEASIBLE` and `NO_SOLUTION` 0.
-        cost_s: cost of all steps, recomputations included.
+        schedule: the schedule, or None if there is none.
+        peak_bytes: simulated peak; 0 for `INFEASIBLE` and `NO_SOLUTION`.
+        cost_s: cost of all steps, recomputations included; 0 without a schedule.
         keep_all_cost_s: cost of computing every operator once.
-        lower_bound_s: no schedule of the class within the budget costs less; proved, or stated by
-            the file that it was read from (`is_bound_stated`).
-        minimum_bytes: the smallest budget for which a schedule is known; 0 where the solver
-            did not look.
-        solver: the configuration that found it.
+        lower_bound_s: no schedule within the budget costs less (in the graph's order, unless
+            `is_free_order`). It is proved, or stated by the file that was read
+            (`is_bound_stated`).
+        minimum_bytes: the smallest budget for which a schedule is known; 0 if the solver did not
+            look.
+        solver: the configuration of the solver.
+        wall_s: how long the solver ran.
+        fingerprint: that of the graph it was solved for.
+        is_free_order: True if first computations may leave the graph's order.
+        cut_short: what ended the search before its own limits, such as Ctrl-C; empty if nothing
+            did, or if the answer was proved nevertheless.
         found_by: the technique of `auto` that found the schedule; empty for other solvers.
-        proved_by: the technique of `auto` that proved the bound; empty where it is the cost of
-            computing everything once.
-        wall_s: how long that took.
-        fingerprint: of the graph it was solved for.
-        is_free_order: True where first computations may leave the graph's order.
-        cut_short: what ended the search before its own limits, such as Ctrl-C; empty where nothing
-            did, or where it was proved to be good enough.
-        is_bound_stated: True where a file says the bound and nothing here proved it.
+        proved_by: the technique of `auto` that proved the bound; empty if the bound is
+            `keep_all_cost_s`.
+        is_bound_stated: True if the bound was read from a file and not proved here.
     """
 
     status: Status
@@ -98,7 +99,7 @@ class Solution:
 
     @property
     def is_solved(self) -> bool:
-        """True where there is a schedule."""
+        """True if there is a schedule."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
     @property
@@ -112,22 +113,22 @@ class Solution:
 
     @property
     def bound_source(self) -> str:
-        """Who says the bound: `proved`, or `stated by the file`."""
+        """Where the bound comes from: `proved`, or `stated by the file`."""
         return "stated by the file" if self.is_bound_stated else "proved"
 
     @property
     def overhead_bound(self) -> float:
-        """The least overhead that any schedule can have, as a fraction; see `bound_source`."""
+        """Lower bound on the overhead of all schedules, as a fraction; see `bound_source`."""
         return self.lower_bound_s / self.keep_all_cost_s - 1 if self.keep_all_cost_s else 0.0
 
     @property
     def gap(self) -> float:
-        """How far the cost can be above the optimum, as a fraction of the cost."""
+        """The most that the cost can be above the optimum, as a fraction of the cost."""
         return max(0.0, 1 - self.lower_bound_s / self.cost_s) if self.cost_s else 0.0
 
     @property
     def verdict(self) -> str:
-        """What came of it in a few words: status, extra cost, and the least there can be."""
+        """The outcome in a few words: status, overhead, and the bound on the overhead."""
         if not self.is_solved:
             return f"{self.status}"
 
@@ -156,10 +157,10 @@ class Solution:
     ) -> Solution:
         """Returns the solution of a sequence of operators, validated and simulated.
 
-        The status is `OPTIMAL` where the cost is within `gap` of the bound.
+        The status is `OPTIMAL` if the cost is within `gap` of the bound.
 
         Raises:
-            ScheduleError: the sequence is not valid within the budget; a solver has a bug.
+            ScheduleError: the sequence is not valid within the budget: the solver has a bug.
         """
         schedule = Schedule.from_steps(graph, list(steps))
         violations = validate(
@@ -172,7 +173,7 @@ class Solution:
                 f"{first.detail})"
             )
         simulation = simulate(graph, schedule)
-        # solvers count in NumPy
+        # float(): solvers may pass NumPy numbers
         bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
         is_optimal = _is_within(simulation.cost_s, bound_s, gap)
         return cls(
@@ -207,7 +208,7 @@ class Solution:
         cut_short: str = "",
         proved_by: str = "",
     ) -> Solution:
-        """Returns the answer of a solver that has no schedule: proved infeasible, or stopped."""
+        """Returns the answer of a solver that found no schedule: proved infeasible, or stopped."""
         return cls(
             status=status,
             budget_bytes=budget_bytes,
@@ -232,7 +233,7 @@ class Solution:
     def load(cls, path: str | Path) -> Solution:
         """Reads a solution that `save` wrote, or raises `ScheduleError` with one line.
 
-        Its numbers are what the file says; `on` has those of the simulator.
+        The numbers are those of the file; `on` computes them anew.
         """
         return replace(serialize.load(cls, path, ScheduleError), is_bound_stated=True)
 
@@ -241,7 +242,7 @@ class Solution:
         """Reads one solution, or the list of them that `remat frontier --output` wrote."""
         content = serialize.read(path, ScheduleError)
         is_list = content.lstrip()[:1] == b"["
-        what = "solution, and no list of them, that this remat reads"
+        what = "a solution, or a list of solutions, that this remat reads"
         kind: Any = list[Solution] if is_list else Solution
         found = serialize.decode(kind, content, path, ScheduleError, what)
         return [
@@ -249,20 +250,20 @@ class Solution:
         ]
 
     def on(self, graph: Graph) -> Solution:
-        """Returns this solution with the numbers that the simulator finds for it in `graph`.
+        """Returns this solution with peak, cost and status computed anew for `graph`.
 
-        Nothing of a file is believed: peak, costs and status follow from the schedule. The bound
-        stays where it can be true of the present costs, and is not proved by that; a solution
-        without a schedule proves nothing.
+        Numbers read from a file are not trusted. The bound is kept if it can hold for the present
+        costs, still as stated by the file; otherwise the cost of keeping everything replaces it. A
+        solution without a schedule becomes `NO_SOLUTION`.
 
         Raises:
             ScheduleError: it was made for another graph, or breaks a rule.
-            BudgetError: it holds more than its own budget.
+            BudgetError: its peak is above its own budget.
         """
         if self.fingerprint != graph.fingerprint:
             raise ScheduleError(
                 "this plan is for another step: it was made for graph "
-                f"{shortened(self.fingerprint)}, and here is another graph, "
+                f"{shortened(self.fingerprint)}, and this is graph "
                 f"{graph.fingerprint} ({graph.num_operators} operators); trace and solve again "
                 "with this model, these shapes, this precision and this torch version"
             )
@@ -297,7 +298,7 @@ class Solution:
         if found and found[0].rule is Rule.BUDGET:
             peak_bytes = simulate(graph, schedule).peak_bytes
             raise BudgetError(
-                f"this plan holds {describe_bytes(peak_bytes)}, more than its own budget of "
+                f"this plan needs {describe_bytes(peak_bytes)}, more than its own budget of "
                 f"{describe_bytes(self.budget_bytes)}; solve again",
                 budget_bytes=self.budget_bytes,
                 minimum_bytes=peak_bytes,
@@ -310,7 +311,7 @@ class Solution:
             )
 
     def _bound_on(self, graph: Graph, cost_s: float) -> float:
-        """The bound, where it can be true: of these costs, and not above what the plan costs."""
+        """Returns the bound if it is for the same costs and not above the plan's cost."""
         is_same = math.isclose(self.keep_all_cost_s, graph.cost_s, rel_tol=1e-9)
         is_possible = is_same and self.lower_bound_s <= cost_s * (1 + 1e-9)
         return min(max(self.lower_bound_s if is_possible else 0.0, graph.cost_s), cost_s)

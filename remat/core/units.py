@@ -1,7 +1,7 @@
-"""What the numbers of a graph count, and how to write them for a person.
+"""The units of a graph's sizes and costs, and how to write them as text.
 
-A traced graph has bytes, and seconds or floating-point operations; a published instance has
-numbers of its own. Tables and pictures ask here.
+A traced graph has bytes, and seconds or floating-point operations; a published instance has numbers
+without a unit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A unit for one axis or column: how much of the base unit it is, and what it is called."""
+    """A unit for an axis or a column: its size in the base unit, and its name."""
 
     factor: float
     name: str
 
     @classmethod
     def for_largest(cls, largest: float, unit: str) -> Scale:
-        """Returns the largest multiple of `unit` (`"B"`, `"s"`, `"FLOP"` or `""`) that is not above
-        `largest`.
+        """Returns the largest scale of `unit` that is not above `largest`, or the smallest scale.
+
+        `unit` is `"B"`, `"s"`, `"FLOP"` or `""`.
 
         >>> Scale.for_largest(3 * 2**30, "B").name, Scale.for_largest(0.25, "s").name
         ('GiB', 'ms')
@@ -37,9 +38,7 @@ class Scale:
         return cls(*(fitting[-1] if fitting else _SCALES[unit][0]))
 
     def text(self, number: float) -> str:
-        """Returns `number` (in the base unit) with three or more significant digits and the unit's
-        name.
-        """
+        """Returns `number`, given in the base unit, in this scale with about three digits."""
         scaled = number / self.factor
         digits = (
             f"{scaled:,.0f}" if abs(scaled) >= 100 or scaled == int(scaled) else f"{scaled:.3g}"
@@ -56,7 +55,7 @@ class Units:
 
     @classmethod
     def of(cls, graph: Graph) -> Units:
-        """Returns the units of a graph: its device and cost model tell."""
+        """Returns the units of a graph, from its device and its cost model."""
         is_timed = graph.costs.startswith(("roofline", "profile"))
         return cls(
             "B" if graph.device or graph.costs else "",
@@ -64,7 +63,7 @@ class Units:
         )
 
     def size_text(self, size: float) -> str:
-        """Returns a size for a person.
+        """Returns a size as text.
 
         >>> Units().size_text(2_007_959_040), Units(size="").size_text(9_301_354)
         ('1.87 GiB', '9,301,354')
@@ -72,7 +71,7 @@ class Units:
         return Scale.for_largest(abs(size), self.size).text(size) if self.size else f"{size:,.0f}"
 
     def cost_text(self, cost: float) -> str:
-        """Returns a cost for a person.
+        """Returns a cost as text.
 
         >>> Units().cost_text(0.0123), Units(cost="").cost_text(255828)
         ('12.3 ms', '255,828')

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.core.graph import Arrays, Graph
+from remat.core.arrays import Arrays
+from remat.core.graph import Graph
 from remat.solvers.core.accounting import Bools, Floats, Ints
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 from remat.solvers.search.slots import Slots, events_of, gather, ranges

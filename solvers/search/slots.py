@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.core.graph import Arrays, Graph
+from remat.core.arrays import Arrays
+from remat.core.graph import Graph
 from remat.solvers.core.accounting import Bools, Ints
 
 
