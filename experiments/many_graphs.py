@@ -1,6 +1,6 @@
 """Every solver against brute force on many random graphs, once.
 
-`tests/test_many_graphs.py` with a large number of examples.
+`tests/promises/test_many_graphs.py` with a large number of examples.
 
     python -m experiments.many_graphs [--examples 10000] [--output FILE]
 
@@ -40,7 +40,7 @@ def main() -> int:
         "-m",
         "pytest",
         "-q",
-        "tests/test_many_graphs.py",
+        "tests/promises/test_many_graphs.py",
         "--hypothesis-show-statistics",
     ]
     run = subprocess.run(

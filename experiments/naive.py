@@ -4,7 +4,7 @@ the test that stands for it must fail.
     python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words;
     others keep their rows
 
-`tests/test_never_wrong.py` takes protections out itself; here are those of the other tests, which
+`tests/promises/test_never_wrong.py` takes protections out itself; here are those of the other tests, which
 take an edit of the source: what is looked for must be there once, or the script stops. Writes
 `experiments/results/naive.json` and `.md`.
 """
@@ -92,31 +92,31 @@ _REPLAY = """        return _with_generator(operator)(
 
 ALL = (
     _naive(
-        "a number read off a tensor belongs to the backward", "tracers/phases.py", "test_numbers_read -k Computes-flops",
+        "a number read off a tensor belongs to the backward", "tracers/phases.py", "run/test_numbers_read -k Computes-flops",
         ("is_forward = is_forward or any(\n", "is_forward = is_forward or False and any(\n"),
     ),
     _naive(
-        "gradients of earlier steps are not counted", "remat/face/planned_module.py", "test_training_loops -k earlier_steps",
+        "gradients of earlier steps are not counted", "remat/face/planned_module.py", "promises/test_training_loops -k earlier_steps",
         ("held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0", "held_bytes = 0"),
     ),
     _naive(
-        "gradients of earlier steps are not counted in pieces", "remat/pieces/runner.py", "test_graph_breaks -k earlier_steps",
+        "gradients of earlier steps are not counted in pieces", "remat/pieces/runner.py", "pieces/test_graph_breaks -k earlier_steps",
         ("held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0", "held_bytes = 0"),
     ),
     _naive(
-        "the last forward's values serve all backwards", "remat/run/capture.py", "test_training_loops -k several_forwards",
+        "the last forward's values serve all backwards", "remat/run/capture.py", "promises/test_training_loops -k several_forwards",
         _LATEST, (_FORWARD, _NOTED), (_BACKWARD, _STALE),
     ),
     _naive(
-        "what a forward saved stays until the next one", "remat/run/capture.py", "test_training_loops -k between_forward",
+        "what a forward saved stays until the next one", "remat/run/capture.py", "promises/test_training_loops -k between_forward",
         _LATEST, (_FORWARD, _NOTED),
     ),
     _naive(
-        "a replay moves the generator", "remat/run/random_state.py", "test_training_loops -k in_the_backward",
+        "a replay moves the generator", "remat/run/random_state.py", "promises/test_training_loops -k in_the_backward",
         (_REPLAY, "        torch.set_rng_state(state)\n        return operator(*args, **kwargs)"),
     ),
     _naive(
-        "a replay borrows the generator that all threads draw from", "remat/run/random_state.py", "test_training_loops -k threads",
+        "a replay borrows the generator that all threads draw from", "remat/run/random_state.py", "promises/test_training_loops -k threads",
         (_REPLAY, """        before = torch.get_rng_state()
         torch.set_rng_state(state)
         try:
@@ -125,101 +125,101 @@ ALL = (
             torch.set_rng_state(before)"""),
     ),
     _naive(
-        "the compiled frame knows its model by a global", "remat/face/planned_module.py", "test_training_loops -k deleted",
+        "the compiled frame knows its model by a global", "remat/face/planned_module.py", "promises/test_training_loops -k deleted",
         ('{"call_plain": call_plain}', '{"call_plain": call_plain, "model": module}'),
         ("return call_plain(self, *args, **kwargs)", "return call_plain(model, *args, **kwargs)"),
     ),
     _naive(
-        "a percentage is one of each shape's own peak", "remat/plan/planner.py", "test_shapes -k smaller_last",
+        "a percentage is one of each shape's own peak", "remat/plan/planner.py", "plan/test_shapes -k smaller_last",
         ("self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)", "self._keep_all_bytes = keep_all_bytes"),
     ),
     _naive(
-        "declared sizes are not looked at", "remat/face/planned_module.py", "test_shapes -k 'declared or largest_size'",
+        "declared sizes are not looked at", "remat/face/planned_module.py", "plan/test_shapes -k 'declared or largest_size'",
         ("        self._plan_largest(args, kwargs)\n", ""),
     ),
     _naive(
-        "what lies in the cache is believed", "remat/plan/disk_cache.py", "test_shapes -k fit_its_step",
+        "what lies in the cache is believed", "remat/plan/disk_cache.py", "plan/test_shapes -k fit_its_step",
         ("is_asked = solution.budget_bytes == budget_bytes and", "is_asked = True or"),
     ),
     _naive(
-        "costs are no part of a plan's key", "remat/plan/disk_cache.py", "test_shapes -k depends_on",
+        "costs are no part of a plan's key", "remat/plan/disk_cache.py", "plan/test_shapes -k depends_on",
         ("    digest.update(arrays.cost_s.tobytes())\n", ""),
     ),
     _naive(
-        "autocast's cache is off in the trace", "remat/run/capture.py", "test_precision -k once_a_region",
+        "autocast's cache is off in the trace", "remat/run/capture.py", "run/test_precision -k once_a_region",
         ("            autocast_cache(module, example_inputs),\n", ""),
     ),
     _naive(
-        "what changes between pieces is not copied", "remat/pieces/runner.py", "test_graph_breaks -k 'plain_step and InPlace'",
+        "what changes between pieces is not copied", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'plain_step and InPlace'",
         ("and tensor._version != version", "and False"),
     ),
     _naive(
-        "views of a copied input belong to the input", "remat/pieces/captured_piece.py", "test_graph_breaks -k ViewAfterwards",
+        "views of a copied input belong to the input", "remat/pieces/captured_piece.py", "pieces/test_graph_breaks -k ViewAfterwards",
         ('made.meta = {"val": source.meta["val"], ', 'made.meta = {"val": source.meta["val"].clone(), '),
         ('source.meta["val"].clone() if node is source else source.meta["val"]', 'node.meta["val"]'),
     ),
     _naive(
-        "no gradient is a gradient of zeros", "remat/pieces/runner.py", "test_graph_breaks -k Unused",
+        "no gradient is a gradient of zeros", "remat/pieces/runner.py", "pieces/test_graph_breaks -k Unused",
         ("return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled", "return compiled"),
     ),
     _naive(
-        "what gaps hold is left to luck", "remat/pieces/runner.py", "test_graph_breaks -k 'one_budget and Views'",
+        "what gaps hold is left to luck", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'one_budget and Views'",
         ("            if excess == 0:", "            if True:"),
     ),
     _naive(
-        "a backward runs the halves made last", "remat/pieces/runner.py", "test_graph_breaks -k overlap",
+        "a backward runs the halves made last", "remat/pieces/runner.py", "pieces/test_graph_breaks -k overlap",
         ("piece.halves(number)[1]", "piece.halves(0)[1]"),
     ),
     _naive(
-        "Inductor's random kernels run again", "remat/run/fusion.py", "test_inductor -k 'computes and nothing'",
+        "Inductor's random kernels run again", "remat/run/fusion.py", "run/test_inductor -k 'computes and nothing'",
         ("if index in step.generator_states else", "if False else"),
     ),
     _naive(
-        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "test_inductor -k planned_again",
+        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "run/test_inductor -k planned_again",
         ("        if excess > 0:\n", "        if False:\n"),
     ),
     _naive(
-        "a backward runs as often as it is asked to", "remat/run/capture.py", "test_running -k 'kept_is_refused or gradient_of_a_gradient'",
+        "a backward runs as often as it is asked to", "remat/run/capture.py", "promises/test_running -k 'kept_is_refused or gradient_of_a_gradient'",
         ("        if is_graph_kept():", "        if False:"),
     ),
     _naive(
-        "whole steps count frames, one count for all threads", "remat/torch_border/dynamo.py", "test_graph_breaks -k beside",
+        "whole steps count frames, one count for all threads", "remat/torch_border/dynamo.py", "pieces/test_graph_breaks -k beside",
         ("    context.fullgraph = False\n", ""),
     ),
     _naive(
-        "a step in pieces that was not compiled goes unnoticed", "remat/pieces/runner.py", "test_graph_breaks -k not_compile",
+        "a step in pieces that was not compiled goes unnoticed", "remat/pieces/runner.py", "pieces/test_graph_breaks -k not_compile",
         ("if not path and session.expects_pieces and _needs_gradient(result):", "if False:"),
     ),
     _naive(
-        "torch's own modules are left to torch's frames", "remat/pieces/frames.py", "test_own_frames -k behind_a_cut",
+        "torch's own modules are left to torch's frames", "remat/pieces/frames.py", "pieces/test_own_frames -k behind_a_cut",
         ("            ours = [", "            ours = [] and ["),
     ),
     _naive(
-        "frames of ours stay on the instances", "remat/pieces/frames.py", "test_own_frames -k 'between_steps or share'",
+        "frames of ours stay on the instances", "remat/pieces/frames.py", "pieces/test_own_frames -k 'between_steps or share'",
         ('del _USERS[id(part)], vars(part)["forward"]', "del _USERS[id(part)]"),
     ),
     _naive(
-        "what eager nodes hold in the backward is not seen", "remat/pieces/step_meter.py", "test_step_meter -k 'room_for or Gap'",
+        "what eager nodes hold in the backward is not seen", "remat/pieces/step_meter.py", "pieces/test_step_meter -k 'room_for or Gap'",
         ("                node.register_prehook(partial(self._begin_node, self._step))\n", ""),
     ),
     _naive(
-        "the backward of an earlier forward is measured", "remat/pieces/step_meter.py", "test_step_meter -k its_own",
+        "the backward of an earlier forward is measured", "remat/pieces/step_meter.py", "pieces/test_step_meter -k its_own",
         ("token.untyped_storage()._cdata not in self._followed", "False"),
     ),
     _naive(
-        "a budget that is not used is made smaller", "remat/pieces/runner.py", "test_step_meter -k room_for",
+        "a budget that is not used is made smaller", "remat/pieces/runner.py", "pieces/test_step_meter -k room_for",
         ("plan.unplanned_bytes + unused_bytes + excess", "plan.unplanned_bytes + excess"),
     ),
     _naive(
-        "what needs no gradient is compiled too", "remat/face/planned_module.py", "test_running -k no_grad",
+        "what needs no gradient is compiled too", "remat/face/planned_module.py", "promises/test_running -k no_grad",
         ("if not torch.is_grad_enabled() or torch.compiler", "if torch.compiler"),
     ),
     _naive(
-        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "test_running -k says_itself",
+        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "promises/test_running -k says_itself",
         ("def __reduce__", "def reduce"),
     ),
     _naive(
-        "each rank solves", "remat/plan/distributed.py", "test_distributed -k solved_on_one",
+        "each rank solves", "remat/plan/distributed.py", "plan/test_distributed -k solved_on_one",
         ("    if not is_distributed():\n        return solve()\n    workspaces", "    if True:\n        return solve()\n    workspaces"),
     ),
 )  # fmt: skip

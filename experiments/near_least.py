@@ -3,8 +3,8 @@
     python -m experiments.near_least [--graphs 5000] [--first 0] [--output FILE]
 
 An answer or a `BudgetError` is right, another exception or a bound that is no number never is
-(`tests/near_least.py` has the problems, and what is looked at). Writes how often each came out,
-with where and when that was, and the seeds that went wrong.
+(`tests/support/near_least.py` has the problems, and what is looked at). Writes how often each came
+out, with where and when that was, and the seeds that went wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from experiments.environment import environment
-from tests.near_least import Problem, outcome
+from tests.support.near_least import Problem, outcome
 
 HERE = Path(__file__).resolve()
 _BETWEEN_WRITES = 50  # graphs; what was done by then is kept where it is stopped

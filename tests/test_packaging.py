@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.checkout import ROOT
+
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").exists(), reason="tests run outside of a checkout"
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.checkout import ROOT
+
+PARAGRAPH = r"\*\*`([\w/]+)`\*\*(.*?)(?=\*\*`|\n\n|\Z)"  # of the README of the tests: a folder
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -91,6 +93,19 @@ def test_a_readme_names_every_module(room: str) -> None:
 
     assert stems <= named
     assert named <= stems | inside
+
+
+def test_the_readme_of_the_tests_names_every_file() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    blocks = {match[1]: match[2] for match in re.finditer(PARAGRAPH, text, re.DOTALL)}
+    rooms = {path.parent for path in (ROOT / "tests").rglob("*.py")} - {ROOT / "tests"}
+    assert {room.relative_to(ROOT / "tests").as_posix() for room in rooms} >= set(blocks)
+
+    for room in rooms:
+        stems = {path.stem.removeprefix("test_") for path in room.glob("[!_]*.py")}
+        if stems:
+            named = set(re.findall(r"`(\w+)`", blocks[room.relative_to(ROOT / "tests").as_posix()]))
+            assert stems <= named, room
 
 
 def test_no_two_rooms_import_each_other() -> None:

@@ -1,0 +1,246 @@
+"""What `experiments/results/README.md` says of each figure is what its result file says.
+
+A new run shows which sentences to correct.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+RESULTS = ROOT / "experiments" / "results"
+TEXT = re.sub(r"\s+", " ", (RESULTS / "README.md").read_text())
+GIB, MIB = 2**30, 2**20
+Claims = Iterator[str]
+
+
+def only(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    (row,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return row
+
+
+def span(numbers: list[float], form: str = ".0f") -> str:
+    return f"{min(numbers):{form}} to {max(numbers):{form}}"
+
+
+def lecture_chain(d: dict[str, Any]) -> Claims:
+    hand = {row["name"]: row for row in d["by_hand"]}
+    yield f"Ten layers take {hand['everything kept']['products']} products"
+    ways = ("checkpoint at layer 5, by segment", "checkpoint at layer 5, by layer", "nothing kept")
+    segment, layer, nothing = (hand[way] for way in ways)
+    yield (
+        f"{segment['products']} (checkpoint at layer 5, by segment), {layer['products']} (by "
+        f"layer), {nothing['products']} (nothing kept)"
+    )
+    least = [only(d["least"], matrices=row["matrices"]) for row in (segment, layer, nothing)]
+    yield "the least is {}, {} and {}, each proved".format(*(row["products"] for row in least))
+    assert all(row["products"] == row["proved_least"] for row in d["least"])
+    assert all(row["planned"] == row["executed"] and row["is_equal"] for row in d["executed"])
+
+
+def checkmate_figures(d: dict[str, Any]) -> Claims:
+    def batch(method: str) -> int:
+        return int(only(d["figure_6"], model="MobileNetV2", memory="16 GB", method=method)["batch"])
+
+    ours, plain = batch("auto"), batch("keep-all")
+    heuristics = [
+        row["batch"]
+        for row in d["figure_6"]
+        if (row["model"], row["memory"]) == ("MobileNetV2", "16 GB")
+    ]
+    best = max(size for size in heuristics if size != ours)
+    yield (
+        f"is {ours / plain:.1f} times keep-all's ({ours} to {plain}; 5.1 in the paper) and "
+        f"{ours / best:.2f} times the best heuristic's"
+    )
+    above = {
+        (model, way): d["table_2"][model][way] - ratio
+        for model, ways in d["table_2_published"].items()
+        for way, ratio in ways.items()
+    }
+    lp, ap = above.pop(("U-Net", "lp-rounding")), above.pop(("MobileNetV2", "ap-sqrt"))
+    yield f"is {lp:.2f} above the paper on U-Net; `ap-sqrt` is {ap:.2f} above it on MobileNet"
+    yield f"the others are within {max(map(abs, above.values())):.2f}"
+    panel = only(d["figure_5"], model="U-Net", device="V100")
+    yield f"ours on U-Net is {d['table_2']['U-Net']['auto']:.2f} with the least budget"
+    yield (
+        f"needs {panel['overhead_percent']['auto'][0]:.0f} % more compute and the bound says "
+        f"{panel['bound_percent'][0]:.0f} %"
+    )
+
+
+def depth_growth(d: dict[str, Any]) -> Claims:
+    deepest = {
+        name: max((row for row in d["rows"] if row["network"] == name), key=lambda row: row["size"])
+        for name in ("ResNet", "LSTM")
+    }
+    power = {name: d["exponents"][name]["sublinear"] for name in deepest}
+    yield f"{power['ResNet']:.2f} on the ResNet; on the LSTM {power['LSTM']:.2f} of the whole"
+    price = {
+        way: [100 * (row["over_keep_all"] - 1) for row in d["paces"] if row["way"] == way]
+        for way in ("sublinear", "ours, least")
+    }
+    yield "cost {:.0f} % and {:.0f} % of the step's time, measured".format(*price["sublinear"])
+    yield "at {:.0f} % and {:.0f} % more time".format(*price["ours, least"])
+    ways = {
+        name: {way: found["bytes"] for way, found in row["ways"].items()}
+        for name, row in deepest.items()
+    }
+    yield (
+        f"save {100 * (1 - ways['ResNet']['drop cheap'] / ways['ResNet']['sharing']):.0f} % of "
+        "the deepest ResNet and nothing of the LSTM"
+    )
+    assert ways["LSTM"]["drop cheap"] > 0.98 * ways["LSTM"]["sharing"]
+    assert 0.4 < ways["ResNet"]["ours, least"] / ways["ResNet"]["sublinear"] < 0.6, (
+        "half of that on the ResNet"
+    )
+    assert d["laws"]["ResNet"]["sublinear"] == "square root"
+    slowest = d["exponents"]["LSTM"]["ours, least"]
+    yield f"grow slower still on the LSTM (power {slowest:.2f})"
+    assert slowest < power["LSTM"]
+
+
+def transformer_arithmetic(d: dict[str, Any]) -> Claims:
+    yield f"a layer keeps {sum(d['numbers'].values()):.0f} d T numbers"
+    term = d["terms"][-1]
+    yield f"{term['d T coefficient']:.2f} b T d + {term['T x T coefficient']:.2f} b h T² bytes"
+    yield f"The loss keeps {term['vocabulary coefficient']:.0f} b T V"
+    selective, ours = (
+        row["step_s"] for row in d["ways"] if "T × T" in row["way"] or "T x T" in row["way"]
+    )
+    yield f"Ours is {100 * (1 - ours / selective):.1f} % quicker than dropping the T × T matrices"
+
+
+def attention(d: dict[str, Any]) -> Claims:
+    crossover = d["crossover_tokens"]
+    yield f"less memory than the formula from T = {crossover['peak_bytes']:.0f}"
+    yield f"less time from about T = {round(crossover['step_s'], -1):,.0f}"
+    yield f"errors of all three are some {span([row['error_ulp'] for row in d['rows']])} units"
+
+
+def static_memory(d: dict[str, Any]) -> Claims:
+    rows = d["rows"]
+    plain, planned = rows[::2], rows[1::2]
+    assert {row["schedule"] for row in plain} == {"everything kept"}
+    shared = [
+        [100 * row["shared"] / row["own memory"] for row in half] for half in (plain, planned)
+    ]
+    yield f"Sharing leaves {span(shared[0])} % of the memory"
+    yield (
+        f"{span(shared[1])} % under a plan; in-place alone leaves "
+        f"{span([100 * row['in place'] / row['own memory'] for row in rows])} %"
+    )
+    lost = {
+        way: [100 * (row["arenas"][way] / row["both"] - 1) for row in rows]
+        for way in ("best fit, as values come", "our search")
+    }
+    nothing = sum(percent == 0 for percent in lost["our search"])
+    most = {way: max(percents) for way, percents in lost.items()}
+    yield (
+        f"loses up to {most['best fit, as values come']:.0f} %; our search at most "
+        f"{most['our search']:.0f} %"
+    )
+    yield (
+        "nothing at all on "
+        f"{['no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight'][nothing]} of "
+        "eight"
+    )
+
+
+def reverse_price(d: dict[str, Any]) -> Claims:
+    yield f"cost {span([row['flop'] for row in d['prices']], '.2f')} times the function in FLOP"
+    yield f"{span([row['seconds'] for row in d['prices']], '.1f')} in seconds"
+    gpt, resnet = d["totals"].values()
+    yield (
+        f"{100 * gpt['seconds_bound_by_memory']:.0f} % (GPT-2) and "
+        f"{100 * resnet['seconds_bound_by_memory']:.0f} % (ResNet-50)"
+    )
+    yield f"{100 * gpt['flop_in_products']:.1f} % of the FLOP is in products"
+    used = [f"{100 * row['utilisation']:.1f}" for row in d["utilisation"]]
+    yield (
+        f"from {used[0]} to {used[1]} % block by block and {used[2]} % with our plan in the same "
+        "memory on GPT-2"
+    )
+    yield f"from {used[3]} to {used[4]} and {used[5]} % on ResNet-50"
+
+
+def sharding(d: dict[str, Any]) -> Claims:
+    def row(precision: str, plan: str) -> dict[str, Any]:
+        return only(d["rows"], precision=precision, plan=plan, ranks=1024)
+
+    kept = [row(precision, "everything kept") for precision in ("fp32", "bf16-mixed")]
+    sizes = [f"{r['bytes']['activations'] / GIB:.1f} of {r['total'] / GIB:.1f} GiB" for r in kept]
+    yield f"on 1,024 ranks they are {sizes[0]} in fp32 and {sizes[1]} in bf16-mixed"
+    least = [row(precision, "remat, least") for precision in ("fp32", "bf16-mixed")]
+    yield f"The least plans hold {least[0]['bytes']['activations'] / GIB:.1f} GiB of them"
+    yield f"at {100 * least[0]['overhead']:.0f} and {100 * least[1]['overhead']:.0f} % more compute"
+    assert all(r["computed"] == r["measured"] for r in d["measured"]), "to the byte"
+    steps = [
+        only(d["measured"], ranks=4, precision="fp32", plan=plan)["step_bytes"] / MIB
+        for plan in ("remat, 60%", "everything kept")
+    ]
+    yield f"({span(steps)} MiB on 4 ranks)"
+    planned = [r for r in d["measured"] if "predicted_peak_bytes" in r and r["ranks"] > 1]
+    excess = [100 * (r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1) for r in planned]
+    yield f"{span(excess)} % above its prediction"
+
+
+def side_by_side(d: dict[str, Any]) -> Claims:
+    rows = [row for row in d["rows"] if "refused" not in row]
+    wrong = [row for row in rows if row["gradients"] == "wrong"]
+    assert {(row["model"], row["family"]) for row in wrong} == {
+        ("GPT", "Inductor, activation_memory_budget")
+    }
+    differences = [100 * row["gradient_difference"] for row in wrong]
+    yield f"off by {span(differences)} % of the largest"
+    ours = [row for row in rows if (row["model"], row["family"]) == ("GPT", "remat")]
+    assert {row["gradients"] for row in rows if row["family"] == "remat"} == {"equal"}
+    yield (
+        f"Plans hold from {ours[0]['peak_bytes'] / MIB:.0f} to {ours[-1]['peak_bytes'] / MIB:.0f} "
+        "MiB, equal to the bit"
+    )
+    fused = only(rows, model="GPT", family="remat, run by Inductor", label="60%")
+    yield (
+        f"through Inductor's kernels {fused['peak_bytes'] / MIB:.0f} MiB at {fused['ratio']:.2f} "
+        "of the plain step's time"
+    )
+    rounding = only(
+        rows, model="ResNet-18", family="Inductor, activation_memory_budget", label="1"
+    )["gradient_difference"]
+    yield f"Inductor's own rounding is {100 * rounding:.1f} % of the largest gradient"
+    yield "came out at {:.2f} and {:.2f}".format(
+        *(row["ratio"] for row in rows if row["family"] == "plain PyTorch")
+    )
+
+
+def new_lengths(d: dict[str, Any]) -> Claims:
+    rows = list(d["models"].values())
+    times = [row["symbolic_s"] / row["capture_s"] for row in rows]
+    shares = [100 * row["concrete_s"] / row["capture_s"] for row in rows]
+    pays = [row["symbolic_s"] / (row["capture_s"] - row["concrete_s"]) for row in rows]
+    yield f"takes {span(times)} times a capture with fixed sizes"
+    yield f"{span(shares)} % of a capture for each length"
+    yield f"pays from the {span(pays)}th length on"
+    assert all(row["equal_lengths"] == row["lengths"] == 4 for row in rows)
+    assert all(row["symbolic_captures"] == 1 for row in rows)
+
+
+SECTIONS: list[Callable[[dict[str, Any]], Claims]] = [
+    lecture_chain, checkmate_figures, depth_growth, transformer_arithmetic, attention,
+    static_memory, reverse_price, sharding, side_by_side, new_lengths,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_the_text_says_what_the_result_file_says(
+    section: Callable[[dict[str, Any]], Claims],
+) -> None:
+    record = json.loads((RESULTS / f"{section.__name__}.json").read_text())
+    missing = [claim for claim in section(record) if claim not in TEXT]
+    assert not missing, f"experiments/results/README.md does not say: {missing}"

@@ -1,0 +1,217 @@
+"""Numbers, pictures and commands in the documents.
+
+Each is in a result file, in a folder, in the program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from experiments import coverage
+from experiments.all import FIGURES
+from experiments.checkmate_figures import cells_of_table_2
+from experiments.front_page import shown
+from experiments.predicted_vs_measured import Row, _cells
+from remat.cli.commands import app
+from tests.support.checkout import ROOT
+
+RESULTS = ROOT / "experiments" / "results"
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("[!.]*/**/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(RESULTS.glob("README.md")),
+]
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(text: str) -> set[str]:
+    return {re.sub(r"\s+", " ", line.strip()) for line in text.splitlines() if line.startswith("|")}
+
+
+def everything() -> str:
+    return "\n".join(path.read_text() for path in DOCUMENTS)
+
+
+def found_in(pattern: str) -> set[tuple[str, str]]:
+    return {
+        (path.relative_to(ROOT).as_posix(), match)
+        for path in DOCUMENTS
+        for match in re.findall(pattern, path.read_text())
+    }
+
+
+def test_measured_peaks_are_those_of_the_result_file() -> None:
+    shown = rows_of(everything())
+    rows = [Row(**row) for model in read("predicted_vs_measured").values() for row in model["rows"]]
+    assert rows
+    for row in rows:
+        assert f"| {' | '.join(_cells(row))} |".replace("|  |", "| |") in shown
+
+
+def test_the_coverage_is_that_of_the_result_file() -> None:
+    page = re.sub(r"\s+", " ", everything())
+    rows = [coverage.Row(**row) for model in coverage.load().values() for row in model["rows"]]
+    counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
+    assert (
+        f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, "
+        f"dropout on: {counts.pop('equal')} equal plain" in page
+    )
+    in_pieces = [
+        counts.pop(way)
+        for way in (
+            "equal to aot_eager",
+            "BudgetError at a later step",
+            "equal, above predicted on a path of its own",
+        )
+    ]
+    assert (
+        f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into: "
+        f"{in_pieces[0]} equal plain" in page
+    )
+    assert f"at each; {in_pieces[1]} do where they can" in page
+    assert f"{in_pieces[2]} took a path of their own" in page
+    assert (
+        f"{counts.pop('TraceError')} are refused with a `TraceError`, and one is not equal to "
+        "itself" in page
+    )
+    assert counts == {"plain PyTorch differs from itself": 1}
+    modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
+    assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
+    assert (
+        f"{modules.pop('equal'):,} are equal within the prediction, "
+        f"{modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
+    )
+    assert (
+        f"and {modules.pop('TraceError')} are refused (an LSTM on the CPU runs in oneDNN)." in page
+    )
+    assert not modules
+
+
+def test_published_graphs_are_those_of_the_result_file() -> None:
+    shown = rows_of(everything())
+    for row in read("checkmate_published")["rows"]:
+        ours = f"{row['cost']:,.0f} | {row['bound']:,.0f} | {row['seconds']:.1f}"
+        numbers = f"| {ours} | {row['published_cost']:,} | {row['published_seconds']:g} |"
+        assert any(line.endswith(numbers) for line in shown), numbers
+
+
+def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
+    shown, runs = (
+        rows_of((ROOT / "README.md").read_text()),
+        json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"],
+    )
+    for run in runs:
+        peak = (
+            f"{run['peak_bytes'] / 2**20:.0f} MiB, "
+            f"{100 * run['peak_bytes'] / runs[0]['peak_bytes']:.0f} %"
+        )
+        numbers = (
+            f"| {peak} | {1000 * run['step_s']:.0f} ms, {run['step_ratio']:.2f} x | "
+            f"{run['loss']:.6f} |"
+        )
+        assert any(numbers in line for line in shown), numbers
+
+
+def test_the_front_page_shows_what_its_blocks_print() -> None:
+    outputs = read("front_page")["outputs"]
+    blocks = [text for _, text in shown()]
+    assert len(blocks) == len(outputs) >= 2
+    for text, output in zip(blocks, outputs, strict=True):
+        printed = iter(line.rstrip() for line in output.splitlines())
+        for line in (
+            line.rstrip() for line in text.splitlines() if line.strip() not in ("", "...")
+        ):
+            assert line in printed, f"not printed, or not in this order: {line}"
+
+
+def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
+    page = re.sub(r"\s+", " ", everything())
+    small, middle, large = read("speed")["step"]
+    assert (
+        f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times "
+        "plain's time" in page
+    )
+    assert (
+        f"one of {middle['plain_s']:.1f} s {middle['ratio']:.3f}, one of "
+        f"{large['plain_s']:.1f} s {large['ratio']:.3f}" in page
+    )
+
+
+def test_the_largest_graph_is_solved_as_the_guide_says() -> None:
+    largest = max(read("bench_scale")["rows"], key=lambda row: row["operators"])
+    assert (
+        "more than 100,000 operators within 1 % of each other in less than a minute"
+        in (ROOT / "docs" / "how-it-works.md").read_text()
+    )
+    assert largest["operators"] > 100_000 and largest["gap_percent"] < 1 and largest["seconds"] < 60
+
+
+def test_a_complete_run_took_as_long_as_is_said() -> None:
+    run = read("experiments_time")
+    assert set(FIGURES) <= set(run["scripts"]) and all(
+        script["is_done"] for script in run["scripts"].values()
+    )
+    assert f"took {run['total']['wall_s'] / 60:.0f} minutes" in (RESULTS / "README.md").read_text()
+
+
+def test_checkmates_table_2_is_that_of_the_result_file() -> None:
+    shown = rows_of((RESULTS / "README.md").read_text())
+    for cells in cells_of_table_2(read("checkmate_figures")):
+        assert f"| {' | '.join(cells)} |" in shown
+
+
+def pictures() -> Iterator[tuple[str, Path]]:
+    for document, link in found_in(r"!\[[^\]]*\]\(([^)]+)\)"):
+        yield document, (ROOT / document).parent / link
+
+
+def test_every_picture_has_a_result_file_that_says_when_and_where_it_was_made() -> None:
+    found = list(pictures())
+    assert len(found) >= 5
+    for document, picture in found:
+        assert picture.is_file(), f"{document} shows {picture.name}"
+        name = re.sub(r"_figure\d", "_figures", picture.stem).removesuffix("_schedule")
+        record = picture.parent / ("demo.json" if picture.parent.name == "demo" else f"{name}.json")
+        content = json.loads(record.read_text())
+        made = content.get("environment", content)
+        assert {"date", "seed", "python", "cores"} <= set(made), record.name
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for document, link in found_in(r"\]\(([^)#:]+)(?:#[^)]*)?\)"):
+        assert ((ROOT / document).parent / link).exists(), f"{document} links to {link}"
+
+
+def test_every_path_that_is_named_exists() -> None:
+    for document, path in found_in(
+        r"`((?:experiments|tests|solvers|tracers|remat|docs)/[\w./-]+\.(?:py|json|md|png|csv))`"
+    ):
+        assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+def test_every_command_that_is_named_exists() -> None:
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for document, name in found_in(r"`remat (\w+)[^`|]*`"):
+        assert name in commands, f"{document} names remat {name}"
+    for document, name in found_in(r"(?:python|torchrun[^`\n]*) -m (experiments\.\w+)"):
+        assert importlib.util.find_spec(name) or name.endswith(".NAME"), f"{document} names {name}"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_of_make_experiments_is_there_and_in_the_index(name: str) -> None:
+    record = read(name)
+    assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
+    assert list(RESULTS.glob(f"{name.removesuffix('s')}*.png"))
+    assert f"`{name}.py`" in (ROOT / "experiments" / "README.md").read_text()

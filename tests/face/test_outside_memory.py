@@ -1,0 +1,549 @@
+"""A module that is planned alone while its step does more: measured, left room for, and said."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat.run.measure import FirstStepMeter
+from remat.run.whole_step import await_backward
+from remat.torch_border.allocator import is_profiling
+from tests.run.test_cuda_peaks import Allocator
+from tests.support.planned import call_of
+
+pytestmark = pytest.mark.usefixtures("fresh_torch", "torch_is_left_as_it_was")
+
+WIDTH, ROWS, CLASSES = 32, 128, 512
+Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+PLAIN = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def torch_is_left_as_it_was() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not is_watched() and not is_profiling()
+
+
+def is_watched() -> bool:
+    return torch.autograd._engine_run_backward is not PLAIN  # type: ignore[attr-defined]
+
+
+def net(last: int = CLASSES) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, last))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def loss_outside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), TARGETS)
+
+
+TARGETS = torch.arange(ROWS) % CLASSES
+
+
+def several_calls(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - model(x + 1)).square().mean()
+    return loss
+
+
+def another_module(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = ANOTHER(model(x)).square().mean()
+    return loss
+
+
+ANOTHER = nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.GELU(), nn.Linear(CLASSES, CLASSES))
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps a tensor as an attribute, as some functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x.clone()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gradient: torch.Tensor = gradients[0] * 2 + ctx.kept.mul(0)
+        return gradient
+
+
+def function_in_python(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = Doubled.apply(model(x))  # type: ignore[no-untyped-call]
+    return out.softmax(1).square().mean() + out.exp().mean()
+
+
+def half_checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What autograd holds is packed by hooks, which compute it where they are asked."""
+    logits: Any = torch.utils.checkpoint.checkpoint(
+        ANOTHER, model(x), use_reentrant=False, preserve_rng_state=False
+    )
+    return F.cross_entropy(logits, TARGETS)
+
+
+OUTSIDE = [loss_outside, another_module, function_in_python, half_checkpointed]
+
+
+def loss_inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x) / 3
+    return loss
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.body(x).square().mean()
+        return loss
+
+
+def run_step(step: Step, model: nn.Module, x: torch.Tensor) -> None:
+    step(model, x).backward()
+    model.zero_grad()
+    ANOTHER.zero_grad()
+
+
+def run_steps(step: Step, model: nn.Module, x: torch.Tensor) -> None:
+    for _ in range(5):
+        run_step(step, model, x)
+
+
+def whole_peak(step: Step, model: nn.Module, x: torch.Tensor) -> int:
+    """Measured from outside."""
+    resident_bytes = x.nbytes + sum(p.nbytes for p in model.parameters())
+    targets_bytes = TARGETS.nbytes if step in (loss_outside, half_checkpointed) else 0
+    measured = remat.measure(lambda: run_step(step, model, x), device="cpu")
+    return resident_bytes + targets_bytes + measured.peak_bytes
+
+
+def planned(model: nn.Module, budget: int | str, **options: Any) -> nn.Module:
+    return remat.checkpoint(
+        model, budget, costs="flops", time_limit_s=2.0, plan_cache=False, **options
+    )
+
+
+def whole_of(model: nn.Module) -> int | None:
+    return remat.report(model).whole_peak_bytes
+
+
+@pytest.mark.parametrize("step", [*OUTSIDE, several_calls])
+def test_what_is_measured_is_what_is_held(step: Step) -> None:
+    """The step as a profiler around it sees it.
+
+    Naive: what autograd saved outside is taken to be held to the end.
+    """
+    model, x = planned(net(), 1 << 30), batch()
+    run_step(step, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(step, model, x), abs=600)
+    run_step(step, model, x)
+    assert remat.report(model).outside_bytes == 0
+
+
+@pytest.mark.parametrize("step", [*OUTSIDE, several_calls])
+def test_the_whole_step_is_within_its_budget(step: Step, caplog: pytest.LogCaptureFixture) -> None:
+    """Naive: the plan and its measurement belong to one call, and nobody sees the rest."""
+    model, x = planned(net(), 1 << 30), batch()
+    run_step(step, model, x)
+    budget = int(0.93 * (whole_of(model) or 0))
+    planned(remat.unwrap(model), budget)
+
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        run_step(step, model, x)
+        assert (whole_of(model) or 0) > budget
+        run_steps(step, model, x)
+    warnings = [r.getMessage() for r in caplog.records if "whole step" in r.getMessage()]
+    assert len(warnings) == 1 and "lambda x, y: criterion(model(x), y)" in warnings[0]
+
+    report = remat.report(model)
+    assert report.outside_bytes > 0 and "outside of the module" in str(report)
+    assert report.whole_peak_bytes is not None and report.whole_peak_bytes <= budget
+    assert whole_peak(step, model, x) <= budget
+
+
+def test_the_plan_knows_when_the_loss_is_computed() -> None:
+    """One new plan, whose prediction is what the whole step holds, to the byte.
+
+    Naive: what is held outside comes off the budget throughout, and costs recomputations.
+    """
+    model, x = planned(net(), 1 << 30), batch()
+    run_step(loss_outside, model, x)
+    kept_whole = whole_of(model)
+    assert kept_whole is not None
+    planned(remat.unwrap(model), kept_whole - 80_000)
+    run_step(loss_outside, model, x)
+    run_step(loss_outside, model, x)
+
+    report = remat.report(model)
+    assert report.solution.peak_bytes == pytest.approx(report.whole_peak_bytes, abs=16)
+    assert report.keep_all.peak_bytes == pytest.approx(kept_whole, abs=16)
+    assert report.solution.overhead < 0.1
+
+
+@pytest.mark.parametrize("step", [loss_outside, several_calls])
+def test_what_would_be_needed_is_said(step: Step) -> None:
+    model, x = net(), batch()
+    least = remat.minimum(remat.trace(model, (x,), costs="flops"), time_limit_s=2.0).peak_bytes
+    planned(model, least + 1000)
+    with pytest.raises(remat.BudgetError, match="whole step") as found:
+        run_steps(step, model, x)
+    needed_bytes = found.value.minimum_bytes
+    assert needed_bytes > least + 1000
+
+    planned(remat.unwrap(model), needed_bytes)
+    run_steps(step, model, x)
+    assert whole_peak(step, model, x) <= needed_bytes + 512
+
+
+def test_smaller_batches_go_on_after_the_error() -> None:
+    model, x = planned(net(), 900_000), batch()
+    with pytest.raises(remat.BudgetError, match="whole step"):
+        run_steps(loss_of_any_size, model, x)
+    run_steps(loss_of_any_size, model, x[:16])
+    assert (whole_of(model) or 1 << 30) <= 900_000
+
+
+def loss_of_any_size(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), TARGETS[: len(x)])
+
+
+def test_other_shapes_get_room_in_proportion(caplog: pytest.LogCaptureFixture) -> None:
+    """Naive: each length is over the budget once, and all lengths are planned again for it."""
+    model, x = planned(net(), 1 << 30), batch()
+    run_step(loss_of_any_size, model, x)
+    budget = int(0.95 * (whole_of(model) or 0))
+    planned(remat.unwrap(model), budget)
+    run_steps(loss_of_any_size, model, x[:124])
+    assert remat.report(model).outside_bytes > 0
+    run_step(loss_of_any_size, model, x)
+    assert (whole_of(model) or 1 << 30) <= budget
+
+
+def test_a_loss_inside_needs_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    """At the least budget, which the plan uses to the last byte."""
+    model, x = WithLoss(), batch()
+    graph = remat.trace(model, (x,), costs="flops")
+    planned(model, remat.minimum(graph, time_limit_s=2.0).peak_bytes)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        run_steps(loss_inside, model, x)
+    report = remat.report(model)
+    assert report.outside_bytes == 0 and "outside" not in str(report)
+    assert not [r for r in caplog.records if "whole step" in r.getMessage()]
+    assert report.whole_peak_bytes == pytest.approx(report.solution.peak_bytes, abs=64)
+
+
+def test_a_step_function_has_nothing_outside(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = net(), batch()
+    step = remat.checkpoint(
+        lambda x: loss_outside(model, x), "80%", costs="flops", time_limit_s=2.0, plan_cache=False
+    )
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        for _ in range(3):
+            step(x).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad()
+    report = remat.report(step)
+    assert report.whole_peak_bytes == pytest.approx(report.measured_peak_bytes, abs=64)
+    assert report.outside_bytes == 0
+    assert not [r for r in caplog.records if "whole step" in r.getMessage()]
+
+
+def test_a_percentage_is_one_of_what_is_outside_as_well() -> None:
+    """Naive: keeping everything is over 100 %, and is planned again with less."""
+    model, x = planned(net(), "100%"), batch()
+    run_steps(loss_outside, model, x)
+    report = remat.report(model)
+    assert report.solution.overhead == 0
+    assert whole_peak(loss_outside, model, x) <= report.budget_bytes
+
+
+def test_values_and_gradients_stay_the_same() -> None:
+    model, x = net(), batch()
+
+    def values() -> list[torch.Tensor]:
+        loss = loss_outside(model, x)
+        loss.backward()
+        found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found
+
+    want = values()
+    planned(model, 1 << 30)
+    values()
+    planned(remat.unwrap(model), int(0.95 * (whole_peak(loss_outside, model, x))))
+    for _ in range(4):
+        torch.testing.assert_close(values(), want, rtol=0, atol=0)
+    assert remat.report(model).outside_bytes > 0
+
+
+def test_what_accumulates_is_left_room_for_apart() -> None:
+    """Naive: gradients that are there already count as held outside."""
+    model, x = planned(net(), 1 << 30, is_accumulating=True), batch()
+    for _ in range(3):
+        loss_outside(model, x).backward()
+    first, second = call_of(model).pieces
+    assert first.meter.whole is not None and second.meter.whole is not None
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert second.meter.whole.peak_bytes == pytest.approx(
+        first.meter.whole.peak_bytes - gradients, abs=gradients
+    )
+    assert second.meter.whole.peak_bytes <= first.meter.whole.peak_bytes
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_inductor_runs_a_plan_that_leaves_room() -> None:
+    model, x = planned(net(), 1 << 30, executor="inductor"), batch()
+    run_step(loss_outside, model, x)
+    budget = int(0.95 * (whole_of(model) or 0))
+    planned(remat.unwrap(model), budget, executor="inductor")
+    run_steps(loss_outside, model, x)
+    assert remat.report(model).outside_bytes > 0
+    assert whole_peak(loss_outside, model, x) <= budget
+
+
+def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = net(), batch()
+    graph = remat.trace(model, (x,), costs="flops")
+    remat.wrap(model, remat.solve(graph, "100%", time_limit_s=1.0), costs="flops")
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        run_steps(lambda model, x: model(x).softmax(1).exp().log().mean(), model, x)
+    warnings = [r.getMessage() for r in caplog.records if "whole step" in r.getMessage()]
+    assert len(warnings) == 1 and "This plan is given" in warnings[0]
+
+
+@pytest.mark.parametrize("loss_bytes", [0, 500])
+def test_on_cuda_the_allocator_is_read(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 bytes are there before; the forward saves 100, and the backward holds 300 more."""
+    allocator = Allocator(allocated=1000).install(monkeypatch)
+    owner = Allocator()
+    meter = FirstStepMeter("cuda", 40, 1)
+    saved = torch.empty(100, dtype=torch.uint8)
+
+    def forward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(allocated=100)
+        return [args[0] * 2, saved]
+
+    def backward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(allocated=300)
+        allocator.change(allocated=-400)
+        return [args[0] * 2]
+
+    class Compiled(torch.autograd.Function):
+        compiled_fw = None
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return meter.forward(forward)([x])[0]  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return meter.backward(backward)([*gradients, saved])[0]  # type: ignore[no-any-return]
+
+    for _ in range(2):  # the first one has no backward
+        result: torch.Tensor = Compiled.apply(torch.ones(3, requires_grad=True))  # type: ignore[no-untyped-call]
+        await_backward([meter], [result], [], owner)
+    allocator.change(allocated=loss_bytes)
+    allocator.change(allocated=-loss_bytes)
+    result.sum().backward()
+
+    assert meter.whole is not None and meter.whole.num_calls == 1
+    # beside 1000 and what the first forward left
+    assert meter.whole.peak_bytes == 40 + 100 + max(300, loss_bytes)
+    assert meter.peak_bytes == meter.whole.peak_bytes
+    if loss_bytes:
+        assert meter.whole.outside_bytes == 40 + loss_bytes
+
+
+# Nothing is left behind
+
+
+def test_torch_is_as_it_was_after_the_first_step() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    loss = loss_outside(model, x)
+    assert is_watched()
+    loss.backward()
+    assert not is_watched()
+    model.zero_grad()
+    loss = loss_outside(model, x)
+    assert not is_watched()
+    with torch.profiler.profile():
+        loss.backward()
+
+
+def test_a_forward_without_backward_leaves_nothing() -> None:
+    """An evaluation that forgot `no_grad`, then training."""
+    model, x = planned(net(), 1 << 30), batch()
+    for _ in range(3):
+        model(x)
+        assert not is_watched() and not is_profiling()
+    run_step(loss_outside, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+def test_forwards_that_are_kept_are_no_part_of_the_step() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    kept = [model(x), model(x)]
+    run_step(loss_outside, model, x)
+    assert not is_watched()
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+    del kept
+
+
+def test_an_error_before_the_backward_leaves_nothing() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+
+    def fails() -> None:
+        loss_outside(model, x)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            fails()
+        gc.collect()
+        assert not is_watched() and not is_profiling()
+    run_step(loss_outside, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no gradient")
+
+
+def test_an_error_in_the_backward_leaves_nothing() -> None:
+    """Outside of the module, and in one of its own hooks."""
+    model, x = planned(net(), 1 << 30), batch()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        Fails.apply(model(x)).exp().mean().backward()  # type: ignore[no-untyped-call]
+    assert not is_watched() and not is_profiling()
+    loss = loss_outside(model, x)
+    with pytest.raises(remat.TraceError, match="runs its backward once"):
+        loss.backward(retain_graph=True)
+    assert not is_watched() and not is_profiling()
+    run_step(loss_outside, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+def test_a_step_that_runs_plain_has_no_number() -> None:
+    """Naive: what plain PyTorch held is taken for what is beside the plan."""
+    model, x = planned(net(), 1 << 30, on_unsupported="plain"), batch()
+    loss = loss_outside(model, x)
+    loss.backward(retain_graph=True)
+    assert not is_watched() and whole_of(model) is None
+    loss.backward()
+    del loss
+    model.zero_grad()
+    run_step(loss_outside, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+def test_a_model_that_dies_leaves_nothing() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    loss = loss_outside(model, x)
+    del model
+    assert is_watched()
+    del loss
+    assert not is_watched()
+
+
+def test_other_backwards_run_as_ever() -> None:
+    """Of another model, in another thread, by `grad`, and one that never meets the module again."""
+    model, x, other = planned(net(), 1 << 30), batch(), nn.Linear(WIDTH, 1)
+    loss = loss_outside(model, x)
+    threads = [threading.Thread(target=lambda: other(x).sum().backward()) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    (gradient,) = torch.autograd.grad(other(x).sum(), [other.weight])
+    assert other.weight.grad is not None
+    assert torch.equal(other.weight.grad, 2 * gradient) and is_watched()
+    loss.backward()
+    assert whole_of(model) is not None and not is_watched()
+
+    kept = loss_of_any_size(model, x[:5])
+    for _ in range(100):
+        other(x).sum().backward()
+    assert not is_watched()
+    kept.backward()
+
+
+def test_a_backward_in_another_thread_is_measured() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    loss = loss_outside(model, x)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    del loss
+    model.zero_grad()
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+def test_gradients_by_grad_are_measured() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    torch.autograd.grad(loss_outside(model, x), list(model.parameters()))
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_step_of_two_plans_has_no_number(is_broken: bool) -> None:
+    """Each has a budget of its own. Naive: what the other holds is outside of either."""
+
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(CLASSES, 8), nn.GELU(), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if is_broken:
+                torch._dynamo.graph_break()
+            out: torch.Tensor = self.layers(x)
+            return out
+
+    model, second, x = planned(net(), 1 << 30), planned(Second(), 1 << 30), batch()
+    for _ in range(3):
+        second(model(x)).square().mean().backward()
+    assert whole_of(model) is None
+    assert remat.report(second).whole_peak_bytes is None
+
+
+def test_a_profiler_of_the_users_is_left_alone() -> None:
+    model, x = planned(net(), 1 << 30), batch()
+    with torch.profiler.profile() as profiler:
+        run_step(loss_outside, model, x)
+    assert any("Backward" in event.key for event in profiler.key_averages())
+    assert whole_of(model) is None
+    run_step(loss_outside, model, x)
+    assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
+
+
+@pytest.mark.parametrize("step", [loss_outside, several_calls])
+def test_a_first_step_inside_of_a_measurement_is_measured(step: Step) -> None:
+    """Naive: the profiler runs already, and the report has no number."""
+    model, x = planned(net(), 1 << 30), batch()
+    run_step(step, model, x)
+    want = remat.report(model).measured_peak_bytes
+    planned(remat.unwrap(model), 1 << 30)
+    remat.measure(lambda: run_step(step, model, x), device="cpu")
+    assert remat.report(model).measured_peak_bytes == want

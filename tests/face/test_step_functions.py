@@ -1,0 +1,423 @@
+"""Step functions: all that a function calls is one plan, and trains as plain PyTorch does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat.face.reached_modules import reached_modules
+from tests.support.planned import UNLIMITED, Given, assert_same, keep_nothing
+
+pytestmark = pytest.mark.usefixtures("fresh_torch")
+
+WIDTH, ROWS = 16, 32
+
+
+def net(last: int = WIDTH, *, width: int = WIDTH) -> nn.Module:
+    """Dropout, batch norm and a skip; what is kept outweighs what is held."""
+    hidden = 4 * width
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.GELU(), nn.Dropout(0.2)]
+        layers += [nn.Linear(hidden, width)]
+    return nn.Sequential(*layers, nn.Linear(width, last))
+
+
+def rows(seed: int, *size: int) -> torch.Tensor:
+    return torch.randn(*(size or (ROWS, WIDTH)), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Setting:
+    """Modules, and functions of them that are called in turn, each with its arguments."""
+
+    modules: dict[str, nn.Module]
+    steps: list[Callable[..., Any]]
+    args: list[tuple[Any, ...]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        for module in self.modules.values():
+            yield from module.parameters()
+            yield from module.buffers()
+
+
+def closure() -> Setting:
+    model, criterion = net(), nn.CrossEntropyLoss(weight=rows(5, WIDTH).abs())
+    labels = torch.arange(ROWS) % WIDTH
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return criterion(model(x), y)  # type: ignore[no-any-return]
+
+    return Setting({"model": model, "criterion": criterion}, [step], [(rows(1), labels)])
+
+
+def siamese() -> Setting:
+    model = net()
+    margin = nn.TripletMarginLoss()
+    step = lambda a, b, c: margin(model(a), model(b), model(c))  # noqa: E731
+    return Setting({"model": model}, [step], [(rows(1), rows(2), rows(3))])
+
+
+def preference() -> Setting:
+    """The model against a frozen one, under `no_grad`, in helpers of their own."""
+    policy = net()
+    reference = copy.deepcopy(policy).eval()
+
+    def scores(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(model(x), -1)[:, 0]
+
+    @torch.no_grad()
+    def reference_scores(x: torch.Tensor) -> torch.Tensor:
+        return scores(reference, x)
+
+    def step(chosen: torch.Tensor, *, rejected: torch.Tensor) -> torch.Tensor:
+        ratio = scores(policy, chosen) - scores(policy, rejected)
+        with torch.no_grad():
+            ratio_before = scores(reference, chosen)
+        ratio_before = ratio_before - reference_scores(rejected)
+        return -F.logsigmoid(0.1 * (ratio - ratio_before)).mean()
+
+    modules = {"policy": policy, "reference": reference}
+    return Setting(modules, [step], [(rows(1),)], {"rejected": rows(2)})
+
+
+def adversarial() -> Setting:
+    """Two functions that share both modules, one detached in each turn."""
+    generator, critic, bce = net(), net(1), nn.BCEWithLogitsLoss()
+
+    def critic_step(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        real, fake = critic(x), critic(generator(noise).detach())
+        return bce(real, torch.ones_like(real)) + bce(fake, torch.zeros_like(fake))  # type: ignore[no-any-return]
+
+    def generator_step(_: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        fake = critic(generator(noise))
+        return bce(fake, torch.ones_like(fake))  # type: ignore[no-any-return]
+
+    modules = {"generator": generator, "critic": critic}
+    return Setting(modules, [critic_step, generator_step], [(rows(1), rows(2))] * 2)
+
+
+def frozen_parts() -> Setting:
+    """Some modules are trained, one is frozen, one is half frozen; a loss of several terms."""
+    parts = nn.ModuleDict({"a": net(), "b": net()})
+    teacher, heads = net().requires_grad_(False), [nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)]
+    parts["b"][0].requires_grad_(False)  # type: ignore[index]
+
+    def step(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = parts["b"](parts["a"](x))
+        losses = [head(hidden).pow(2).mean() for head in heads]
+        distance = F.mse_loss(hidden, teacher(x))
+        return {"loss": distance + sum(losses), "distance": distance.detach(), "hidden": hidden}
+
+    modules = {"parts": parts, "teacher": teacher, "heads": nn.ModuleList(heads)}
+    return Setting(modules, [step], [(rows(1),)])
+
+
+class Trainer:
+    """No module, but its attributes are."""
+
+    def __init__(self) -> None:
+        self.nets, self.lists = {"up": net(), "down": net()}, [nn.Linear(WIDTH, WIDTH)]
+        self.settings = SimpleNamespace(head=nn.Linear(WIDTH, 1), weight=0.5)
+        self.unused = net()
+
+    @property
+    def scale(self) -> float:
+        return self.settings.weight  # type: ignore[no-any-return]
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nets["down"](self.nets["up"](x))  # type: ignore[no-any-return]
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.lists:
+            x = layer(x)
+        return self.settings.head(self.features(x)).square().mean() * self.scale  # type: ignore[no-any-return]
+
+
+def bound_method() -> Setting:
+    trainer = Trainer()
+    modules = {"nets": nn.ModuleDict(trainer.nets), "lists": trainer.lists[0]}
+    return Setting(modules | {"head": trainer.settings.head}, [trainer.step], [(rows(1),)])
+
+
+def distillation(
+    student: nn.Module, teacher: nn.Module, x: torch.Tensor, *, temperature: float
+) -> torch.Tensor:
+    target = F.softmax(teacher(x) / temperature, -1)
+    return F.kl_div(F.log_softmax(student(x) / temperature, -1), target, reduction="batchmean")
+
+
+def partial() -> Setting:
+    student, teacher = net(), net().requires_grad_(False)
+    step = functools.partial(distillation, student, teacher=teacher, temperature=2.0)
+    modules = {"student": student, "teacher": teacher}
+    return Setting(modules, [step], [()], {"x": rows(1)})
+
+
+def modules_as_arguments() -> Setting:
+    student, teacher = net(), net().requires_grad_(False)
+    modules = {"student": student, "teacher": teacher}
+    args = [(student, teacher, rows(1))]
+    return Setting(modules, [distillation], args, {"temperature": 2.0})
+
+
+class Learner(nn.Module):
+    """A module whose step is another method than its forward, as in Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+def method_of_a_module() -> Setting:
+    learner = Learner()
+    return Setting({"learner": learner}, [learner.training_step], [((rows(1), rows(2)), 0)])
+
+
+def in_pieces() -> Setting:
+    """What data decides cuts the step."""
+    model, other = net(), net()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden = model(x)
+        scale = 2.0 if hidden.detach().mean().item() > -100 else 1.0
+        return other(hidden * scale).square().mean()  # type: ignore[no-any-return]
+
+    return Setting({"model": model, "other": other}, [step], [(rows(1),)])
+
+
+SETTINGS = [
+    closure, siamese, preference, adversarial, frozen_parts, bound_method, partial,
+    modules_as_arguments, method_of_a_module, in_pieces,
+]  # fmt: skip
+Planning = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def plain(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step
+
+
+def keeping_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
+    return remat.checkpoint(step, UNLIMITED, solver=Given(keep_nothing), costs="flops")
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]:
+    """Two rounds of all steps with an optimizer: results, gradients, state and random state."""
+    torch.manual_seed(0)
+    setting = make()
+    steps = [planning(step) for step in setting.steps]
+    trained = [t for t in setting.tensors() if t.requires_grad]
+    optimizer, found = torch.optim.SGD(trained, lr=0.1), []
+    for _ in range(2):
+        for step, args in zip(steps, setting.args, strict=True):
+            optimizer.zero_grad()
+            result = step(*args, **setting.kwargs)
+            loss_of(result).backward()
+            found.append([copy.deepcopy([t.grad for t in trained]), torch.get_rng_state()])
+            found[-1].append({name: t.detach().clone() for name, t in _named(result)})
+            optimizer.step()
+    return [found, [module.state_dict() for module in setting.modules.values()]]
+
+
+def _named(result: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return result.items() if isinstance(result, dict) else [("loss", result)]
+
+
+@pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
+def test_trains_as_the_plain_function(make: Callable[[], Setting]) -> None:
+    assert_same(after_training(make, keeping_nothing), after_training(make, plain))
+
+
+@pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
+def test_all_that_is_reached_is_counted(make: Callable[[], Setting]) -> None:
+    """Parameters, buffers and inputs of each module that is called, and of no other one; measured
+    from outside the whole step, its loss included, holds what the plan says.
+    """
+    setting = make()
+    step, args = setting.steps[-1], setting.args[-1]
+    given = torch.utils._pytree.tree_leaves((args, setting.kwargs))
+    held = {t.data_ptr(): t.nbytes for t in (*setting.tensors(), *given) if torch.is_tensor(t)}
+    unread_bytes = rows(1).nbytes if make is adversarial else 0  # an argument that is not used
+
+    planned = keeping_nothing(step)
+    for _ in range(2 if make is in_pieces else 1):
+        run_step(planned, setting)
+    report = remat.report(planned)
+    assert report.graph.resident_bytes == sum(held.values()) - unread_bytes
+
+    measured = remat.measure(lambda: run_step(planned, setting), device="cpu").peak_bytes
+    measured += report.graph.resident_bytes
+    # the loss itself, and the one that its backward begins with; a guess of a workspace
+    predicted = report.solution.peak_bytes
+    assert predicted - 3 * rows(1).nbytes <= measured <= predicted + 64
+    assert report.measured_peak_bytes is not None
+    assert predicted - 3 * rows(1).nbytes <= report.measured_peak_bytes <= predicted + 64
+
+
+def run_step(step: Callable[..., Any], setting: Setting) -> None:
+    """One step whose gradients are dropped at once."""
+    loss_of(step(*setting.args[-1], **setting.kwargs)).backward()
+    for tensor in setting.tensors():
+        tensor.grad = None
+
+
+def test_a_budget_bounds_the_whole_step() -> None:
+    setting = siamese()
+    planned = remat.checkpoint(
+        setting.steps[0], "80%", costs="flops", time_limit_s=3.0, plan_cache=False
+    )
+    run_step(planned, setting)
+    report = remat.report(planned)
+    measured = remat.measure(lambda: run_step(planned, setting), device="cpu").peak_bytes
+    assert report.solution.overhead > 0
+    assert measured + report.graph.resident_bytes <= report.solution.budget_bytes
+
+
+def test_gradients_that_are_held_count() -> None:
+    """Those of all modules that the function reaches."""
+    setting = adversarial()
+    planned = remat.checkpoint(
+        setting.steps[1], 1 << 30, costs="flops", time_limit_s=1.0, plan_cache=False
+    )
+    for _ in range(2):
+        planned(*setting.args[1]).backward()
+    held = sum(t.grad.nbytes for t in setting.tensors() if t.grad is not None)
+    assert remat.report(planned).solution.budget_bytes == (1 << 30) - held
+
+
+def test_it_is_the_function_to_look_at() -> None:
+    def step(x: torch.Tensor, *, weight: float = 2.0) -> torch.Tensor:
+        """The loss."""
+        return model(x).mean() * weight  # type: ignore[no-any-return]
+
+    model = nn.Linear(WIDTH, WIDTH)
+    planned = remat.checkpoint(step, UNLIMITED, costs="flops")
+    assert inspect.signature(planned) == inspect.signature(step)
+    assert (planned.__name__, planned.__doc__) == ("step", "The loss.")
+    assert "step" in repr(planned)
+    assert remat.checkpoint(planned, "80%", costs="flops") is planned
+    assert remat.unwrap(planned) is step
+    with pytest.raises(remat.TraceError, match="no plan"):
+        remat.report(planned)
+    with torch.no_grad():
+        assert_same(planned(rows(1)), step(rows(1)))
+
+
+def test_a_copy_is_plain() -> None:
+    """As that of a planned module: a plan belongs to the tensors it was made for."""
+    trainer = Trainer()
+    vars(trainer)["step"] = remat.checkpoint(trainer.step, UNLIMITED, costs="flops")
+    trainer.step(rows(1)).backward()
+    twin = pickle.loads(pickle.dumps(trainer))
+    assert twin.step.__self__ is twin
+    assert_same(seeded(twin.step), seeded(remat.unwrap(trainer.step)))
+
+
+def seeded(step: Callable[..., torch.Tensor]) -> torch.Tensor:
+    torch.manual_seed(3)
+    return step(rows(1))
+
+
+def test_a_method_of_a_class_is_planned_for_each_object() -> None:
+    class Planned(Trainer):
+        step = remat.checkpoint(Trainer.step, UNLIMITED, costs="flops")
+
+    first, second = Planned(), Planned()
+    for trainer in (first, second, first):
+        loss = seeded(trainer.step)
+        loss.backward()
+        assert_same(loss, seeded(functools.partial(Trainer.step, trainer)))
+    assert first.lists[0].weight.grad is not None and second.lists[0].weight.grad is not None
+
+
+def test_a_graph_and_a_plan_of_a_function() -> None:
+    setting = closure()
+    (step,), (args,) = setting.steps, setting.args
+    graph = remat.trace(step, args, costs="flops")
+    least = remat.minimum(graph, time_limit_s=1.0).peak_bytes
+    solution = remat.solve(graph, least, time_limit_s=1.0)
+    planned = remat.wrap(step, solution, costs="flops")
+    planned(*args).backward()
+    assert remat.report(planned).solution == solution
+
+    fit = remat.fits(step, args, device="H100", time_limit_s=1.0)
+    trained = sum(p.nbytes for p in setting.modules["model"].parameters())
+    assert fit and fit.model.endswith("step") and fit.held.gradient_bytes == trained
+
+    setting.modules["model"].eval()  # one row has no variance
+    found = remat.max_batch(
+        step, batch, budget="4MiB", limit=64, device="H100", points=1, time_limit_s=0.5
+    )
+    assert found.largest == 64
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(size, WIDTH), torch.empty(size, dtype=torch.long)
+
+
+def test_what_is_no_step() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="or a function is needed, and str was given"):
+        remat.checkpoint("gpt2", "1GiB")  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="the class Linear was given"):
+        remat.checkpoint(nn.Linear, "1GiB")
+    with pytest.raises(ValueError, match="blocks= plans the blocks of one module"):
+        remat.checkpoint(lambda x: model(x), "1GiB", blocks=[model[0]])
+    with pytest.raises(remat.TraceError, match="nothing to differentiate"):
+        remat.checkpoint(torch.sin, "1GiB")(torch.ones(2))
+    copies = nn.DataParallel(model)
+    with pytest.raises(remat.TraceError, match="DataParallel copies the module"):
+        remat.checkpoint(lambda x: copies(x), "1GiB")
+
+
+MODEL = nn.Linear(2, 2)
+HELD: dict[str, Any] = {"models": [MODEL], "data": list(range(5000))}
+
+
+def test_what_a_function_reaches() -> None:
+    """Closures, defaults, globals and attributes that its code names; nothing that it does not."""
+    other, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+    holder = SimpleNamespace(inner=SimpleNamespace(part=other), unused=unused)
+
+    def deep(x: torch.Tensor) -> Any:
+        return (lambda: [holder.inner.part(x) for _ in range(2)])()
+
+    def by_default(x: torch.Tensor, *, of: nn.Module = other) -> Any:
+        return of(MODEL(x))
+
+    def late(x: torch.Tensor) -> Any:
+        return assigned_later(x)
+
+    assert reached_modules(deep) == {"part": other}
+    assert set(reached_modules(by_default).values()) == {MODEL, other}
+    assert reached_modules(lambda x: HELD["models"][0](x)) == {"HELD_models_0": MODEL}
+    assert reached_modules(late) == {}
+    assigned_later = other
+    assert reached_modules(late) == {"assigned_later": other}
+    assert reached_modules(other.forward) == {"self": other}
+    assert reached_modules(lambda x: F.relu(x)) == {}

@@ -1,0 +1,190 @@
+"""Steps that are cut inside of torch's own modules, whose frames dynamo does not compile, are
+planned all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.face.planned_module import PlannedCall
+from remat.pieces import frames
+from remat.pieces.frames import OwnFrames
+from remat.pieces.runner import Piecewise
+from remat.torch_border.modules import get_call
+from tests.support.planned import assert_same, keep_nothing, planned
+
+WIDTH, LENGTH = 16, 32
+
+pytestmark = pytest.mark.usefixtures("fresh_torch")
+
+
+def encoder(num_layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers)
+
+
+class InALoop(nn.Module):
+    """A break within a loop leaves the forward to plain Python, and what it calls are torch's own
+    modules.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh(), nn.Dropout(0.1))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def assert_equal_steps(model: nn.Module, plain: nn.Module, **options: Any) -> None:
+    """Three steps of both: outputs, gradients and the generator's state are equal to the bit."""
+    for seed in range(3):
+        states = []
+        for each in (model, plain):
+            torch.manual_seed(seed)
+            x = torch.randn(2, LENGTH, WIDTH)
+            each.zero_grad()
+            out = each(x, **options)
+            out.pow(2).mean().backward()
+            states.append(
+                [out, *(parameter.grad for parameter in each.parameters()), torch.get_rng_state()]
+            )
+        for ours, theirs in zip(*states, strict=True):
+            assert_same(ours, theirs)
+
+
+def runner_of(model: nn.Module) -> Piecewise | None:
+    call = get_call(model)
+    assert isinstance(call, PlannedCall)
+    return call.piecewise
+
+
+@pytest.mark.parametrize("make", [encoder, InALoop])
+def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> None:
+    """An encoder looks at its mask.
+
+    Naive: dynamo compiles no frame of torch's files, finds no piece, and the step is refused.
+    """
+    model = make()
+    plain = copy.deepcopy(model)
+    planned(model, keep_nothing, differentiate="all")
+    mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    assert_equal_steps(model, plain, mask=mask)
+    runner = runner_of(model)
+    assert runner is not None
+    assert len(runner.last) >= 3
+
+
+def test_an_encoder_in_pieces_keeps_its_budget() -> None:
+    """Half of what plain PyTorch holds beyond the parameters is met."""
+    model = encoder()
+    x, mask = torch.randn(4, LENGTH, WIDTH), nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    held = remat.measure(lambda: model(x, mask=mask).sum().backward(), device="cpu").peak_bytes
+    model.zero_grad(set_to_none=True)
+    resident = sum(p.numel() * 4 for p in model.parameters())
+    remat.checkpoint(model, resident + held // 2, costs="flops", differentiate="all")
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        measured = remat.measure(
+            lambda: model(x, mask=mask).sum().backward(), device="cpu"
+        ).peak_bytes
+    report = remat.report(model)
+    assert report.breaks
+    assert measured + resident <= report.solution.budget_bytes
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: bool) -> None:
+    model = encoder()
+    plain = copy.deepcopy(model)
+    planned(model, keep_nothing, differentiate="all")
+    assert_equal_steps(
+        model,
+        plain,
+        mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
+        is_causal=is_causal,
+    )
+    assert runner_of(model) is None
+
+
+def test_between_steps_modules_are_as_they_were() -> None:
+    """Naive: a `forward` left on the instance is bound to it, and a shallow copy, as `DataParallel`
+    makes, would run the original.
+    """
+    model = planned(encoder(), keep_nothing, differentiate="all")
+    before = [dict(vars(part)) for part in model.modules()]
+    model(
+        torch.randn(2, LENGTH, WIDTH), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    ).sum().backward()
+    with pytest.raises(remat.TraceError, match="embedding dimension"):
+        model(
+            torch.randn(2, LENGTH, WIDTH + 1),
+            mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
+        )
+    assert [dict(vars(part)).keys() for part in model.modules()] == [own.keys() for own in before]
+    assert not frames._USERS
+    pickle.dumps(model)
+
+
+def test_a_forward_of_the_users_own_stays() -> None:
+    """A `forward` set on an instance, as hooks of libraries do, is what runs."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    model[0].forward = own = lambda x: x
+    with OwnFrames(model).installed():
+        assert model[0].forward is own
+        assert "forward" in vars(model)
+    assert model[0].forward is own
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_left_alone() -> None:
+    """Naive: asking their class for its `forward` is an `AttributeError`."""
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    before = vars(model[0]).get("forward")
+    with OwnFrames(model).installed():
+        assert "forward" in vars(model)
+        assert vars(model[0]).get("forward") is before
+
+
+def test_steps_of_threads_may_share_modules() -> None:
+    """The frames go with the last of the steps that use them.
+
+    Naive: with the first one's end the other's module is plain.
+    """
+    shared = nn.Sequential(nn.Linear(2, 2))
+    frames, may_end, is_inside = (
+        [OwnFrames(shared), OwnFrames(nn.Sequential(shared))],
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def other() -> None:
+        with frames[1].installed():
+            is_inside.set()
+            assert may_end.wait(60)
+
+    thread = threading.Thread(target=other)
+    with frames[0].installed():
+        thread.start()
+        assert is_inside.wait(60)
+        first = vars(shared)["forward"]
+    assert vars(shared)["forward"] is first
+    may_end.set()
+    thread.join()
+    assert "forward" not in vars(shared)

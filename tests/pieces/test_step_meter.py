@@ -1,0 +1,211 @@
+"""What a step in pieces held, measured from inside, is what a measurement from outside sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.torch_border.allocator import is_profiling
+from tests.pieces.test_graph_breaks import (
+    MODELS,
+    WIDTH,
+    Base,
+    Broken,
+    batch,
+    loss_of,
+    peak_of_a_step,
+    runner_of,
+)
+from tests.support.planned import keep_nothing, planned
+
+pytestmark = pytest.mark.usefixtures("fresh_torch")
+
+
+class Gap(Base):
+    """Eager operators between two pieces, whose backward of several nodes holds more than the rest
+    of the step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.blocks[1](torch.compiler.disable(self.between)(self.blocks[0](x))))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([x] * 8, 1).exp() * self.scale
+        return (wide * wide.sin()).view(len(x), 8, WIDTH).mean(1)
+
+
+class Output:
+    """What some libraries return: an object that torch's containers know nothing of."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+
+class ReturnsAnObject(Gap):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Gap,
+        ReturnsAnObject,
+        *(MODELS[name] for name in ("Loop", "Views", "Unused", "ManyResults", "Hooked")),
+    ],
+)
+def test_the_measured_peak_is_that_of_a_step(make: Callable[[], Base]) -> None:
+    """Naive: what eager nodes allocate and release within the backward is not seen, or gradients
+    that went stay counted.
+    """
+    model, x = make(), batch(0).requires_grad_()
+    planned(model, keep_nothing)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
+
+
+def test_what_eager_nodes_hold_in_their_backward_is_left_room_for() -> None:
+    """Naive: the step holds twice its budget, and nobody sees it."""
+    model, x = Gap(), batch(0).requires_grad_()
+    peak_bytes = peak_of_a_step(model, x)
+    budget_bytes = int(0.97 * peak_bytes)
+    remat.checkpoint(model, budget_bytes, costs="flops", time_limit_s=1.0)
+    for _ in range(4):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    report = remat.report(model)
+    assert report.unplanned_bytes > 0
+    assert peak_of_a_step(model, x) <= budget_bytes
+
+
+def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
+    """Keeping everything is 100 %.
+
+    Naive: it is that of the graph, and what gaps hold beside it makes 100 % too little.
+    """
+    model, x = Gap(), batch(0).requires_grad_()
+    remat.checkpoint(model, "100%", costs="flops", time_limit_s=1.0)
+    for _ in range(4):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    report = remat.report(model)
+    assert report.unplanned_bytes > 0
+    assert report.solution.overhead == 0
+    assert peak_of_a_step(model, x) == report.solution.budget_bytes + report.unplanned_bytes
+
+
+def test_gradients_that_are_there_do_not_count() -> None:
+    """They are left room for apart.
+
+    Naive: `.grad` of an earlier step is taken for one that this backward made.
+    """
+    model, x = Gap(), batch(0).requires_grad_()
+    planned(model, keep_nothing)
+    for _ in range(2):
+        loss_of(model(x)).backward()
+    loss_of(model(x)).backward()
+    measured = remat.report(model).measured_peak_bytes
+    assert measured is not None
+    held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
+    assert (
+        measured
+        == held + remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes
+    )
+
+
+def test_what_made_an_input_is_not_part_of_the_step() -> None:
+    """Naive: autograd's graph goes on behind the input, and what another model keeps for its
+    backward counts as this one's.
+    """
+    maker, peaks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
+    for x in (maker(batch(0)), maker(batch(0)).detach().requires_grad_()):
+        model = planned(Gap(), keep_nothing)
+        loss_of(model(x)).backward()
+        plan = runner_of(model).plan
+        assert plan is not None
+        peaks.append(plan.solution.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+class Fails(torch.autograd.Function):
+    """Fails in its backward while `is_failing`."""
+
+    is_failing = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        if Fails.is_failing:
+            raise RuntimeError("no gradient")
+        return gradients[0]
+
+
+class FailsBetween(Gap):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Fails.apply(super().between(x))  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler ends with the node that failed, and the next step is measured.
+
+    Naive: it runs on, and the next one can't begin.
+    """
+    model, x = FailsBetween(), batch(0).requires_grad_()
+    planned(model, keep_nothing)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no gradient"):
+            loss_of(model(x)).backward()
+        assert not is_profiling()
+    assert remat.report(model).measured_peak_bytes is None
+    monkeypatch.setattr(Fails, "is_failing", False)
+    model.zero_grad()
+    x.grad = None
+    loss_of(model(x)).backward()
+    assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
+
+
+def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
+    """Of two forwards the last is measured.
+
+    Naive: the first one's backward is, beside what the second one holds.
+    """
+    model, x = Broken(), batch(0).requires_grad_()
+    planned(model, keep_nothing)
+    loss_of(model(x)).backward()
+    first, second = loss_of(model(x)), loss_of(model(x))
+    first.backward()
+    second.backward()
+    assert remat.report(model).measured_peak_bytes is None
+    model.zero_grad()
+    x.grad = None
+    loss_of(model(x)).backward()
+    assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
+
+
+def test_a_profiler_of_the_users_is_left_alone() -> None:
+    model, x = Gap(), batch(0)
+    planned(model, keep_nothing)
+    loss_of(model(x)).backward()
+    loss = loss_of(model(x))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    assert any("Backward" in event.key for event in profiler.key_averages())
+    assert not is_profiling()

@@ -1,0 +1,252 @@
+"""What a GPU has is the budget where none is given; here the GPU's words are made up."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.fit.optimizer_memory import bytes_to_keep_free, state_bytes_of
+from remat.plan import card, distributed, planner
+from remat.plan.planner import Options, Plans
+from tests.support.planned import call_of
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What cuBLAS keeps on a device of each type."""
+    sizes = {"cpu": 0, "cuda": 0}
+    monkeypatch.setattr(planner, "library_bytes", lambda device_type: sizes[device_type])
+    return sizes
+
+
+def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
+    """Makes torch say of a card of 80 GiB what is given, that it is free otherwise."""
+    total = words.get("total", 80 * GIB)
+    answers = {
+        "mem_get_info": (words.get("free", total), total),
+        "memory_reserved": words.get("reserved", 0),
+        "memory_allocated": words.get("allocated", 0),
+        "get_per_process_memory_fraction": words.get("fraction", 1.0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+
+
+def planned_there(
+    monkeypatch: pytest.MonkeyPatch, model: Any, budget: str | None = None, **options: Any
+) -> Any:
+    """`model`, planned as if it were on that card."""
+    with monkeypatch.context() as while_asked:
+        while_asked.setattr(torch.cuda, "is_available", lambda: True)
+        remat.checkpoint(model, budget, costs="flops", plan_cache=False, **options)
+    call_of(model).device_type = "cuda"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("words", "step_bytes", "budget_bytes"),
+    [
+        ({}, 0, 75 * GIB),
+        ({"free": 60 * GIB}, 0, 55 * GIB),
+        # what torch reserved and does not use is there, and so is what the step holds already
+        ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 0, 65 * GIB),
+        ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 3 * GIB, 68 * GIB),
+        # a share of the card, 20 GiB, of which this process holds 15 and uses 5
+        (
+            {"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB, "fraction": 0.25},
+            0,
+            15 * GIB - 20 * GIB // 16,
+        ),
+        ({"total": 4 * GIB}, 0, 4 * GIB - 512 * MIB),  # a small card keeps 512 MiB
+        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # the same plan for a byte less or more
+    ],
+)
+def test_a_card_gives_what_it_has(
+    words: dict[str, Any], step_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, **words)
+
+    assert card.budget_of_card("cuda", step_bytes) == budget_bytes
+
+
+def test_a_full_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, free=2 * GIB)
+
+    with pytest.raises(ValueError, match=r"the GPU has 2 GiB .* nothing is left for a step"):
+        card.budget_of_card("cuda", 0)
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_the_first_step_is_planned_for_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at once: optimizer state that comes after the first step is in the reserve."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0)), torch.randn(4, 8)
+    planned_there(monkeypatch, model, reserve_bytes=GIB)
+    say(monkeypatch, free=60 * GIB)
+    model(x).sum().backward()
+    say(monkeypatch, free=10 * GIB)
+    model.zero_grad()
+    model(x[:3]).sum().backward()
+
+    first, second = call_of(model).pieces
+    assert first.solution.budget_bytes == second.solution.budget_bytes == 54 * GIB
+    assert "55 GiB (59,055,800,320 bytes), what the GPU had" in str(remat.report(model))
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_a_step_in_pieces_is_planned_for_what_the_card_had_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x).tanh()
+            torch._dynamo.graph_break()
+            say(monkeypatch, free=6 * GIB)  # its own activations, when the pieces are planned
+            loss: torch.Tensor = self.layer(x).sum()
+            return loss
+
+    model = planned_there(monkeypatch, Cut())
+    say(monkeypatch, free=60 * GIB)
+    model(torch.randn(4, 8)).backward()
+
+    assert remat.report(model).solution.budget_bytes == 55 * GIB
+
+
+@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.parametrize("budget", [None, "1GiB", "100%"])
+def test_what_cublas_keeps_is_no_room_for_the_plan(
+    budget: str | None, monkeypatch: pytest.MonkeyPatch, kept: dict[str, int]
+) -> None:
+    """Whatever the budget is, it is of all that the device counts."""
+    found = []
+    for kept_bytes in (0, 64 * MIB):
+        kept["cuda"] = kept_bytes
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0))
+        planned_there(monkeypatch, model, budget=budget)
+        say(monkeypatch, free=60 * GIB - kept_bytes, allocated=kept_bytes, reserved=kept_bytes)
+        model(torch.randn(4, 8)).sum().backward()
+        found.append(remat.report(model))
+
+    (without, with_it) = found
+    assert without.room is not None and with_it.room is not None
+    expected = {None: 64 * MIB, "1GiB": 64 * MIB, "100%": 0}[budget]
+    assert without.solution.budget_bytes - with_it.solution.budget_bytes == expected
+    assert with_it.room.held() == {"cuBLAS's workspace": 64 * MIB}
+    assert "cuBLAS's workspace" in str(with_it) and "cuBLAS" not in str(without)
+
+
+def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product forward and backward, of which nothing else is left."""
+    held = {"bytes": 5 * MIB}
+    runs = []
+
+    def run(device: str) -> None:
+        runs.append(device)
+        held["bytes"] += 64 * MIB
+
+    card._kept_by_cublas.cache_clear()
+    say(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["bytes"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(card, "_run_product", run)
+    monkeypatch.setattr(card, "forget_cublas_workspaces", lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+
+    assert [card.library_bytes("cuda"), card.library_bytes("cuda")] == [64 * MIB, 64 * MIB]
+    assert card.library_bytes("cpu") == 0
+    assert runs == ["cuda"]
+    card._kept_by_cublas.cache_clear()
+
+
+def test_the_product_leaves_nothing() -> None:
+    measured = remat.measure(lambda: card._run_product("cpu"), device="cpu")
+
+    assert measured.peak_bytes > 0
+    assert measured.end_bytes == 0
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_cpu_needs_a_budget(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once where there is no GPU; at the first step where the model might have gone to one."""
+    message = r'a budget is needed on a CPU.*budget="8GiB" or budget="60%"'
+    model = nn.Linear(4, 4)
+    with monkeypatch.context() as while_asked:
+        while_asked.setattr(torch.cuda, "is_available", lambda: is_there)
+        if not is_there:
+            with pytest.raises(ValueError, match=message):
+                remat.checkpoint(model)
+            return
+        remat.checkpoint(model, costs="flops")
+
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(2, 4))
+
+
+@pytest.mark.usefixtures("fresh_torch")
+def test_the_backend_needs_a_budget_on_a_cpu() -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend="remat")
+
+    with pytest.raises(Exception, match="a budget is needed on a CPU"):
+        compiled(torch.randn(2, 4)).sum()
+
+
+def test_state_that_is_there_is_not_kept_free_on_the_card_again() -> None:
+    """As in a training that is resumed; a budget that was given is of all the state."""
+    layer = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    to_come = state_bytes_of(optimizer)
+    assert bytes_to_keep_free(optimizer, of_card=True) == to_come > 0
+
+    layer(torch.ones(32)).sum().backward()
+    optimizer.step()
+
+    assert bytes_to_keep_free(optimizer, of_card=True) == 0
+    assert bytes_to_keep_free(optimizer, of_card=False) == to_come
+
+
+def test_a_solver_has_no_card_to_ask() -> None:
+    graph = remat.trace(nn.Linear(4, 4), (torch.randn(2, 4),), costs="flops")
+    with pytest.raises(TypeError, match="NoneType"):
+        remat.solve(graph, None)  # type: ignore[arg-type]
+
+
+def test_ranks_agree_on_the_card_that_has_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings: Any = torch._C._distributed_c10d
+    store = bindings.HashStore()
+    monkeypatch.setattr(distributed, "is_distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "rank_store", lambda _: bindings.PrefixStore("remat", store))
+    monkeypatch.setattr(distributed, "_counts_of", lambda _: {})
+    found: list[int] = []
+    ranks = [
+        threading.Thread(target=lambda own=own: found.append(distributed.least_of_all_ranks(own)))
+        for own in (70, 64, 68)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+    assert found == [64, 64, 64]
+
+
+def test_a_model_that_leaves_the_card_needs_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    say(monkeypatch)
+    plans = Plans(Options(None))
+    plans.look_at_card("cuda", lambda: 0)
+
+    with pytest.raises(ValueError, match="a budget is needed on a CPU"):
+        plans.look_at_card("cpu", lambda: 0)

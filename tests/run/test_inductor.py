@@ -1,0 +1,203 @@
+"""Plans that Inductor runs: what `torch.compile` computes, dropout included, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat.core.schedule import Schedule, simulate
+from remat.run.fusion import fuse
+from remat.tracers.aot import TracedStep
+from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_nothing
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
+    ),
+    # torch 2.13's, where `torch.compile` imports Inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout, self.norm = nn.Dropout(0.3), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = x.pow(2).mean()
+        return loss
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
+
+
+def state_after(
+    model: nn.Module, step: Callable[..., torch.Tensor], seed: int
+) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = step(batch())
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Net, list[list[torch.Tensor]]]:
+    """A model, and what `torch.compile` alone makes of two steps."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(plain)
+    return model, [state_after(plain, compiled, seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("budget", ["65%", "keep nothing"])
+def test_what_torch_compile_computes_within_the_budget(
+    budget: str, expected: tuple[Net, list[list[torch.Tensor]]]
+) -> None:
+    """Naive: a mask is drawn again in the backward, and half of the gradient is wrong.
+
+    PyTorch 2.13's own partitioner does so.
+    """
+    model = copy.deepcopy(expected[0])
+    if budget == "keep nothing":
+        remat.checkpoint(
+            model, UNLIMITED, solver=Given(keep_nothing), executor="inductor", costs="flops"
+        )
+    else:
+        remat.checkpoint(
+            model, budget, executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
+        )
+    for seed, states in zip((1, 2), expected[1], strict=True):
+        for ours, theirs in zip(state_after(model, model, seed), states, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    report = remat.report(model)
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.solution.budget_bytes
+    times = Counter(report.schedule.steps)
+    drawn = [
+        index for index, op in enumerate(report.graph.operators) if "inductor_seeds" in op.target
+    ]
+    assert drawn
+    assert all(times[index] == 1 for index in drawn)
+    model.zero_grad()
+    x = batch()
+    held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
+    assert (
+        remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes + held
+        <= report.solution.budget_bytes + 16
+    )
+    if budget == "keep nothing":
+        masks = {
+            i
+            for piece in call_of(model).pieces
+            for i, op in enumerate(piece.step.graph.operators)
+            if "inductor_random" in op.target
+        }
+        # each is made again from its seed: nothing of the forward but seeds and results is kept
+        assert masks
+        assert report.solution.overhead > 0.2
+
+
+def test_a_buffer_changed_after_it_was_read() -> None:
+    """Naive: the backward reads the buffer as it is by then, as under Inductor's own
+    partitioner.
+    """
+    model = ChangedBuffer(32)
+    plain = copy.deepcopy(model)
+    remat.checkpoint(
+        model, UNLIMITED, solver=Given(keep_nothing), executor="inductor", costs="flops"
+    )
+    for seed in (1, 2):
+        for ours, theirs in zip(
+            state_after(model, model, seed), state_after(plain, plain, seed), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_that_hold_more_than_the_budget_are_planned_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    remat.checkpoint(
+        model, "90%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
+    )
+    model(batch()).backward()
+    model.zero_grad()
+    (piece,) = call_of(model).pieces
+    piece.meter.peak_bytes = piece.solution.budget_bytes + 4096  # as if Inductor had freed late
+    with caplog.at_level(logging.WARNING):
+        model(batch()).backward()
+    (again,) = call_of(model).pieces
+    assert again.solution.budget_bytes == piece.solution.budget_bytes - 4096
+    assert "planning again with less" in caplog.text
+
+
+def test_a_graph_that_is_kept_and_a_graph_break_are_refused() -> None:
+    model = Net()
+    remat.checkpoint(model, "100%", executor="inductor", costs="flops", plan_cache=False)
+    with pytest.raises((remat.TraceError, RuntimeError), match="retain_graph"):
+        model(batch()).backward(retain_graph=True)
+
+    class Breaks(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with pytest.raises(remat.TraceError, match="can't capture this step as one graph"):
+        remat.checkpoint(Breaks(), "100%", executor="inductor", costs="flops")(batch())
+
+
+def test_an_unknown_executor_is_refused() -> None:
+    with pytest.raises(ValueError, match='neither "eager" nor "inductor"'):
+        remat.checkpoint(Net(), "100%", executor="xla")
+
+
+def traced() -> TracedStep:
+    from remat.face.api import trace_step
+
+    return trace_step(Net(), (batch(),), costs="roofline")
+
+
+def test_a_kernel_moves_less_than_its_operators() -> None:
+    step = traced()
+    fused = fuse(step)
+    assert sorted(index for kernel in fused.members for index in kernel) == list(
+        range(step.graph.num_operators)
+    )
+    assert fused.graph.num_operators < step.graph.num_operators
+    assert fused.graph.cost_s < step.graph.cost_s
+    assert len(fused.graph.values) < len(step.graph.values)
+    keep_all = Schedule.keep_all(fused.graph)
+    assert sorted(fused.unfused(keep_all).steps) == list(range(step.graph.num_operators))
+    assert (
+        simulate(fused.graph, keep_all).peak_bytes
+        <= simulate(fused.step.graph, Schedule.keep_all(fused.step.graph)).peak_bytes
+    )
+    assert not any(op.reuses for op in fused.graph.operators)

@@ -1,0 +1,145 @@
+"""Stages chosen by what they bound.
+
+Never above the exact optimum, and better than those cut where schedules fail.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
+from remat.solvers.auto import raising
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.solver import Auto
+from remat.solvers.bounds import stage_selection
+from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.bounds.stage_selection import scout, scout_crowded
+from remat.solvers.checkmate.milp import MILP
+from remat.solvers.core.accounting import working_set_bytes
+from remat.tracers.synthetic import chain, random_layered, transformer
+from tests.solvers.baselines.test_nested import with_a_crowded_loss
+from tests.solvers.bounds.test_refinement import random_training_graph
+
+GRAPH = random_layered(40, seed=0, is_training=True)
+TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
+def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(
+    seed: int, share: float
+) -> None:
+    graph = random_training_graph(seed, 4, 7)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    refinement = Refinement(graph, budget_bytes=budget)
+    bound_s = scout(refinement, deadline=math.inf)
+    assert bound_s <= best.cost_s * (1 + 1e-9)
+    if refinement.stages.singles:
+        # the stages that gave it are there
+        assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
+    while not refinement.is_over:
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (
+            1 + 1e-9
+        )
+
+
+def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fail() -> None:
+    refinement = Refinement(GRAPH, budget_bytes=TIGHT)
+    bound_s = scout(refinement, deadline=math.inf)
+    assert 1 <= len(refinement.stages.singles) <= 3
+    assert refinement.best_s == bound_s
+    other = Refinement(GRAPH, budget_bytes=TIGHT)
+    cut = [other.solve(deadline=math.inf, is_relaxed=True).bound_s for _ in range(4)]
+    assert bound_s > max(cut)
+
+
+def test_stages_that_bound_are_not_given_up() -> None:
+    refinement = Refinement(GRAPH, budget_bytes=TIGHT)
+    bound_s = scout(refinement, deadline=math.inf)
+    refinement.solve(deadline=time.perf_counter() + 5)
+    refinement.resume()
+    assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
+
+
+def test_where_no_stage_bounds_more_or_there_is_no_time_the_stages_stay() -> None:
+    ample = Refinement(GRAPH, budget_bytes=simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes)
+    ample.stages = ample.stages.with_cut(GRAPH.num_operators - 5)
+    scout(ample, deadline=math.inf)
+    assert ample.stages.singles == frozenset()
+    assert ample.stages.cuts == {GRAPH.num_operators - 5}
+    hurried = Refinement(GRAPH, budget_bytes=TIGHT)
+    hurried.stages = hurried.stages.with_cut(GRAPH.num_operators - 5)
+    assert scout(hurried, deadline=0.0) == -math.inf
+    assert hurried.stages.cuts == {GRAPH.num_operators - 5}
+
+
+def test_long_forwards_are_left_alone() -> None:
+    graph = random_layered(300, seed=0, is_training=True)
+    refinement = Refinement(graph, budget_bytes=10**9)
+    assert scout(refinement, deadline=math.inf) == -math.inf
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
+def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, share: float) -> None:
+    graph = random_training_graph(seed, 4, 7)
+    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = int(floor + share * (ceiling - floor))
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
+    assert best.status is Status.OPTIMAL
+    refinement = Refinement(graph, budget_bytes=budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_selection, "MOST_FORWARD", 0)
+        assert scout_crowded(refinement, deadline=math.inf) <= best.cost_s * (1 + 1e-9)
+    while not refinement.is_over:
+        assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (
+            1 + 1e-9
+        )
+
+
+def test_a_loss_that_leaves_little_room_is_found() -> None:
+    graph = with_a_crowded_loss(chain(260, size=4))
+    loss = graph.num_forward
+    refinement = Refinement(graph, budget_bytes=working_set_bytes(graph))
+    alone_s = refinement.solve(deadline=math.inf, is_relaxed=True).bound_s
+    bound_s = scout_crowded(refinement, deadline=math.inf)
+    assert bound_s > 1.1 * alone_s
+    assert refinement.best_s == bound_s
+    assert refinement.stages.singles == {loss}
+
+
+def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_stay() -> None:
+    long = Refinement(chain(260), budget_bytes=100)
+    assert scout_crowded(long, deadline=0.0) == -math.inf
+    assert (long.stages.singles, long.stages.cuts) == (frozenset(), frozenset())
+    short, too_long = (
+        Refinement(GRAPH, budget_bytes=TIGHT),
+        Refinement(chain(6_001), budget_bytes=100),
+    )
+    assert (
+        scout_crowded(short, deadline=math.inf)
+        == scout_crowded(too_long, deadline=math.inf)
+        == -math.inf
+    )
+
+
+def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large graph whose prices suffice is done before any linear program."""
+    monkeypatch.setattr(raising, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
+    graph = transformer(24)
+    assert graph.num_operators > 500
+    budget = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    assert (
+        Auto(gap=0.05, time_limit_s=20.0, threads=1).solve(graph, budget_bytes=budget).gap <= 0.05
+    )
