@@ -1,1 +1,1 @@
-"""What memory is made of, what becomes of each value, where it lies."""
+"""What memory is used for, which values a schedule saves or recomputes, and their placement."""

@@ -1,10 +1,10 @@
-"""Where values lie: the memory of a schedule as blocks with lifetimes, placed in one arena.
+"""The memory of a schedule as blocks with lifetimes, and their placement in one arena.
 
 Other names: static memory planning, dynamic storage allocation, offset assignment.
 Papers: Y. Pisarchyk and J. Lee, 2020, "Efficient memory management for deep neural net inference",
 arXiv:2001.03288 (greedy by size); M. R. Garey and D. S. Johnson, 1979, problem SR2: finding the
-least arena is NP-hard. The most memory that is live at once is a lower bound on every arena; what
-an arena takes beyond it is fragmentation.
+smallest arena is NP-hard. The most memory that is live at once is a lower bound on the size of any
+arena; the rest of an arena is fragmentation.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pieces of memory and when they are in use; shape (num_blocks,).
+    """Blocks of memory and when they are in use; arrays of shape (num_blocks,).
 
-    A step has two halves, before and after the operator writes: step s is the times 2 s and 2 s +
-    1. An operator that works in place continues the block of the value it takes over.
+    Each step s consists of two half steps, 2 s and 2 s + 1. The output of an operator that works in
+    place continues the block of the input whose memory it takes over.
 
     Attributes:
         first, last: the first and last half step of each block.
-        size_bytes: of each block.
-        value: the value that each block begins with; -1 for a workspace.
+        size_bytes: the size of each block.
+        value: the first value in each block; -1 for a workspace.
     """
 
     first: Ints
@@ -49,8 +49,8 @@ class Blocks:
 
         Args:
             graph: the step.
-            schedule: in which order it is computed.
-            in_place: whether operators that may take over the memory of a dying input do.
+            schedule: the order in which it is computed.
+            in_place: whether operators take over the memory of inputs as `Operator.reuses` allows.
         """
         steps = schedule.array
         value, first, last = lifetimes(graph, steps)
@@ -70,7 +70,7 @@ class Blocks:
 
     @cached_property
     def live_bytes(self) -> int:
-        """The most memory in use at once: no arena is smaller."""
+        """The most memory in use at once, a lower bound on the size of any arena."""
         if not len(self.first):
             return 0
         end = int(self.last.max()) + 2
@@ -79,16 +79,17 @@ class Blocks:
         return int(np.cumsum(change).max())
 
     def arena_bytes(self, offset: Ints) -> int:
-        """Returns the size of the arena that a placement needs."""
+        """Returns the size of the arena for a placement (an offset per block)."""
         return int((offset + self.size_bytes).max(initial=0))
 
 
 def _continued(
     graph: Graph, schedule: Schedule, value: Ints, first: Ints, last: Ints, size: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Lets outputs that take over a dying input continue its block.
+    """Returns first, last and size after outputs took over the memory of inputs.
 
-    One of another size follows it instead.
+    An output continues the block of the input, and has size 0 itself. If their sizes differ, the
+    input's block ends before the step instead.
     """
     first, last, size = first.copy(), last.copy(), size.copy()
     dying = {(int(v), int(end)): i for i, (v, end) in enumerate(zip(value, last, strict=True))}
@@ -112,7 +113,7 @@ def _continued(
 def best_fit(blocks: Blocks, order: Ints) -> Ints:
     """Returns an offset for each block.
 
-    Each in turn takes the smallest gap that is free for all of its life.
+    In the given order, each block takes the smallest gap that is free during its whole lifetime.
 
     Complexity: O(n² log n) for n blocks.
     """
@@ -142,24 +143,24 @@ def _smallest_gap(offset: Ints, size: Ints, needed: int) -> int:
 
 
 def in_time_order(blocks: Blocks) -> Ints:
-    """Returns the placement of an allocator that sees blocks as they come and takes the
-    best-fitting hole.
-    """
+    """Returns the placement of a best-fit allocator, which sees one block after the other."""
     return best_fit(blocks, np.lexsort((-blocks.size_bytes, blocks.first)))
 
 
 def greedy_by_size(blocks: Blocks) -> Ints:
-    """Returns the placement that puts the largest blocks first (Pisarchyk and Lee, 2020, algorithm
-    3).
+    """Returns the placement that places large blocks first (Pisarchyk and Lee, 2020, algorithm 3).
+
+    Blocks of one size are placed in order of time.
     """
     return best_fit(blocks, np.lexsort((blocks.first, -blocks.size_bytes)))
 
 
 def search(blocks: Blocks, *, time_limit_s: float = 10.0, seed: int = 0) -> Ints:
-    """Returns the smallest arena that several orders and a local search on the order find.
+    """Returns the best placement that several orders and a local search on the order find.
 
-    Blocks that reach the top of the arena are placed earlier, with those beside them in time; a
-    change stays where the arena does not grow. Stops where the arena is as small as what is live.
+    A move places a block that reaches the top of the arena earlier, along with up to three blocks
+    that are live at the same time. It is kept if the arena does not grow. The search stops at the
+    time limit, or once the arena is as small as the live bytes.
     """
     deadline, random = time.monotonic() + time_limit_s, np.random.default_rng(seed)
     size, life = (

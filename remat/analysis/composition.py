@@ -1,6 +1,4 @@
-"""What memory is made of at every step, by category.
-
-Parameters, saved, recomputed, gradients, workspace.
+"""Memory at every step by category: parameters, saved, recomputed, gradients, workspace.
 
 >>> from remat.core.graph import Graph
 >>> from remat.core.schedule import Schedule
@@ -26,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 class Category(StrEnum):
-    """What a piece of memory is held for, from the bottom of the picture to its top."""
+    """What memory is held for; in the order in which charts stack it, from the bottom."""
 
     PARAMETERS = "parameters"
     INPUTS = "buffers and inputs"
@@ -34,7 +32,7 @@ class Category(StrEnum):
     RECOMPUTED = "computed again"
     TEMPORARY = "short-lived, forward"
     PARAMETER_GRADIENTS = "gradients returned"
-    GRADIENTS = "gradients on the way"
+    GRADIENTS = "intermediate gradients"
     WORKSPACE = "workspace of operators"
 
 
@@ -44,8 +42,8 @@ class Held(NamedTuple):
     Attributes:
         value: its index in the graph.
         category: what it is held for.
-        first: the step that computed it; -1 where it is resident.
-        last: the last step it is held for.
+        first: the step that computed it.
+        last: the last step that it is held for.
     """
 
     value: int
@@ -62,8 +60,8 @@ class Composition:
         graph: the step.
         bytes_of: bytes of each category at each step; shape (num_categories, num_steps), in the
             order of `Category`. The columns sum to the simulator's `bytes_at`.
-        value, first, last, category: every computation of every value, as in `Lifetimes`; shape
-            (num_instances,). `category` is a place in `Category`.
+        value, first, last, category: one entry per computation of a value, as in `Lifetimes`; shape
+            (num_instances,). `category` is an index into `Category`.
     """
 
     graph: Graph
@@ -75,7 +73,7 @@ class Composition:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule) -> Composition:
-        """Returns what the memory of `schedule` is made of; O(E log S) for E reads and S steps.
+        """Returns the memory of `schedule` by category; O(E log S) for E reads and S steps.
 
         Raises:
             ScheduleError: the schedule does not fit the graph.
@@ -102,9 +100,7 @@ class Composition:
         return parts
 
     def _take_over(self, schedule: Schedule) -> None:
-        """Takes from the category of a value that an operator works in place on what the operator
-        saves by it.
-        """
+        """Subtracts what working in place saves from the category of the value taken over."""
         saved = self.bytes_of.sum(0) - simulate(self.graph, schedule).bytes_at
         for step in np.flatnonzero(saved).tolist():
             candidates = self.graph.operators[schedule.steps[step]].reuses
@@ -124,10 +120,7 @@ class Composition:
         }
 
     def held_at(self, step: int) -> list[Held]:
-        """Returns the values in memory while a step runs, largest first.
-
-        Resident ones are not listed.
-        """
+        """Returns the values in memory while a step runs, largest first, without resident ones."""
         is_held = (self.first <= step) & (step <= self.last)
         order = list(Category)
         held = [

@@ -1,10 +1,7 @@
-"""What a schedule does with each value, and why.
+"""What a schedule does with each value (saved, recomputed, short-lived), and why.
 
-Saved, computed again, or gone before the backward.
-
-The price of dropping a value is what computing it again takes per byte it frees. A schedule drops
-the cheap ones first; a reason here states a value's own price, so that a reader can compare it with
-the others.
+The price of dropping a value is the cost of recomputing it per MiB that it frees. Reasons state it
+for each value, to be compared: a good schedule mostly drops values with a low price.
 """
 
 from __future__ import annotations
@@ -19,31 +16,31 @@ from remat.core.graph import Graph, Phase
 from remat.core.schedule import Schedule, lifetimes
 from remat.core.units import Units
 
-_LONGEST_CHAIN = 2000  # operators; what takes more to compute again is said to take at least that
+_LONGEST_CHAIN = 2000  # operators that are counted; the cost of recomputing more is understated
 
 
 class Fate(StrEnum):
     """What becomes of a value."""
 
     SAVED = "saved"  # kept from the forward to the backward
-    RECOMPUTED = "recomputed"  # dropped, and computed again when it is needed
-    SHORT = "short-lived"  # gone before the forward ends, and not needed later
-    RESULT = "result"  # the step returns it
-    GRADIENT = "gradient"  # made by the backward
+    RECOMPUTED = "recomputed"  # freed, and recomputed when it is needed
+    SHORT = "short-lived"  # freed before the forward ends, and not needed later
+    RESULT = "result"  # returned by the step, and read by no operator
+    GRADIENT = "gradient"  # computed in the backward
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one value.
+    """What the schedule does with one value.
 
     Attributes:
         value: its index in the graph.
-        operator: the operator that makes it.
-        fate: what becomes of it.
+        operator: the operator that writes it.
+        fate: what the schedule does with it.
         times: how often it is computed.
-        again_s: cost of computing it again from what is saved.
+        again_s: cost of recomputing it from saved values; 0 unless it is saved or recomputed.
         num_again: how many operators that takes.
-        reason: why, in a sentence.
+        reason: why, in a few words.
     """
 
     value: int
@@ -99,9 +96,7 @@ class _Reader:
         return Fate.SAVED if value in self.saved else Fate.SHORT
 
     def _chain(self, operator: int) -> Iterator[int]:
-        """Yields what has to run to compute an operator again where only saved values are at
-        hand.
-        """
+        """Yields the operators that have to run to recompute one from saved values."""
         seen, waiting = {operator}, [operator]
         while waiting and len(seen) <= _LONGEST_CHAIN:
             current = waiting.pop()
@@ -117,25 +112,25 @@ class _Reader:
         if fate is Fate.RESULT:
             return "the step returns it"
         if fate is Fate.GRADIENT:
-            return "made by the backward"
+            return "computed in the backward"
         if fate is Fate.SHORT:
             return "nothing after the forward reads it"
         if fate is Fate.SAVED and op.is_snapshot:
-            return "a state that recomputing starts from"
+            return "recomputing starts from this state"
         if fate is Fate.SAVED and op.pinned:
-            return f"never computed again: {op.pinned}"
+            return f"never recomputed: {op.pinned}"
         if fate is Fate.SAVED and not self.has_recomputations:
-            return "there is room for everything"
+            return "nothing has to be recomputed"
         operators = f"{num_again} operators" if num_again != 1 else "1 operator"
         price = f"{self.units.cost_text(again_s)} ({operators}){self._price(value, again_s)}"
         return (
-            f"computed again in {price}"
+            f"recomputed in {price}"
             if fate is Fate.RECOMPUTED
-            else f"computing it again would take {price}"
+            else f"recomputing it would take {price}"
         )
 
     def _price(self, value: int, again_s: float) -> str:
         size = self.graph.values[value].size_bytes
         if not size or self.units.size != "B":
             return ""
-        return f", {self.units.cost_text(again_s * 2**20 / size)} a MiB"
+        return f", {self.units.cost_text(again_s * 2**20 / size)} per MiB"

@@ -102,7 +102,7 @@ def test_decisions_are_what_the_schedule_does(graph: Graph, curve: list[Solution
     for decision in of_fate[Fate.RECOMPUTED]:
         assert decision.times > 1
         assert decision.again_s >= graph.operators[decision.operator].cost_s > 0
-        assert "computed again in" in decision.reason
+        assert "recomputed in" in decision.reason
     pinned = [
         d
         for d in of_fate[Fate.SAVED]
@@ -111,13 +111,13 @@ def test_decisions_are_what_the_schedule_does(graph: Graph, curve: list[Solution
     assert all(graph.operators[d.operator].pinned in d.reason for d in pinned)
 
 
-def test_without_recomputations_there_is_room_for_everything(graph: Graph) -> None:
+def test_without_recomputations_the_reason_says_so(graph: Graph) -> None:
     decisions = decide(graph, Schedule.keep_all(graph))
     assert {
         d.reason
         for d in decisions
         if d.fate is Fate.SAVED and not graph.operators[d.operator].pinned
-    } == {"there is room for everything"}
+    } == {"nothing has to be recomputed"}
 
 
 def test_the_page_needs_no_network_and_says_the_numbers(
