@@ -147,10 +147,10 @@ ALL = (
     ),
     _naive(
         "autocast's cache is off in the trace", "remat/run/capture.py", "run/test_precision -k once_a_region",
-        ("            autocast_cache(module, example_inputs),\n", ""),
+        ("        autocast_cache(module, example_inputs),\n", ""),
     ),
     _naive(
-        "what changes between pieces is not copied", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'plain_step and InPlace'",
+        "what changes between pieces is not copied", "remat/pieces/recording.py", "pieces/test_graph_breaks -k 'plain_step and InPlace'",
         ("and tensor._version != version", "and False"),
     ),
     _naive(

@@ -1,6 +1,6 @@
-"""What errors say of graph breaks.
+"""Error messages about graph breaks.
 
-Where `torch.compile` cuts a step, and why nothing of it is left to plan.
+They say where `torch.compile` cuts a step, and why no piece of it could be planned.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from remat.core.errors import BudgetError
 from remat.torch_border.modules import has_backward_hook
 
 NOT_COMPILED = (
-    "torch.compile ran none of the pieces of this planned step, which so was plain, and held "
-    "what plain PyTorch holds: it is switched off "
-    "(torch.compiler.set_stance, TORCHDYNAMO_DISABLE), or another thread was inside of a "
-    "function compiled with fullgraph=True, below "
-    "which dynamo compiles nothing, in any thread (torch 2.13); run the two in turn"
+    "torch.compile ran none of the pieces of this planned step, so the step was plain, and held "
+    "what plain PyTorch holds: torch.compile is switched off (torch.compiler.set_stance, "
+    "TORCHDYNAMO_DISABLE), or another thread was inside of a function compiled with "
+    "fullgraph=True, during which dynamo compiles nothing new, in any thread (torch 2.13); run "
+    "the two one after the other"
 )
 
 
 def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
-    """The message for a step of which `torch.compile` finds no piece."""
+    """Returns the message for a step in which `torch.compile` finds no piece."""
     places = ", ".join(breaks)
     found = f"torch.compile finds no piece of {type(module).__name__} to plan"
     hooked = [name or "itself" for name, part in module.named_modules() if has_backward_hook(part)]
@@ -34,20 +34,20 @@ def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
         )
     if "sparse Tensor" in places:
         return (
-            f"{found}: it captures nothing that reads a sparse tensor ({places}). Take the line "
-            "that does into a function or module of its own, so that the rest is planned"
+            f"{found}: it captures nothing that reads a sparse tensor ({places}). Move the lines "
+            "that do into a function or module of their own, so that the rest is planned"
         )
     return (
-        f"{found}: a graph break inside of a loop or a `with` makes it leave the whole function "
-        "around it to plain Python. Take the loop's body into a function or module of its own, or "
-        f"the line that breaks out of the loop: {places}"
+        f"{found}: after a graph break inside of a loop or a `with` it leaves the whole function "
+        "to plain Python. Move the loop's body into a function or module of its own, or the line "
+        f"of the graph break out of the loop: {places}"
     )
 
 
 def naming_breaks(error: BudgetError, breaks: Iterable[str]) -> BudgetError:
-    """Returns the error with where the step is cut.
+    """Returns the error with the places where the step is cut.
 
-    What runs between its pieces is not planned, and may be what does not fit.
+    What runs between the pieces is not planned, and may be the reason why nothing fits.
     """
     places = ", ".join(breaks)
     if not places:

@@ -1,9 +1,8 @@
-"""One piece of a step in pieces.
+"""One piece of a step: the graph that dynamo captured, and its halves under each schedule.
 
-What dynamo captured of it, and the forward and backward halves of each schedule it was given.
-
-What something outside changes after a piece read it, or after the piece made it, has to be copied,
-or a recomputation would read it changed. Copies are part of the piece's graph, and so of its plan.
+A tensor that code outside of the piece changes, after the piece read or made it, has to be copied,
+or recomputation would read the changed tensor. Copies are operators of the piece's graph, so they
+are planned with it.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from remat.tracers.aot import TracedStep, is_only_read_as_number, read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.storages import tensors_of
 
-# ("input" or "result", place): what a piece copies, since something outside changes it
+# ("input" or "result", its index): what a piece copies, since code outside of it changes it
 Copied = frozenset[tuple[str, int]]
 
 
 class Piece:
-    """A graph that dynamo captured, and its halves under each schedule it was given.
+    """A graph that dynamo captured, and its forward and backward under each schedule.
 
-    A trace runs it on fake tensors.
+    Where `is_trace`, it runs on fake tensors.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Piece:
         self._steps: dict[Copied, TracedStep] = {}
         self._numbers: dict[tuple[Copied, Schedule], int] = {}
         self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
-        self.first: tuple[Copied, Schedule] | None = None  # what it runs before it is planned
+        self.first: tuple[Copied, Schedule] | None = None  # used until the piece is planned
 
     def step(self, copied: Copied) -> TracedStep:
         """Returns the piece with copies of some inputs and results."""
@@ -67,10 +66,7 @@ class Piece:
         return self._steps[copied]
 
     def number(self, copied: Copied, schedule: Schedule) -> int:
-        """Returns the number of the halves that run `schedule`.
-
-        Random generators stay as they are.
-        """
+        """Returns the number of the halves that run `schedule`, without changing random state."""
         if (copied, schedule) not in self._numbers:
             with torch.random.fork_rng(
                 [torch.cuda.current_device()] if self.device_type == "cuda" else []
@@ -85,9 +81,10 @@ class Piece:
         return self._numbers[copied, schedule]
 
     def provisional(self, args: Sequence[Any]) -> int:
-        """The halves that hold the least memory, and copy what passes.
+        """Returns the number of the halves to run until the piece is planned.
 
-        On fake tensors, those that keep everything.
+        They hold the least memory known, and copy all inputs and results; on fake tensors they keep
+        everything, and copy nothing.
         """
         if self.first is None:
             copied = frozenset() if self.is_trace else self._all_copied(args)
@@ -101,7 +98,7 @@ class Piece:
         return self.number(*self.first)
 
     def _all_copied(self, args: Sequence[Any]) -> Copied:
-        """Every tensor that the piece is given or hands over, and that is no parameter."""
+        """Returns all inputs and results that can be copied; parameters are not among them."""
         inputs = [
             node for node in self.joint.graph.find_nodes(op="placeholder") if not is_tangent(node)
         ]
@@ -119,26 +116,26 @@ class Piece:
         return frozenset(given + made)
 
     def halves(self, number: int) -> tuple[BoxedFunction, BoxedFunction]:
-        """Returns the forward and the backward that `number` stands for."""
+        """Returns the forward and the backward with this number."""
         return self._halves[number]
 
     @cached_property
     def num_numbers(self) -> int:
-        """How many Python numbers the forward hands over, and the backward takes first."""
+        """How many Python numbers the forward saves; they come first in the backward's inputs."""
         inputs = self.joint.graph.find_nodes(op="placeholder")
         return sum(is_symbol(node.meta.get("val")) for node in inputs)
 
 
-_PROVISIONAL_S = 1.0  # for a schedule of little memory, once a piece
+_PROVISIONAL_S = 1.0  # time limit of the search for a schedule of low peak, once per piece
 
 
 def _is_copied(argument: Any) -> bool:
-    """False for parameters, and for the order of effects, in whose place nothing is given."""
+    """False for parameters, and for effect tokens, in whose place no tensor is passed."""
     return isinstance(argument, torch.Tensor) and not isinstance(argument, nn.Parameter)
 
 
 def _is_token(node: fx.Node) -> bool:
-    """True for the order of effects, as of a check: no tensor when it runs."""
+    """True for an effect token, which orders operators such as checks: no tensor at run time."""
     made_by = node.args[0] if node.target is operator.getitem else None
     return isinstance(made_by, fx.Node) and str(made_by.target) == "with_effects"
 
@@ -149,15 +146,15 @@ def _is_dense(node: Any) -> bool:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a piece runs to copy a tensor that something outside changes.
+    """Copies a tensor that code outside of the piece changes.
 
-    No operator, so that cleaning leaves it.
+    A function and not an ATen operator, so that cleaning the graph does not remove it.
     """
     return tensor.clone()
 
 
 def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.GraphModule:
-    """Returns the joint graph once more, with copies of inputs, and of results, that are dense."""
+    """Returns a copy of the joint graph in which the inputs and results in `copied` are copied."""
     graph = fx.Graph()
     copy: dict[fx.Node, fx.Node] = {}
     results: Any = graph.graph_copy(joint.graph, copy)
@@ -178,8 +175,8 @@ def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.
                     not _writes(user, made, source)
                 ),
             )
-            # What follows is a view of the copy from now on: the copy takes over the fake memory,
-            # and the input gets another one.
+            # Views of the input are now views of the copy: the copy gets the input's fake tensor,
+            # and the input a new one.
             made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
             for node in (source, *(user for user in source.users if user is not made)):
                 node.meta["val"] = (
@@ -191,14 +188,14 @@ def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.
 
 
 def _writes(user: fx.Node, made: fx.Node, source: fx.Node) -> bool:
-    """True for the copy itself, and for what writes into the input."""
+    """True for the copy itself, and for operators that write into the input."""
     return user is made or (user.target is torch.ops.aten.copy_.default and user.args[0] is source)
 
 
 def signature(piece: Piece) -> str:
-    """Returns a text that two pieces share only if they compute the same.
+    """Returns a text that is the same for two pieces only if they compute the same.
 
-    Empty where constants are part of one.
+    It is empty for a piece whose graph contains constants or higher-order operators.
     """
     lines = [f"{piece.num_forward} {piece.static_inputs}"]
     for node in piece.joint.graph.nodes:

@@ -1,9 +1,9 @@
-"""Frames of ours around the composite modules of `torch.nn`, for steps that run in pieces.
+"""Frames of our own around the composite modules of `torch.nn`, for steps that run in pieces.
 
-Dynamo inlines torch's own files but compiles no frame that begins in one. Where a step is cut
-inside of an `nn.TransformerEncoder`, which looks at its mask, all of its layers would so run plain,
+Dynamo inlines torch's own files but compiles no frame that begins in one. So where a step is cut
+inside of an `nn.TransformerEncoder`, which branches on its mask, all of its layers would run plain,
 and so would an `nn.Sequential` called in a loop that is left to plain Python. While a step runs,
-such modules' `forward` begins in a frame of ours.
+`forward` of such a module therefore begins in a frame of our own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 from torch import nn
 
 _LOCK = threading.Lock()
-# id of a module -> how many running steps use its frame; steps of threads may share modules
+# id of a module -> how many running steps use its frame; steps in several threads may share it
 _USERS: Counter[int] = Counter()
 
 
 class OwnFrames:
-    """The composite modules of `torch.nn` inside of a module, and the frames that stand around
-    their `forward`.
-    """
+    """The composite modules of `torch.nn` inside of a module, and frames for their `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._frames = [
@@ -34,9 +32,9 @@ class OwnFrames:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Has the modules run through their frames.
+        """Makes the modules run through their frames.
 
-        They are plain again after it, to be copied and pickled as they were.
+        Afterwards the frames are removed, so that the modules can be copied and pickled as before.
         """
         with _LOCK:
             ours = [
@@ -58,10 +56,7 @@ class OwnFrames:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """True for a module of torch's own that calls others.
-
-    An operator alone has nothing inside to recompute.
-    """
+    """True for a module of torch's own that calls other modules."""
     forward = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_called = forward is not nn.Module.forward  # a ModuleList never is
     is_torchs = str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
@@ -69,7 +64,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _frame() -> Callable[..., Any]:
-    """A function of its own: dynamo keeps what it compiled by code object."""
+    """Returns a new function each time: dynamo stores what it compiled by code object."""
     namespace: dict[str, Any] = {}
     exec(
         "def forward(self, /, *args, **kwargs):\n    return type(self).forward(self, *args, "

@@ -1,10 +1,10 @@
-"""Running a step in pieces: recorded once, planned as one, each run with its own halves.
+"""Runs a step in pieces: records it once, plans it as one graph, runs each piece by that plan.
 
-The first step finds the pieces. Until they are known each runs with the least memory it can do
-with, and copies what it hands over, since what follows may change it. With the forward over, all
-runs are joined to one graph (`joined_step`), planned under one budget, and from the next step on
-each runs its part of the plan. A step that takes another path runs the rest of it with the least
-memory, and is planned for the next time.
+The first step finds the pieces. In it, each piece runs with the least memory known, and copies its
+inputs and results, since eager code may change them later. At the end of the forward all runs are
+joined to one graph (`joiner`), which is planned under one budget; from the next step on each piece
+runs its part of the plan. A forward that leaves the path of the last one runs the rest with the
+least memory; its new path is planned for the steps after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,34 +27,32 @@ from remat.core.solution import Solution
 from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
 from remat.pieces.captured_piece import Copied, Piece, signature
 from remat.pieces.frames import OwnFrames
-from remat.pieces.joined_step import JoinedStep, Place, Run, composed, join
+from remat.pieces.joined_step import JoinedStep, Run, composed
+from remat.pieces.joiner import join
+from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
 from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, resident_values, tensors_of
 from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
-from remat.run.autocast_cache import autocast_cache
-from remat.run.capture import Step, cut_at_sizes, device_type
+from remat.run.capture import Step, compiled_by_aot, device_type, refuse_uncapturable
 from remat.run.executor import BoxedFunction, compile_graph
-from remat.run.plain_kernels import plain_kernels
-from remat.run.refusals import refuse_nested, refuse_scans, refuse_what_has_no_size
+from remat.run.refusals import refuse_what_has_no_size
 from remat.run.rewrite import split
 from remat.run.whole_step import note_planned
-from remat.torch_border.autograd import aot_autograd, backward_without_autocast, is_compiled_node
+from remat.torch_border.autograd import is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
-from remat.torch_border.kernels import StorageWeakRef
-from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
+from remat.torch_border.scalars import refuse_changing_sizes
 from remat.torch_border.sharded import is_sharded
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import mark_inference_inputs
 
 _LOG = logging.getLogger(__name__)
-Path = tuple[Piece, ...]  # the pieces that a forward ran, in order
 
 
 class StepPlanner(Protocol):
-    """Step -> solution.
+    """Returns the solution for a step.
 
-    `gradient_bytes` are held back for gradients of earlier steps, `gap_bytes` for what runs between
+    `gradient_bytes` are reserved for gradients of earlier steps, `gap_bytes` for what runs between
     pieces.
     """
 
@@ -63,124 +60,21 @@ class StepPlanner(Protocol):
         """Returns the solution for a step."""
 
 
-@dataclass
-class JoinedPlan:
-    """The plan of one path.
+class Piecewise:
+    """Records the pieces that `torch.compile` cuts a module into, plans them together, runs them.
 
     Attributes:
-        step: the joined step.
-        solution: its solution.
-        numbers: which halves each run takes.
-        copies: what each run copies, since something outside changes it.
-        gradient_bytes: held back for the gradients of earlier steps.
-        unplanned_bytes: held back for what runs between the pieces.
-        meter: measures the first step that runs the plan.
-        excess: what that step held beyond its budget, agreed on by all ranks.
-    """
-
-    step: JoinedStep
-    solution: Solution
-    numbers: tuple[int, ...]
-    copies: tuple[Copied, ...]
-    gradient_bytes: int
-    unplanned_bytes: int
-    meter: StepMeter
-    excess: Agreement
-
-
-class Session:
-    """One forward: which pieces ran, what they were given, and what they returned."""
-
-    def __init__(self, runner: Piecewise, plan: JoinedPlan | None, path: Path) -> None:
-        self.runner, self.plan, self.path = runner, plan, path
-        # it went another way than the plan's, after a piece that ran as planned
-        self.has_turned = False
-        self.expects_pieces = True  # false until something compiled is called
-        self.pieces: list[Piece] = []
-        self.numbers: list[int] = []
-        self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
-        # run, kind, place, tensor, its version
-        self.versions: list[tuple[int, str, int, Callable[[], torch.Tensor | None], int]] = []
-        self._given: list[tuple[str, int, Callable[[], torch.Tensor | None]]] = []
-        # weak: an address tells storages apart as long as somebody refers to it
-        self.storages: list[Any] = []
-        self._inputs: tuple[Place | None, ...] = ()
-
-    def begin(self, piece: Piece, args: Sequence[Any]) -> int:
-        """Returns the number of the halves to run."""
-        turn = len(self.pieces)
-        if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
-            self.has_turned |= turn > 0  # other shapes are other pieces from the first one on
-            self.plan = None  # another path than the last time: the rest runs with the least memory
-        number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
-        self.pieces.append(piece)
-        self.numbers.append(number)
-        self._given = [
-            ("input", place, self._reference(tensor))
-            for place, tensor in enumerate(args)
-            if _is_watched(tensor)
-        ]
-        self._inputs = self._places(args)
-        return number
-
-    def end(self, results: Sequence[Any]) -> None:
-        """Notes what the run returned, and the versions of all that it was given and returned, with
-        its own changes done.
-        """
-        turn = len(self.pieces) - 1
-        made = [
-            ("result", place, self._reference(tensor))
-            for place, tensor in enumerate(results)
-            if _is_watched(tensor)
-        ]
-        for kind, place, reference in (*self._given, *made):
-            tensor = reference()
-            if tensor is not None:
-                self.versions.append((turn, kind, place, reference, tensor._version))
-        self.places.append((self._inputs, self._places(results)))
-
-    def _reference(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-        return weakref.ref(tensor) if self.plan else lambda: tensor
-
-    def _places(self, tensors: Sequence[Any]) -> tuple[Place | None, ...]:
-        found = [
-            tensor if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else None
-            for tensor in tensors
-        ]
-        self.storages += [
-            StorageWeakRef(tensor.untyped_storage()) for tensor in found if tensor is not None
-        ]
-        return tuple(None if tensor is None else Place.of(tensor) for tensor in found)
-
-    def changed(self) -> list[Copied]:
-        """For each run, what was changed after it."""
-        found: list[set[tuple[str, int]]] = [set() for _ in self.pieces]
-        for turn, kind, place, reference, version in self.versions:
-            tensor = reference()
-            first = self.pieces[turn].first
-            if (
-                tensor is not None
-                and tensor._version != version
-                and first
-                and (kind, place) in first[0]
-            ):
-                found[turn].add((kind, place))
-        return list(map(frozenset, found))
-
-
-def _is_watched(tensor: Any) -> bool:
-    """True for what something outside may change between runs; parameters change between steps."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.layout == torch.strided
-        and not isinstance(tensor, nn.Parameter)
-    )
-
-
-class Piecewise:
-    """A module that `torch.compile` cuts into pieces.
-
-    Records them, plans them together, and runs them.
+        module: the module.
+        plan_of: returns the solution for a joined step; None where a step is only traced.
+        costs: the cost model of the graphs.
+        breaks: why the step is cut, and where.
+        follows_data: two steps of the same shapes may take different paths.
+        plans: the plan of each path and of each size of gradients that earlier steps left.
+        last: the path of the last forward.
+        plan: the plan of that path.
+        joined: the step that was joined last.
+        adjust: adds memory of parameters that are gathered and freed, given a joined step and its
+            number of resident values.
     """
 
     def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
@@ -188,14 +82,11 @@ class Piecewise:
         self.device_type = device_type(module)
         self.is_trace = plan is None
         self.breaks: dict[str, None] = {}
-        # a step may take another path than the last one of the same shapes
         self.follows_data = False
-        # by path, and the bytes of gradients that earlier steps left
         self.plans: dict[tuple[Path, int], JoinedPlan] = {}
         self.last: Path = ()
-        self.plan: JoinedPlan | None = None  # of the last step
+        self.plan: JoinedPlan | None = None
         self.joined: JoinedStep | None = None
-        # how parameters come and go
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined
         self._pieces: dict[str, Piece] = {}
         self._frames = OwnFrames(module)
@@ -203,31 +94,28 @@ class Piecewise:
 
     @property
     def is_running(self) -> bool:
-        """True inside of a forward of the module, in this thread."""
+        """True while this thread runs a forward of the module."""
         return getattr(self._local, "session", None) is not None
 
     @property
     def session(self) -> Session:
-        """The forward that runs in this thread."""
+        """The forward that this thread runs."""
         session: Session | None = getattr(self._local, "session", None)
         if session is None:
             raise TraceError(
-                "a piece of a planned step runs outside of its module's call; call the module "
-                "itself"
+                "a piece of a planned step was called outside of its module's forward; call the "
+                "module itself"
             )
         return session
 
     @property
     def meter(self) -> StepMeter:
-        """Measures the plan of the last step."""
+        """The meter of the last step's plan."""
         return self.plan.meter if self.plan else _NO_METER
 
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The `torch.compile` backend: makes a piece of each graph."""
-        refuse_scans(module)
-        refuse_changing_sizes(module.graph)
-        refuse_nested(module)
-        cut_at_sizes(module)
+        """The `torch.compile` backend: makes a piece from each graph."""
+        refuse_uncapturable(module)
         self._note_break(compile_reason(module))
         pieces: list[Piece] = []
 
@@ -242,18 +130,8 @@ class Piecewise:
             refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, example_inputs)
-            static = static_lifetime_input_indices or ()
-            piece = Piece(
-                joint,
-                num_fwd_outputs,
-                static,
-                self.costs,
-                device_type=self.device_type,
-                is_trace=self.is_trace,
-            )
-            piece = self._piece(piece)
-            pieces.append(piece)
-            step = piece.step(frozenset())
+            pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
+            step = pieces[-1].step(frozenset())
             halves = split(step, Schedule.keep_all(step.graph))
             return halves.forward, halves.backward
 
@@ -263,24 +141,26 @@ class Piecewise:
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return _boxed(partial(self.run_backward, pieces[-1]))
 
-        with (
-            backward_without_autocast(),
-            python_numbers(),
-            plain_kernels(),
-            autocast_cache(module, example_inputs),
-        ):
-            compiled: Callable[..., Any] = aot_autograd(
-                fw_compiler=compile_forward,
-                bw_compiler=compile_backward,
-                partition_fn=partition,
-                keep_inference_input_mutations=True,
-            )(module, example_inputs)
+        compiled = compiled_by_aot(
+            module, example_inputs, compile_forward, compile_backward, partition
+        )
         return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled
 
-    def _piece(self, piece: Piece) -> Piece:
-        """A piece that dynamo compiled before, and again since some Python value is another, is the
-        same piece.
+    def _piece(
+        self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]
+    ) -> Piece:
+        """Returns the piece for a joint graph: a known one, if that computes the same.
+
+        Dynamo compiles a piece again for another Python value, even where the graph stays the same.
         """
+        piece = Piece(
+            joint,
+            num_forward,
+            static_inputs,
+            self.costs,
+            device_type=self.device_type,
+            is_trace=self.is_trace,
+        )
         text = signature(piece)
         return self._pieces.setdefault(text, piece) if text else piece
 
@@ -292,9 +172,9 @@ class Piecewise:
             self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
 
     def run_forward(self, piece: Piece, args: list[Any]) -> Any:
-        """Runs the forward half that is its turn.
+        """Runs the forward half that this run is planned with.
 
-        What is saved begins with a tensor of no elements that names the halves.
+        The first saved tensor has no elements; its shape holds the number of the halves.
         """
         session = self.session
         number = session.begin(piece, args)
@@ -306,7 +186,7 @@ class Piecewise:
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:
-        """Runs the backward half that belongs to the forward that saved `args`."""
+        """Runs the backward half of the forward that saved `args`."""
         token = args.pop(piece.num_numbers)
         _, number, _ = token.shape
 
@@ -318,7 +198,7 @@ class Piecewise:
         return self.meter.backward(run, args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
-        """Runs one forward by `call`; plans it where its path is new.
+        """Runs one forward by `call`, and plans its path if that is new.
 
         Args:
             call: runs the compiled module.
@@ -329,7 +209,7 @@ class Piecewise:
             known.meter.forget()
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
         plan = self._plan_beside(held_bytes)
-        session = Session(self, plan, self.last)
+        session = Session(plan, self.last)
         with self._open(session), self._frames.installed(), without_leaf_warnings():
             result = plan.meter.forward(call, inputs) if plan else call()
         path = tuple(session.pieces)
@@ -345,17 +225,13 @@ class Piecewise:
         return result
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
-        """Returns the plan of the last path beside gradients that are there.
+        """Returns the plan of the last path for `held_bytes` of gradients.
 
-        That of others, planned again, where they are new.
+        Where there is none, the path's plan for another size of gradients is made anew.
         """
-        of_others = next(
-            (plan for (path, _), plan in self.plans.items() if path == self.last), None
-        )
-        if of_others is not None and (self.last, held_bytes) not in self.plans:
-            self._install(
-                self.last, of_others.copies, of_others.step, held_bytes, of_others.unplanned_bytes
-            )
+        other = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
+        if other is not None and (self.last, held_bytes) not in self.plans:
+            self._install(self.last, other.copies, other.step, held_bytes, other.unplanned_bytes)
         return self.plans.get((self.last, held_bytes))
 
     @contextmanager
@@ -396,12 +272,11 @@ class Piecewise:
             )
 
     def _copies(self, session: Session) -> list[Copied]:
-        """What each run copies.
+        """Returns what each run copies: what was changed after it in the recorded forward.
 
-        What was changed after it, or all that could be, where a step may go on another way.
-
-        Once it does it is too late: what runs then may change what an earlier piece saved, as an
-        expert does that adds to the result of those before, and autograd refuses the backward.
+        Where data decides the path, it is everything that could be changed. For another path may
+        change what an earlier piece saved without a copy (an expert that adds to the result of the
+        experts before it does), and autograd then refuses the backward.
         """
         if session.has_turned and not self.follows_data:
             self.follows_data = True
@@ -438,9 +313,9 @@ class Piecewise:
         return planned
 
     def _keep_within_budget(self) -> None:
-        """Plans again where the measured step held more than its budget.
+        """Plans again, with a smaller budget, where the measured step held more than its budget.
 
-        Gaps hold memory that no graph knows.
+        What runs between the pieces may hold memory that no graph contains.
         """
         for (path, held_bytes), plan in list(self.plans.items()):
             measured = plan.meter.peak_bytes
@@ -457,9 +332,9 @@ class Piecewise:
                 describe_bytes(excess),
             )
             for key in [key for key in self.plans if key[0] == path]:
-                # beside other gradients it holds as much, and is planned again when it is next run
+                # plans for other sizes of gradients exceed it as much: they are made again on use
                 del self.plans[key]
-            # to leave out what is not used changes nothing
+            # a budget that is smaller only by what the plan leaves unused gives the same plan
             unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
             self._install(
                 path,
@@ -475,13 +350,13 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
     if peak_bytes > planned.budget_bytes:
         _LOG.warning(
             "the first step, which found the pieces, held about %s, above the budget of %s; "
-            "the next ones run planned",
+            "later steps run planned",
             describe_bytes(peak_bytes),
             describe_bytes(planned.budget_bytes),
         )
 
 
-# of reasons of breaks where data leads on
+# in the reasons of breaks where data decides how the step goes on
 _DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")
 _NO_METER = StepMeter("cpu", 0)
 
@@ -501,15 +376,15 @@ def _boxed(call: BoxedFunction) -> BoxedFunction:
 def _without_zeros_for_no_gradient(
     compiled: Callable[..., Any], owner: Piecewise
 ) -> Callable[..., Any]:
-    """Returns a compiled piece whose backward is told which of its results got no gradient.
+    """Returns a compiled piece whose backward gets None for results without a gradient.
 
-    Autograd would say zeros. Its nodes are known as those of `owner`'s plan.
+    Autograd would give it zeros. The piece's autograd nodes are noted as part of `owner`'s plan.
     """
     planned = weakref.ref(owner)
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        # AOTAutograd wraps the gradients of sharded ones, all of them
+        # AOTAutograd wraps the gradients of sharded arguments, and expects all of them
         if not any(is_sharded(arg) for arg in args):
             nodes: set[Any] = {
                 result.grad_fn for result in results if isinstance(result, torch.Tensor)

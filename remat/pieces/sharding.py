@@ -1,17 +1,13 @@
-"""Blocks whose parameters are sharded (FSDP2), as part of a joined step.
+"""Adds what FSDP2 holds to a joined step: gathered parameters, gradients, and when they are freed.
 
-What is gathered, and when it goes.
-
-Around each run of a sharded block FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds, of U bytes of
-full parameters:
+For a block with U bytes of full parameters, FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds:
 
 - forward: the gathered buffer and the parameters copied out of it, 2 U, until the block returns;
-- backward: the parameters, U, and already the buffer of the block that is next; gradients of U
-  bytes; the buffer from which they are reduced, U, until the next block's are; and the shard of the
-  gradients, which stays.
+- backward: the parameters, U, and the buffer that the next block was gathered into ahead of time;
+  gradients of U bytes; the buffer they are reduced from, U, until the next block's gradients are
+  reduced; and the shard of the gradients, which stays.
 
-All of it is written and read by pinned operators: collectives are never planned, and never
-repeated.
+Pinned operators write and read all of it: collectives are never planned, and never repeated.
 """
 
 from __future__ import annotations
@@ -33,12 +29,13 @@ class Sharding:
     """How the parameters of a model's blocks are sharded.
 
     Attributes:
-        share: bytes of a block's shard over bytes of its full parameters as they are computed with.
+        share: bytes of a block's shard over bytes of its full parameters, in the dtype of the
+            computation.
         num_resident: how many values of a joined graph are the model's own: shards, buffers,
             inputs.
-        outside_bytes: full parameters outside of all blocks. FSDP2 holds them from the forward to
-            the end of the backward, and then has as much of their gradients and as the buffer these
-            are reduced from.
+        outside_bytes: bytes of full parameters outside of all blocks. FSDP2 holds them from the
+            forward to the end of the backward; their gradients, and the buffer that these are
+            reduced from, take as much each.
     """
 
     share: float
@@ -49,9 +46,9 @@ class Sharding:
 def sharding_of(
     model: nn.Module, joined: JoinedStep, num_resident: int, outside_bytes: int
 ) -> Sharding | None:
-    """Returns how the parameters of a model's blocks are sharded, asked after a forward.
+    """Returns how the parameters of a model's blocks are sharded; None where they are not.
 
-    None where they are not.
+    To be called after a forward.
     """
     shard_bytes = sum(held_bytes(p) for p in model.parameters() if is_sharded(p))
     full_bytes = sum(joined.graph.values[v].size_bytes for v in _gathered(joined, num_resident))
@@ -61,7 +58,10 @@ def sharding_of(
 
 
 def outside_bytes(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
-    """Returns the full bytes of sharded parameters outside of `blocks`, asked before a forward."""
+    """Returns the full size of sharded parameters outside of `blocks`.
+
+    To be called before a forward.
+    """
     within = {id(p) for block in blocks for p in block.parameters()}
     return sum(
         p.numel() * p.element_size()
@@ -71,20 +71,18 @@ def outside_bytes(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
 
 
 def _gathered(joined: JoinedStep, num_resident: int) -> list[int]:
-    """The full parameters that runs are given: resident values that are not the model's own."""
+    """Returns the runs' full parameters: resident values that are not the model's own."""
     values = joined.graph.values
     return [v for v in range(num_resident, len(values)) if values[v].kind is ValueKind.PARAMETER]
 
 
 def with_sharding(joined: JoinedStep, sharding: Sharding) -> JoinedStep:
-    """Returns the joined step with what FSDP2 holds around each run, and without what it does
-    not.
-    """
+    """Returns the joined step with FSDP2's memory in place of full parameters all the time."""
     return _Timeline(joined, sharding).build()
 
 
 class _Timeline:
-    """Copies a joined graph, with operators of FSDP2 around each run of a sharded block."""
+    """Copies a joined graph and adds FSDP2's operators around each run of a sharded block."""
 
     def __init__(self, joined: JoinedStep, sharding: Sharding) -> None:
         self.joined, self.sharding = joined, sharding
@@ -94,8 +92,8 @@ class _Timeline:
         self.outputs = dict.fromkeys(joined.graph.outputs)
         self.full_bytes = self._full_bytes()
         self.order = [i for i, size in enumerate(self.full_bytes) if size]  # runs of sharded blocks
-        self.buffer: dict[int, int] = {}  # run -> its gathered buffer in the backward
-        self.reduced = -1  # the buffer that the last gradients were reduced from
+        self.buffer: dict[int, int] = {}  # run -> buffer gathered ahead for its backward
+        self.reduced = -1  # the buffer that the latest gradients were reduced from
 
     def _full_bytes(self) -> list[int]:
         sizes = [0] * len(self.joined.runs)
@@ -196,7 +194,7 @@ class _Timeline:
         self.outputs[shard] = None
 
     def _gradients(self, run: int) -> tuple[int, ...]:
-        """The full gradients that a run returns of its gathered parameters."""
+        """Returns the full gradients of a run's gathered parameters."""
         own = self.joined.value_of[run]
         found = dict.fromkeys(
             own[v] for v in self.joined.runs[run].parameter_gradients() if v in own
@@ -219,7 +217,7 @@ class _Timeline:
         *,
         workspace_bytes: int = 0,
     ) -> None:
-        region = len(self.joined.runs)  # `_numbered` makes it its own
+        region = len(self.joined.runs)  # `_numbered` gives it a region of its own
         self.operators.append(
             Operator(
                 name,

@@ -1,6 +1,6 @@
-"""Measures a step that runs in pieces.
+"""Measures the peak of a step that runs in pieces.
 
-Its forward, each piece's backward, and those of the eager operators between them.
+It measures the forward, each piece's backward, and the backward of each eager operator.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from remat.torch_border.sharded import local_part
 class StepMeter:
     """Measures the first planned step of a model that runs in pieces.
 
-    On CUDA it is the allocator's peak over all of it. On the CPU allocations are counted in the
-    forward, and in the backward of one node after the other, eager or compiled; what is held when a
-    node begins is told by weak references to all that autograd keeps and to the gradients. Sums of
-    gradients that autograd makes between two nodes are seen when they arrive.
+    On CUDA the peak is that of the allocator over the whole step. On the CPU, allocations are
+    counted in the forward, and in the backward of each autograd node, eager or compiled. What is
+    held when a node begins is known from weak references to the tensors that autograd saved and to
+    the gradients. Sums of gradients that autograd makes between two nodes are seen when they reach
+    a node.
 
     Attributes:
         device: `cpu` or `cuda`.
-        resident_bytes: what the step holds throughout, added to what is measured.
-        peak_bytes: the measured peak of the step, None until both halves ran.
-        cuda_peaks: the same on CUDA, counted in three ways.
+        resident_bytes: what the step holds throughout; it is added to what is measured.
+        peak_bytes: the measured peak of the step; None until forward and backward ran.
+        cuda_peaks: the peak on CUDA, counted in three ways.
     """
 
     device: str
@@ -48,22 +49,23 @@ class StepMeter:
     peak_bytes: int | None = None
     cuda_peaks: CudaPeaks | None = None
     _mark: CudaMark | None = field(default=None, repr=False)  # before the forward, on CUDA
-    _state: str = field(default="waiting", repr=False)  # "forward": measured; "backward": begun
+    # "waiting" for a forward; "forward": it was measured; "backward": its backward has begun
+    _state: str = field(default="waiting", repr=False)
     _step: int = field(default=0, repr=False)  # which forward is measured
     _peak_bytes: int = field(default=0, repr=False)
-    # held at the end of the forward, and not followed
+    # held at the end of the forward, in storages that are not in `_followed`
     _other_bytes: int = field(default=0, repr=False)
     _followed: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict, repr=False)
-    _leaves: list[torch.Tensor] = field(default_factory=list, repr=False)  # that get gradients
-    # held when the node began that is counted
+    _leaves: list[torch.Tensor] = field(default_factory=list, repr=False)  # they get gradients
+    # held when the node that is measured now began; None while no eager node is measured
     _begun_bytes: int | None = field(default=None, repr=False)
 
     def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
-        """Runs a forward, measured where no step was yet.
+        """Runs a forward, and measures it until one step has been measured.
 
         Args:
             run: the forward.
-            inputs: its arguments; what made them is not measured.
+            inputs: its arguments; the backward of what made them is not measured.
         """
         if self.peak_bytes is not None or is_profiling():
             return run()
@@ -95,15 +97,15 @@ class StepMeter:
         return result
 
     def forget(self) -> None:
-        """Drops what was measured of a forward, whose backward did not come."""
+        """Drops the measurement of a forward whose backward did not follow."""
         self._state = "waiting"
 
     def saved(self, token: torch.Tensor, tensors: Iterable[Any]) -> None:
         """Follows what a piece's forward saves for its backward.
 
         Args:
-            token: saved beside it, and by no other forward.
-            tensors: what it saves.
+            token: a tensor that this forward saves, and no other.
+            tensors: what it saves besides.
         """
         if self._state == "forward":
             self._follow([token, *(tensors if self.device == "cpu" else ())])
@@ -115,13 +117,18 @@ class StepMeter:
         num_tangents: int,
         token: torch.Tensor,
     ) -> Any:
-        """Runs the backward of a piece, whose last `num_tangents` arguments are gradients that
-        arrive, the others what it saved beside `token`.
+        """Runs the backward of a piece, and measures it where its forward was measured.
+
+        Args:
+            run: the backward.
+            args: what the forward saved, then `num_tangents` gradients that arrive.
+            num_tangents: how many gradients arrive.
+            token: the tensor that the forward gave to `saved`.
         """
         if self._state == "waiting" or self.peak_bytes is not None or is_profiling():
             return run(args)
         if token.untyped_storage()._cdata not in self._followed:
-            self.forget()  # it is an earlier forward's
+            self.forget()  # the backward of an earlier forward
             return run(args)
         self._begin_backward()
         if self.device == "cuda":
@@ -161,7 +168,7 @@ class StepMeter:
         self._leaves.clear()
 
     def _held_bytes(self, gradients: Iterable[Any]) -> int:
-        """What is held when a node begins that is given `gradients`."""
+        """Returns what is held when a node begins with `gradients` as inputs."""
         self._follow(gradients)
         self._follow(leaf.grad for leaf in self._leaves)
         return self._other_bytes + self._followed_bytes()

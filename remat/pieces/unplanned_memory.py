@@ -1,6 +1,6 @@
-"""What is held outside of what is captured.
+"""Memory that a step holds outside of its captured graphs.
 
-The module's own tensors and gradients, and what eager operators keep for their backward.
+The module's own tensors and gradients, and what eager operators save for their backward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from remat.tracers.aot import CUDA_GRANULARITY_BYTES
 
 
 def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
-    """Returns storage -> value of a module's parameters, buffers and arguments, those on devices of
-    type `kind` with their bytes.
+    """Returns storage -> value of a module's parameters, buffers and arguments.
+
+    The values of tensors on devices of another type than `kind` have a size of 0.
     """
     rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
     named = [
@@ -49,17 +50,18 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
 
 
 def there_bytes(module: nn.Module, inputs: Iterable[Any], kind: str) -> int:
-    """Bytes of what of a step is there before it runs, on devices of type `kind`.
+    """Returns the bytes of a step's tensors that exist before it runs, on devices of type `kind`.
 
-    Parameters, buffers, inputs, gradients and DDP's buckets.
+    These are parameters, buffers, inputs, gradients and DDP's buckets.
     """
     resident = resident_values(module, inputs, kind).values()
     return sum(v.size_bytes for v in resident) + gradient_bytes(module) + bucket_bytes()
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients that a module's parameters have, but those that lie in DDP's buckets,
-    which are counted apart.
+    """Returns the bytes of the gradients of a module's parameters.
+
+    Gradients in DDP's buckets are left out: the buckets are counted separately.
     """
     found: dict[int, int] = {}
     for parameter in module.parameters():
@@ -72,9 +74,9 @@ def gradient_bytes(module: nn.Module) -> int:
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Returns the tensors of what a model returned.
+    """Returns the tensors in what a model returned.
 
-    Among its containers, and the attributes of objects in them.
+    It looks into containers, and into the attributes of objects in them.
     """
     found = []
     for leaf in pytree.tree_leaves(result):
@@ -90,8 +92,9 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes of the autograd graph between a forward's results and its inputs, leaves and
-    what made the inputs left out.
+    """Yields the nodes of the autograd graph between a forward's results and its inputs.
+
+    Leaves, and the nodes that made the inputs, are left out.
     """
     seen: set[Any] = {t.grad_fn for t in inputs if isinstance(t, torch.Tensor)} | {None}
     waiting: list[Any] = [t.grad_fn for t in results]
@@ -106,11 +109,10 @@ def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> It
 
 
 def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> list[Kept]:
-    """Returns what eager operators keep for their backward, by walking the autograd graph of a
-    forward.
+    """Returns what eager operators save for their backward, from the autograd graph of a forward.
 
-    Sequence numbers rise along the forward, so that an operator's number tells between which runs
-    it ran.
+    Sequence numbers rise along the forward, so an operator's number shows between which runs it
+    ran.
     """
     runs, eager = [], []
     for node in autograd_nodes(results, inputs):

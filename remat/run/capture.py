@@ -113,10 +113,7 @@ def make_backend(
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        refuse_scans(module)
-        refuse_changing_sizes(module.graph)
-        refuse_nested(module)
-        cut_at_sizes(module)
+        refuse_uncapturable(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         planned: list[PlannedStep] = []
@@ -160,19 +157,9 @@ def make_backend(
             last = planned[-1]
             return runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)
 
-        trace_and_compile = aot_autograd(
-            fw_compiler=compile_forward,
-            bw_compiler=compile_backward,
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
+        compiled = compiled_by_aot(
+            module, example_inputs, compile_forward, compile_backward, partition
         )
-        with (
-            backward_without_autocast(),
-            python_numbers(),
-            plain_kernels(),
-            autocast_cache(module, example_inputs),
-        ):
-            compiled = trace_and_compile(module, example_inputs)
         if planned:
             compiled = with_missing_gradients(compiled, planned[-1].step)
         if plain_steps and plain and planned:
@@ -180,6 +167,37 @@ def make_backend(
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+def refuse_uncapturable(module: fx.GraphModule) -> None:
+    """Raises `TraceError` for what no plan can run, `GraphBreak` where the graph has to be cut."""
+    refuse_scans(module)
+    refuse_changing_sizes(module.graph)
+    refuse_nested(module)
+    cut_at_sizes(module)
+
+
+def compiled_by_aot(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_forward: Callable[[fx.GraphModule, Any], Any],
+    compile_backward: Callable[[fx.GraphModule, Any], Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[..., Any]:
+    """Returns a dynamo graph compiled by AOTAutograd, its joint graph split by `partition`."""
+    trace_and_compile = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    with (
+        backward_without_autocast(),
+        python_numbers(),
+        plain_kernels(),
+        autocast_cache(module, example_inputs),
+    ):
+        return trace_and_compile(module, example_inputs)
 
 
 def cut_at_sizes(module: fx.GraphModule) -> None:
