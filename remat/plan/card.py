@@ -1,8 +1,8 @@
-"""What the GPU has for a training step, and what libraries keep there.
+"""How much memory the GPU has for a training step, and how much libraries hold there.
 
-The first is the budget where none was given. It is looked at before a model's first step, and kept:
-later shapes are planned for the same budget, so that optimizer state, which comes in between,
-counts once (as `reserve_bytes`).
+The former is the budget where none was given. It is measured before a model's first step only:
+later shapes are planned for the same budget, so that optimizer state, which is allocated after the
+first step, counts once (as `reserve_bytes`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from remat.plan.distributed import least_of_all_ranks
 from remat.torch_border.allocator import forget_cublas_workspaces
 from remat.torch_border.kernels import without_modes
 
-# Kept free: blocks that CUDA's allocator can't split or give back (on a model of it, 3 % above what
-# GPT-2 medium allocates), and kernels that CUDA loads when they are first run. Documented, not
-# measured on a GPU.
+# Kept free for blocks that CUDA's allocator can't split or release (3 % above what GPT-2 medium
+# allocates, in a model of the allocator), and for kernels that CUDA loads on first use. From
+# documentation, not measured on a GPU.
 _RESERVED_SHARE, _LEAST_RESERVED_BYTES = 1 / 16, 512 << 20
 
-# A budget is a multiple of it: a few bytes that another program takes or leaves from one run to the
-# next then ask for the same plan, which the disk has.
+# Budgets are multiples of it, so that a few bytes that another program takes or releases between
+# two runs do not need a new plan: the one on disk is used.
 _MULTIPLE_BYTES = 64 << 20
 
 _NEEDED = (
     "a budget is needed on a CPU, whose memory other programs use as well: give it in bytes or as "
-    'a share, budget="8GiB" or budget="60%"; budget=None is for a GPU, and takes what that has'
+    'a percentage, budget="8GiB" or budget="60%"; budget=None works on a GPU only, and takes what '
+    "that has"
 )
 
 
 def check_has_card() -> None:
-    """Raises `ValueError` where no GPU could ever be asked."""
+    """Raises `ValueError` on a machine without a usable GPU."""
     if not torch.cuda.is_available():
         raise ValueError(_NEEDED)
 
@@ -40,13 +41,13 @@ def check_has_card() -> None:
 def budget_of_card(device_type: str, step_bytes: int) -> int:
     """Returns the bytes that a step may hold on the current GPU, the same on all ranks.
 
-    What is free there, what torch's allocator has reserved and not allocated, and what of the step
-    itself is allocated already, less the reserve.
+    That is what is free there, what torch's allocator has reserved but not allocated, and what the
+    step itself has allocated already, less the part that is kept free.
 
     Args:
         device_type: where the step runs, `cpu` or `cuda`.
-        step_bytes: what of it is there: parameters, buffers, inputs, gradients, and what libraries
-            keep for it.
+        step_bytes: what the step has allocated already: parameters, buffers, inputs, gradients, and
+            the memory that libraries hold for it.
 
     Raises:
         ValueError: the step runs on a CPU, or nothing is left on the GPU.
@@ -60,17 +61,17 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
     if budget_bytes <= 0:
         raise ValueError(
             f"the GPU has {describe_bytes(left_bytes)} left of {describe_bytes(total_bytes)}, and "
-            f"{describe_bytes(reserved_bytes)} are kept free: nothing is left for a step; end what "
-            "else runs on the GPU, or give a budget"
+            f"{describe_bytes(reserved_bytes)} are kept free: nothing is left for a step; end the "
+            "other programs on the GPU, or give a budget"
         )
     return budget_bytes
 
 
 def library_bytes(device_type: str) -> int:
-    """Returns what cuBLAS keeps on the current GPU from a first forward and backward on.
+    """Returns the bytes that cuBLAS holds on the current GPU after a first forward and backward.
 
-    It keeps workspace for each thread's handle and each stream, and autograd runs the backward in
-    a thread of its own. Measured once a process for each GPU; 0 on a CPU.
+    It holds a workspace for each thread's handle and each stream, and autograd runs the backward in
+    a thread of its own. Measured once per process and GPU; 0 on a CPU.
     """
     return _kept_by_cublas(torch.cuda.current_device()) if device_type == "cuda" else 0
 
@@ -87,7 +88,7 @@ def _kept_by_cublas(_: int) -> int:
 
 
 def _run_product(device: str) -> None:
-    """Runs a product with a bias, forward and backward, and keeps nothing of it."""
+    """Runs a matrix product with a bias, forward and backward, and drops the results."""
     x = torch.ones(16, 16, device=device)
     weight, bias = (torch.ones(*shape, device=device) for shape in ((16, 16), (16,)))
     result = torch.nn.functional.linear(x, weight.requires_grad_(), bias.requires_grad_())
@@ -95,7 +96,7 @@ def _run_product(device: str) -> None:
 
 
 def _left_on_card() -> tuple[int, int]:
-    """What this process can still allocate, and the card's memory or this process's share of it."""
+    """Returns what this process can still allocate, and how much it may allocate in all."""
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     held_bytes = torch.cuda.memory_reserved()
     allowed_bytes = int(torch.cuda.get_per_process_memory_fraction() * total_bytes)

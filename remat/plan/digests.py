@@ -1,4 +1,4 @@
-"""What tells two captured steps apart, and two plans."""
+"""Digests of a captured step: of all that its plan depends on, and of its structure alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from remat.core.graph import Graph
 
 
 def computation_of(graph: Graph) -> str:
-    """A digest of all that a plan depends on: a graph without its names.
+    """Returns a digest of all that a plan depends on: a graph without its names.
 
-    Where a number became an input of the step, what it is multiplied with has another name.
+    Names change where a number became an input of the step, and the plan stays the same.
     """
     sizes = [(value.size_bytes, value.kind) for value in graph.values]
     costs = [(op.cost_s, op.workspace_bytes) for op in graph.operators]
@@ -18,9 +18,9 @@ def computation_of(graph: Graph) -> str:
 
 
 def structure_of(graph: Graph) -> str:
-    """A digest of a graph without its sizes and costs.
+    """Returns a digest of a graph without its sizes and costs.
 
-    Two shapes of one step agree in it, mostly.
+    It is usually the same for two shapes of one step.
     """
     parts = [
         (op.target, op.reads, op.writes, op.phase, op.region, op.pinned, op.reuses, op.is_snapshot)

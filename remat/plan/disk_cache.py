@@ -1,10 +1,10 @@
-"""Plans on disk: one file a plan in the user's cache folder, so that a job that starts again, or
-another rank, plans nothing twice.
+"""Plans on disk: one file per plan in the user's cache folder, so that a job that starts again
+need not solve again.
 
-A file is written whole or not at all, and any number of processes may read and write. What is read
-is judged anew: a plan counts only where it was made for this graph and is valid within the budget.
-A cache is never a reason to fail: what can't be read is planned again, and what can't be written is
-kept in memory, with a warning.
+A file is written whole or not at all, and any number of processes may read and write. A plan that
+was read is checked: it is used only if it was made for this graph and is valid within the budget.
+The cache never makes a step fail: a plan that can't be read is made again, and a plan that can't be
+written stays in memory, each with a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from remat.core.solution import Solution
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "v1"
-_SOURCES = ("core", "solvers")  # the folders of what a plan depends on beside its graph
+_SOURCES = ("core", "solvers")  # folders of the code that plans depend on
 
 
 def plans_path() -> Path:
@@ -36,11 +36,11 @@ def plans_path() -> Path:
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Plans by graph, costs, budget, solver and the version of both.
+    """Plans by graph, costs, budget, solver, and the version of the code.
 
     Attributes:
-        folder: where the files lie.
-        limit_bytes: beyond it the plans that were not used for longest go.
+        folder: the folder of the files.
+        limit_bytes: above this total size, the least recently used plans are removed.
     """
 
     folder: Path
@@ -49,14 +49,14 @@ class PlanCache:
     def get_or_solve(
         self, graph: Graph, budget_bytes: int, how: str, solve: Callable[[], Solution]
     ) -> Solution:
-        """Returns the plan of `graph` for a budget.
+        """Returns the plan of `graph` for a budget, from the disk or else from `solve`.
 
-        From the disk, or else from `solve`, and then on the disk, unless its search was cut short:
-        a later job may have the time that this one had not.
+        A new plan is written to the disk, unless its search was cut short: a later job may have
+        more time.
 
         Args:
             graph: the step; its measured costs and workspaces are part of the key.
-            budget_bytes: what the plan may hold.
+            budget_bytes: budget of the plan.
             how: the solver and its options, as a text that is the same in another process.
             solve: finds the plan.
         """
@@ -69,7 +69,7 @@ class PlanCache:
         return found
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yields each plan's file, and what the file system knows of it."""
+        """Yields the file of each plan, with its `stat`."""
         for path in self.folder.glob("*.json"):
             try:
                 yield path, path.stat()
@@ -83,7 +83,7 @@ class PlanCache:
             solution = Solution.load(path).on(graph)
             os.utime(path)
         except (RematError, OSError) as reason:
-            _LOG.warning("the cached plan %s can't be used, and is made again: %s", path, reason)
+            _LOG.warning("the cached plan %s can't be read, and is made again: %s", path, reason)
             return None
         is_asked = solution.budget_bytes == budget_bytes and not solution.is_free_order
         if not (is_asked and solution.is_solved):
@@ -97,13 +97,13 @@ class PlanCache:
             solution.save(path)
             self._trim(path)
         except OSError as reason:
-            _LOG.warning("a plan stays in memory, its cache can't be written: %s", reason)
+            _LOG.warning("a plan can't be written to the cache, and stays in memory: %s", reason)
 
     def _trim(self, fresh: Path) -> None:
-        """Removes the plans that were not used for longest, and what killed writers left behind.
+        """Removes the least recently used plans, and partial files that killed writers left.
 
-        Not the one just written: the clocks of machines that share a folder disagree, and its date
-        may be the oldest.
+        The plan just written stays: where machines share the folder, their clocks may disagree, so
+        that its date is the oldest.
         """
         files = sorted(self.files(), key=lambda item: item[1].st_mtime)
         total = sum(status.st_size for _, status in files)
@@ -117,7 +117,7 @@ class PlanCache:
 
 
 def key_of(graph: Graph, budget_bytes: int, how: str) -> str:
-    """Returns a digest of all that a plan depends on."""
+    """Returns the name of a plan's file: a digest of all that the plan depends on."""
     arrays = graph.arrays
     digest = hashlib.sha256(
         f"{_FORMAT} {_source_digest()} {graph.fingerprint} {graph.device} {budget_bytes} "
@@ -130,10 +130,7 @@ def key_of(graph: Graph, budget_bytes: int, how: str) -> str:
 
 @cache
 def _source_digest() -> str:
-    """A digest of the code that makes plans.
-
-    A changed solver makes new ones, in a release and in a checkout.
-    """
+    """Returns a digest of the code that makes plans, so that changed code makes new plans."""
     root = Path(__file__).parents[1]
     files = [path for name in _SOURCES for path in sorted((root / name).rglob("*.py"))]
 

@@ -1,8 +1,8 @@
-"""Several processes that train together: each plan is found by one rank and read by the others.
+"""Several processes that train together: one rank makes each plan, the others read it.
 
 Plans go through the key-value store that `torch.distributed` was initialised with, not through a
-collective: a rank whose last batch is smaller plans a step of its own while the others go on, and a
-collective would wait forever.
+collective: a rank whose last batch is smaller plans a step of its own while the others continue,
+and a collective would wait forever.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from remat.torch_border.sharded import (
 )
 
 _BEAT_S, _POLL_S = 1.0, 0.1
-_SILENT_S = 60.0  # a rank that plans and says nothing for so long is gone
-_MOST_LIMITS = 2.0  # the solver's own, where the process group's timeout is shorter
+_SILENT_S = 60.0  # a planning rank without a heartbeat for this long counts as lost
+# how long to wait at most, in time limits of the solver, if the process group's timeout is shorter
+_MOST_LIMITS = 2.0
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the rank that solved tells the others: a solution, or why there is none."""
+    """What the rank that solved sends to the others: a solution, or why there is none."""
 
     rank: int
     solution: Solution | None = None
@@ -63,19 +64,19 @@ def solve_once(
 ) -> Solution:
     """Returns the solution of `solve()`, called by the first rank that asks.
 
-    The others wait for its answer. A failure is told once to every rank that asks: whoever tries
-    again starts afresh.
+    The others wait for its answer. A failure is raised once on each rank that asks; the next call
+    solves again.
 
     Args:
-        graph: the step. Ranks share an answer where their graphs agree in all but measured costs.
+        graph: the step. Ranks share an answer if their graphs differ in measured costs at most.
         asked: the budget and all else that the answer depends on.
-        solve: finds it.
-        time_limit_s: of the solver.
+        solve: makes the plan.
+        time_limit_s: time limit of the solver.
 
     Raises:
         BudgetError: there is no plan, on every rank that asks.
         SolverError: the rank that solves failed, was killed or does not answer, or the ranks' store
-            is gone.
+            can't be reached.
     """
     if not is_distributed():
         return solve()
@@ -110,7 +111,10 @@ _counts: dict[int, dict[str, int]] = {}  # store -> step -> tries of this rank t
 
 
 def _counts_of(store: Any) -> dict[str, int]:
-    """What this rank counted since the ranks were initialised: the same on ranks in step."""
+    """Returns this rank's counts since `torch.distributed` was initialised.
+
+    They are the same on ranks that made the same calls.
+    """
     place = id(store.underlying_store)
     if place not in _counts:
         _counts.clear()
@@ -118,12 +122,10 @@ def _counts_of(store: Any) -> dict[str, int]:
 
 
 def least_of_all_ranks(own: int) -> int:
-    """Returns the least that any rank says, and waits for all of them.
-
-    `own` in a process that trains alone.
+    """Waits for the number of each rank and returns the least; `own` without other ranks.
 
     Raises:
-        SolverError: a rank says nothing for as long as the process group waits.
+        SolverError: a rank gave no number within the process group's timeout.
     """
     if not is_distributed():
         return own
@@ -136,16 +138,20 @@ def least_of_all_ranks(own: int) -> int:
         while len(said := store.get(key).split()) < num_ranks:
             if time.monotonic() - began > store.timeout.total_seconds():
                 raise SolverError(
-                    f"{num_ranks - len(said)} of {num_ranks} ranks did not say what their GPU has; "
-                    "with budget=None every rank plans its first step together with the others; "
-                    "give a budget where they don't"
+                    f"{num_ranks - len(said)} of {num_ranks} ranks did not report what their GPU "
+                    "has; with budget=None all ranks have to plan their first step at the same "
+                    "time; give a budget where they don't"
                 )
             time.sleep(_POLL_S)
         return min(map(int, said))
 
 
 def _wait(store: Any, key: str, time_limit_s: float) -> _Answer:
-    """Returns the answer of the rank that solves, as long as it lives and there is time."""
+    """Waits for the answer of the rank that solves, and returns it.
+
+    Raises:
+        SolverError: that rank gave no heartbeat, or no answer, for too long.
+    """
     timeout_s = store.timeout.total_seconds()  # the process group's
     silent_s = min(_SILENT_S, timeout_s / 2)
     most_s = max(timeout_s, _MOST_LIMITS * time_limit_s)
@@ -200,11 +206,11 @@ def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solut
 
 @contextmanager
 def _beating(store: Any, key: str) -> Iterator[None]:
-    """Tells those who wait that this rank lives, until the end."""
+    """Sends a heartbeat to the ranks that wait, until the `with` block ends."""
     is_over = threading.Event()
 
     def beat() -> None:
-        with suppress(dist.DistError):  # whoever solves finds out
+        with suppress(dist.DistError):  # a lost store is reported where the answer is written
             while not is_over.wait(_BEAT_S):
                 store.add(f"{key}/alive", 1)
 
@@ -232,13 +238,14 @@ def _read(answer: _Answer) -> Solution:
 
 @dataclass
 class Agreement:
-    """A size that the ranks which run the same plan agree on: the largest that any of them found.
+    """A size that the ranks with the same plan agree on: the largest that any of them found.
 
-    No rank waits. Each says its own at the start of one step and reads all at the start of the
-    next: what the ranks send each other within a step, gradients at least, comes in between.
+    No rank waits. Each writes its own size at the start of one step and reads all sizes at the
+    start of the next. In between the ranks exchange gradients, so all have written before one
+    reads.
 
     Attributes:
-        name: the same on ranks that are to agree.
+        name: the same on all ranks that are to agree.
     """
 
     name: str
@@ -246,13 +253,13 @@ class Agreement:
 
     @property
     def is_settled(self) -> bool:
-        """True once asking again says nothing new."""
+        """True once asking again changes nothing."""
         return self._asked > 1 or not is_distributed()
 
     def of_all_ranks(self, own: int) -> int:
-        """Returns what is agreed on, 0 until it is.
+        """Returns the largest size at the second call, 0 at the others.
 
-        `own` at once in a process that trains alone.
+        Without other ranks it returns `own` at every call.
         """
         if not is_distributed():
             return own
@@ -269,34 +276,32 @@ class Agreement:
 
 
 def planned_part(model: nn.Module) -> nn.Module:
-    """Returns what is planned of `model`.
-
-    The module inside of `DistributedDataParallel`, whose own forward talks to other ranks.
+    """Returns the module that is planned: `model`, or what `DistributedDataParallel` wraps.
 
     Raises:
         TraceError: it is wrapped in a way that can't be planned; the message says what to do.
     """
-    model = original_module(model)  # a plan inside of what is compiled stays
+    model = original_module(model)  # the module inside of what torch.compile returned
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     if isinstance(model, DataParallel):
         raise TraceError(
-            "nn.DataParallel copies the module at every step, plan and all; use "
-            "DistributedDataParallel, one process a GPU"
+            "nn.DataParallel copies the module at every step, its plan included; use "
+            "DistributedDataParallel, with one process per GPU"
         )
     if is_first_fsdp(model):
         raise TraceError(
-            "FullyShardedDataParallel (FSDP1) flattens parameters away from the module; use "
-            "torch.distributed.fsdp.fully_shard "
-            "(FSDP2), and call remat.checkpoint(model, budget, blocks=...) before it"
+            "FullyShardedDataParallel (FSDP1) flattens parameters and takes them out of the "
+            "module; use torch.distributed.fsdp.fully_shard (FSDP2), and call "
+            "remat.checkpoint(model, budget, blocks=...) before it"
         )
     return model
 
 
 def run_around_ddp(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Runs a step that calls what is wrapped in `DistributedDataParallel` somewhere inside.
+    """Runs a step that calls modules wrapped in `DistributedDataParallel` somewhere inside.
 
-    Each does once a step, around all of it, what it does around its module's forward.
+    What DDP does around its module's forward, it does here once, around the whole step.
     """
     ddps = ddps_in(module)
     for ddp in ddps:
@@ -306,19 +311,20 @@ def run_around_ddp(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def bucket_bytes() -> int:
-    """Bytes of the buckets in which each `DistributedDataParallel` around the present forward
-    reduces gradients; 0 outside of one.
+    """Returns the bytes of the buckets in which DDP reduces gradients, 0 outside of DDP.
+
+    It counts each `DistributedDataParallel` around the forward that runs now.
     """
     parameters = {id(p): p for ddp in active_ddps() for p in ddp.parameters()}
     return sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad)
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuses to capture whole what FSDP2 gathers part by part."""
+    """Raises `TraceError` for a module sharded by FSDP2, which gathers it part by part."""
     if any(is_fully_sharded(part) for part in module.modules()):
         raise TraceError(
-            f"{type(module).__name__} is sharded by fully_shard, whose parameters are "
-            "gathered block by block and not for the step as a "
-            "whole; plan the blocks of the module under one budget, remat.checkpoint(model, "
-            "budget, blocks=model.layers), then shard them and the model"
+            f"{type(module).__name__} is sharded by fully_shard, which gathers parameters block by "
+            "block and not for the step as a whole; plan the module's blocks under one budget "
+            "first, remat.checkpoint(model, budget, blocks=model.layers), then shard the blocks "
+            "and the model"
         )

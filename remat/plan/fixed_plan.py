@@ -25,13 +25,13 @@ class FixedPlan:
         unplanned_bytes: int = 0,
         gap_bytes: int = 0,
     ) -> Solution:
-        """Returns the solution where it was made for this very step, its numbers found anew.
+        """Returns the solution if it was made for this step, with its numbers computed again.
 
-        Gradients that accumulate are not its own: whoever solved left room for them.
+        Accumulated gradients are not checked: whoever solved has to leave room for them.
 
         Raises:
-            ScheduleError: it has no schedule, is for another step or is broken.
-            BudgetError: it holds more than its own budget.
+            ScheduleError: it has no schedule, is for another step or is invalid.
+            BudgetError: it leaves no room for what is held beside the plan.
         """
         if self.solution.schedule is None:
             raise ScheduleError(
@@ -41,28 +41,26 @@ class FixedPlan:
         left_bytes = solution.budget_bytes - solution.peak_bytes
         if unplanned_bytes > left_bytes:
             raise BudgetError(
-                f"this plan leaves {describe_bytes(left_bytes)} of its budget, and "
-                f'on_unsupported="plain" keeps {describe_bytes(unplanned_bytes)} beside it, of '
-                "buffers that the step changes and of random state; solve for a budget that is "
-                "smaller by so much",
+                f"this plan leaves {describe_bytes(left_bytes)} of its budget unused, and "
+                f'on_unsupported="plain" needs {describe_bytes(unplanned_bytes)} more, for copies '
+                "of random state and of buffers that the step changes; solve for a budget that is "
+                "smaller by that",
                 budget_bytes=solution.budget_bytes,
                 minimum_bytes=solution.peak_bytes + unplanned_bytes,
                 is_proved=False,
             )
-        extra_bytes = gap_bytes
-        if extra_bytes:
+        if gap_bytes:
             raise BudgetError(
-                f"this plan predicts {describe_bytes(solution.peak_bytes)}, and between "
-                "its compiled pieces the step holds "
-                f"{describe_bytes(extra_bytes)} beside it, together more than its budget; "
-                "solve for a budget that is smaller by so much",
+                f"this plan's peak is {describe_bytes(solution.peak_bytes)}, and between its "
+                f"compiled pieces the step holds {describe_bytes(gap_bytes)} more, together above "
+                "its budget; solve for a budget that is smaller by that",
                 budget_bytes=solution.budget_bytes,
-                minimum_bytes=solution.peak_bytes + extra_bytes,
+                minimum_bytes=solution.peak_bytes + gap_bytes,
                 is_proved=False,
             )
         return solution
 
     def room_of(self, solution: Solution) -> Room:
-        """Returns the budget that it was solved for."""
+        """Returns the budget that the solution was made for."""
         budget_bytes = solution.budget_bytes
         return Room(budget_bytes, budget_bytes, budget_bytes)

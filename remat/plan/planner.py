@@ -1,7 +1,4 @@
-"""Which plan a captured step gets.
-
-One it had before, one from the disk, one of a larger shape, or a new one.
-"""
+"""Finds the plan of a captured step: in memory, on disk, of another shape, or by a solver."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
-_SHARE_OF_TIME = 0.1  # for a step that the plan of another shape fits already
+_SHARE_OF_TIME = 0.1  # of the time limit, where the plan of another shape fits the step already
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,18 @@ class Options:
 
     Attributes:
         budget: bytes, or a text such as "8GiB" or "60%"; None for what the GPU has.
-        is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
-            first of each training step.
-        reserve_bytes: held back from the budget for what the step can't see (optimizer state).
+        reserve_bytes: part of the budget reserved for what is not in the step (optimizer state).
         solver: name of a solver, or a solver.
         costs: name of a cost model, or a cost model.
-        time_limit_s: how long the solver may take.
+        time_limit_s: time limit of the solver.
         gap: the solver stops as soon as it proved this gap.
         executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to
             fused kernels.
         differentiate: "scalars" or "all", see `make_backend`.
-        on_unsupported: "error" or "plain", for steps whose backward no plan can run.
         plan_cache: plans are read from and written to the user's cache folder.
+        is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
+            first of each training step.
+        on_unsupported: "error" or "plain", for steps whose backward no plan can run.
     """
 
     budget: Budget | None
@@ -80,19 +77,20 @@ class Options:
 class Plans:
     """Plans by graph.
 
-    A step that is captured again is not solved again, in this process or another one. A new shape
-    of a step that has a plan, such as the last batch of an epoch, is given that plan's schedule
-    where it fits, improved for a tenth of the time limit.
+    A step that is captured again is not solved again, in this process or, where plans are cached on
+    disk, in another one. For a new shape of a step that has a plan, such as the last batch of an
+    epoch, the solver gets a tenth of its time limit if that plan's schedule fits, and the cheaper
+    of the two schedules is used.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        # by what a plan depends on, and what the step holds beside
+        # digest of all that a plan depends on, bytes reserved for this step -> its plan
         self._known: dict[tuple[str, int], tuple[Graph, Solution, Room]] = {}
         self._has_largest = False
         self._card_bytes = 0  # what the GPU had for the first step, where no budget was given
-        self._library_bytes = 0  # what cuBLAS keeps there
-        # of the largest step so far, with all that it holds: what "60%" is a percentage of
+        self._library_bytes = 0  # what cuBLAS holds on the GPU
+        # what the largest step so far needs to keep everything: "60%" is a percentage of it
         self._keep_all_bytes = 0
         self._cache = (
             PlanCache(plans_path())
@@ -101,16 +99,18 @@ class Plans:
         )
 
     def look_at_card(self, device_type: str, step_bytes: Callable[[], int]) -> None:
-        """Looks before the first step is captured, and outside of it, at what cuBLAS keeps on the
-        GPU; and at what the GPU has, where no budget was given.
+        """Measures what cuBLAS holds on the GPU and, without a budget, how much memory the GPU has.
+
+        To be called before a step is captured, not during a capture.
 
         Args:
             device_type: where the step runs, `cpu` or `cuda`.
-            step_bytes: gives the bytes of what of the step is there: parameters, buffers, inputs,
-                gradients.
+            step_bytes: returns the bytes of the step's tensors that exist already: parameters,
+                buffers, inputs, gradients.
 
         Raises:
-            ValueError: the step runs on a CPU, or nothing is left on the GPU.
+            ValueError: no budget was given, and the step runs on a CPU or nothing is left on the
+                GPU.
         """
         self._library_bytes = library_bytes(device_type)
         is_known = self._card_bytes and device_type == "cuda"
@@ -128,16 +128,16 @@ class Plans:
     ) -> Solution:
         """Returns the solution for a captured step, the same on all ranks.
 
-        Where gradients accumulate, the step is planned beside all of them first: a budget holds in
-        every micro-step or in none.
+        With `is_accumulating`, the step is planned for all accumulated gradients first, so that a
+        budget that is too small for later micro-steps is an error in the first one.
 
         Args:
-            step: what was captured.
-            gradient_bytes: of gradients that earlier micro-steps left.
-            unplanned_bytes: held back, for what only a plan brings along.
-            gap_bytes: held back, for what runs between pieces and would whatever is kept: it counts
-                in percentages.
-            is_largest: its schedule is that of all smaller shapes, which then need no solving.
+            step: the captured step.
+            gradient_bytes: size of the gradients that earlier micro-steps left.
+            unplanned_bytes: reserved for memory that exists only because of the plan; percentages
+                do not count it.
+            gap_bytes: reserved for what runs between pieces, with any plan; percentages count it.
+            is_largest: use its schedule for all smaller shapes, without solving for them.
         """
         graph, others = step.graph, (unplanned_bytes, gap_bytes)
         accumulated_bytes = self._accumulated_bytes(graph)
@@ -148,11 +148,14 @@ class Plans:
         return found
 
     def room_of(self, solution: Solution) -> Room:
-        """Returns the budget that one of these solutions was made for, and what is kept free."""
+        """Returns the budget that one of these solutions was made for, with its reserved parts."""
         return next(room for _, known, room in self._known.values() if known is solution)
 
     def _accumulated_bytes(self, graph: Graph) -> int:
-        """What gradients will hold from the second micro-step on; DDP keeps them in its buckets."""
+        """Returns the size of the gradients from the second micro-step on.
+
+        It is 0 under DDP, which keeps them in its buckets.
+        """
         if not self.options.is_accumulating or bucket_bytes():
             return 0
         return sum(v.size_bytes for v in graph.values if v.kind is ValueKind.PARAMETER)
@@ -195,7 +198,10 @@ class Plans:
         )
 
     def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:
-        """Asks the plan of the largest shape, then all ranks, then the first micro-step's plan."""
+        """Returns the plan of the largest shape, if declared, or else the one that all ranks share.
+
+        Where there is none, the first micro-step's plan, if that may be used.
+        """
         known = self._of_another_shape(graph, room.plan_bytes)
         if known and self._has_largest:
             return known, room
@@ -208,9 +214,9 @@ class Plans:
             return first
 
     def _of_all_ranks(self, graph: Graph, room: Room, known: Solution | None) -> Solution:
-        """The plan of the one rank that looks for it: in the cache, then by a solver."""
+        """Returns the plan that one rank finds, in the cache or by a solver, for all of them."""
         options = self.options
-        # not by how much time: ranks that come by other ways share their plans all the same
+        # without the share of time: a rank that has the plan of another shape shares it as well
         asked = (
             f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
             f"{options.time_limit_s}"
@@ -225,14 +231,14 @@ class Plans:
         solve = partial(self._of_a_solver, graph, room, known, time_limit_s)
         if self._cache is None:
             return solve()
-        # less time makes another plan, and so does plain Python in place of compiled loops
+        # a plan depends on the time limit, and on whether the solver's loops are compiled
         how = f"{asked} {time_limit_s} {IS_COMPILED}"
         return self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
 
     def _of_a_solver(
         self, graph: Graph, room: Room, known: Solution | None, time_limit_s: float
     ) -> Solution:
-        """The solver's schedule, or that of another shape where it is cheaper or the only one."""
+        """Returns the solver's schedule, or `known` where that is cheaper or the only one."""
         solver, gap = self.options.solver, self.options.gap
         try:
             solved = solve_in(room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap)
@@ -243,9 +249,9 @@ class Plans:
         return _better(solved, known) if known else solved
 
     def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
-        """The plan of a first micro-step, where nobody said that another would follow.
+        """Returns the plan of the first micro-step, where gradients accumulate unannounced.
 
-        A percentage that held without the gradients holds with them: they come on top.
+        It does so for percentages only: the gradients are added to the budget, with a warning.
         """
         if not (is_percentage(room.asked) and room.gradient_bytes) or self.options.is_accumulating:
             return None
@@ -254,9 +260,9 @@ class Plans:
             return None
         _, solution, before = entry
         _LOG.warning(
-            "%s leave no room for a plan beside %s of gradients that accumulate: the plan of the "
-            "first micro-step stays, and the gradients come on top of its budget; give "
-            "is_accumulating=True for one budget of all micro-steps",
+            "the budget of %s leaves no room for a plan beside %s of gradients that accumulate: "
+            "the first micro-step's plan stays in use, and the gradients come on top of its "
+            "budget; give is_accumulating=True for one budget for all micro-steps",
             room.budget_text(),
             describe_bytes(room.gradient_bytes),
         )
@@ -266,9 +272,7 @@ class Plans:
         )
 
     def _of_another_shape(self, graph: Graph, budget_bytes: int) -> Solution | None:
-        """The cheapest schedule of a step that differs from this one in sizes only, where it fits
-        the budget.
-        """
+        """Returns the cheapest schedule of another shape of this step that fits the budget."""
         wanted, found = structure_of(graph), []
         for other, solution, _ in self._known.values():
             schedule = solution.schedule
@@ -294,14 +298,14 @@ class Plans:
 
 
 def _better(solved: Solution, known: Solution) -> Solution:
-    """The cheaper one; cut short where either was, as the other would have been better too."""
+    """Returns the cheaper one, cut short if either search was and it is not proved optimal."""
     found = min((solved, known), key=lambda s: s.cost_s)
     is_proved = found.status is Status.OPTIMAL
     return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
 
 
 def _plan_text(graph: Graph, solution: Solution, room: Room) -> str:
-    """A plan in one line: what it may hold, what it will, and what that costs."""
+    """Returns a plan in one line: its budget, its peak and its overhead."""
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     asked = room.asked if isinstance(room.asked, str) else format_bytes(room.budget_bytes)
     return (

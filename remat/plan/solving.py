@@ -1,4 +1,4 @@
-"""Solving for a graph in the room that a budget leaves: what is told meanwhile, and the error."""
+"""Solves for a graph within a budget, with its progress on stderr and in the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat.narration.stages import stage
 from remat.solvers import Solver, make_solver
 
 _LOG = logging.getLogger(__name__)
-_LEAST_LIMIT_S = 10.0  # to look for the least budget where no plan fits
+_LEAST_LIMIT_S = 10.0  # of the search for the least budget, where no plan fits
 
 
 def solve_in(
@@ -28,7 +28,11 @@ def solve_in(
     gap: float,
     progress: Callable[[Any], None] | None = None,
 ) -> Solution:
-    """Returns the solution for `graph` in the room that is left, or raises `BudgetError`."""
+    """Returns the solution for `graph` within the plan's part of the budget.
+
+    Raises:
+        BudgetError: no schedule was found that fits.
+    """
     if time_limit_s <= 0:
         raise ValueError(f"time_limit_s={time_limit_s} is not positive")
     method = (
@@ -43,7 +47,7 @@ def solve_in(
 
 
 def _told(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
-    """Solves, and tells how far it is, on stderr and in the log."""
+    """Solves, and reports progress on stderr and in the log."""
     what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
     _LOG.info("solving %s by %s", what, method)
     with stage(f"planning {what}") as told:
@@ -66,8 +70,8 @@ def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
         else ""
     )
     return BudgetError(
-        f"{what} in the budget {room.budget_text()}{kept_free}: the least known to "
-        f"do is {describe_bytes(minimum_bytes)}{held}. "
+        f"{what} in the budget {room.budget_text()}{kept_free}: the least budget known to suffice "
+        f"is {describe_bytes(minimum_bytes)}{held}. "
         "Raise the budget to at least that, or take a smaller batch.",
         budget_bytes=room.budget_bytes,
         minimum_bytes=minimum_bytes,
