@@ -34,7 +34,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 import remat
-from remat.face.planned_module import compile_call
+from remat.face.capturing import compile_call
 from remat.torch_border.dynamo import capture_settings
 
 from .comparison import peak_bytes, state_after_step

@@ -30,7 +30,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import remat
-from remat.face.planned_module import compile_call
+from remat.face.capturing import compile_call
 
 from .environment import environment
 from .models import GPT

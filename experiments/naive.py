@@ -125,7 +125,7 @@ ALL = (
             torch.set_rng_state(before)"""),
     ),
     _naive(
-        "the compiled frame knows its model by a global", "remat/face/planned_module.py", "promises/test_training_loops -k deleted",
+        "the compiled frame knows its model by a global", "remat/face/capturing.py", "promises/test_training_loops -k deleted",
         ('{"call_plain": call_plain}', '{"call_plain": call_plain, "model": module}'),
         ("return call_plain(self, *args, **kwargs)", "return call_plain(model, *args, **kwargs)"),
     ),

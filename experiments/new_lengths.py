@@ -30,7 +30,7 @@ from torch import fx, nn
 
 from experiments.environment import environment
 from experiments.models import GPT
-from remat.face.planned_module import captured_step
+from remat.face.capturing import captured_step
 from remat.run.plain_kernels import plain_kernels
 from remat.torch_border.autograd import aot_autograd, backward_without_autocast
 from remat.torch_border.kernels import FakeTensorMode

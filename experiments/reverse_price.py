@@ -41,7 +41,7 @@ from experiments.models import GPT, MODELS, make
 from remat.core.graph import Graph, Phase
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
-from remat.face.api import trace_step
+from remat.face.tracing import trace_step
 from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.solvers import make_solver
 from remat.tracers.aot import TracedStep

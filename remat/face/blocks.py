@@ -1,10 +1,8 @@
-"""A model planned block by block.
+"""Models planned block by block: only the blocks are captured, and one budget covers the step.
 
-The blocks are captured, what lies between them runs as it is, one budget is over all.
-
-This is how a model is planned whose parameters are sharded (FSDP2 gathers a block's parameters
-right before it runs), whose gradients are to be sent while the backward still runs, or whose blocks
-are so many and alike that they are captured once.
+What lies between the blocks runs as it is. This serves models whose parameters are sharded (FSDP2
+gathers a block's parameters right before it runs), whose gradients are sent while the backward
+still runs (DDP), or whose many similar blocks need to be captured only once.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.face.capturing import run_compiled, tensors_in
 from remat.face.outside_room import OutsideRoom
-from remat.face.planned_module import PlannedCall, install, run_compiled, tensors_in
+from remat.face.planned_module import PlannedCall, install
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
@@ -67,10 +66,7 @@ class PlannedBlocks(PlannedCall):
 
 
 class BlockCall(OwnCall):
-    """What `block(...)` runs inside of a planned model.
-
-    Its hooks as they are, its forward compiled.
-    """
+    """What `block(...)` runs inside of a planned model: its hooks, and its compiled forward."""
 
     def __init__(
         self, block: nn.Module, compiled: Callable[..., Any], piecewise: Piecewise
@@ -78,10 +74,7 @@ class BlockCall(OwnCall):
         self.block, self.compiled, self.piecewise = block, compiled, piecewise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block planned.
-
-        Plain without gradients, and outside of the planned model's call.
-        """
+        """Runs the planned block; the plain one under `no_grad` or outside of the model's call."""
         if (
             not torch.is_grad_enabled()
             or torch.compiler.is_compiling()
@@ -99,7 +92,7 @@ def install_blocks(model: nn.Module, blocks: Iterable[nn.Module], piecewise: Pie
     """Makes each block of `model` run as a piece; blocks of one class share what is compiled.
 
     Raises:
-        ValueError: a block is no part of the model, is inside of another one, or there is none.
+        ValueError: there is no block, or one is not part of the model or inside of another one.
     """
     chosen = _checked(model, list(blocks))
     compiled: dict[Any, Callable[..., Any]] = {}
@@ -121,19 +114,19 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     names = {module: name for name, module in model.named_modules()}
     if not blocks:
         raise ValueError(
-            "blocks is empty; leave it out to capture the model whole, or pass such as "
+            "blocks is empty; leave it out to capture the model whole, or pass blocks, such as "
             "blocks=model.layers"
         )
     for block in blocks:
         if block not in names or block is model:
             raise ValueError(
-                f"blocks has a {type(block).__name__} that is no part of this "
-                f"{type(model).__name__}; pass its own submodules"
+                f"blocks has a {type(block).__name__} that is not part of this "
+                f"{type(model).__name__}; pass submodules of the model"
             )
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
                 f"blocks has {names[block]!r}, a {type(block).__name__} that is never called; "
-                "pass what is in it"
+                "pass the modules in it"
             )
     for block in blocks:
         inner = next(
@@ -149,10 +142,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _compile(forward: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """Returns `forward`, compiled, through a frame of its own.
-
-    Dynamo keeps what it compiled by code object.
-    """
+    """Returns `forward` compiled through a new frame: dynamo stores results by code object."""
     namespace: dict[str, Any] = {"forward": forward}
     exec("def block(self, *args, **kwargs):\n    return forward(self, *args, **kwargs)", namespace)
     return torch.compile(namespace["block"], backend=backend, dynamic=False)

@@ -1,4 +1,4 @@
-"""What is said of memory that a step holds beside the call of a planned module."""
+"""The warning and the errors about memory that a step holds outside of the planned call."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from remat.core.errors import BudgetError
 
 _FUNCTION = "step = remat.checkpoint(lambda x, y: criterion(model(x), y), budget=...)"
 _REMEDY = (
-    "Raise the budget to at least that, take a smaller batch, or plan all of it by a function that "
-    f"returns the loss: {_FUNCTION} (docs/step-functions.md)"
+    "Raise the budget to at least that, take a smaller batch, or plan the whole step, as a "
+    f"function that returns the loss: {_FUNCTION} (docs/step-functions.md)"
 )
 
 
 def outside_is_over(
     module: nn.Module, excess: int, beside_bytes: int, num_calls: int, is_fixed: bool
 ) -> str:
-    """The warning where the step that a module is part of held more than the budget."""
+    """Returns the warning for a step that held more than the budget of the module it calls."""
     calls = f"{num_calls} calls of the module before the backward" if num_calls > 1 else "its loss"
     remedy = (
-        "This plan is given and stays: solve for a budget that is smaller by so much."
+        "This plan was given and is not changed: solve for a budget that is smaller by that."
         if is_fixed
         else "The next plan leaves room for that."
     )
     return (
         f"the whole step held {describe_bytes(excess)} more than the budget: outside of the "
         f"planned call of {type(module).__name__} it holds {describe_bytes(beside_bytes)}, such as "
-        f"{calls}. {remedy} A function that returns the loss is planned as a whole, at less cost: "
-        f"{_FUNCTION} (docs/step-functions.md)"
+        f"{calls}. {remedy} A function that returns the loss is planned as a whole, with less "
+        f"overhead: {_FUNCTION} (docs/step-functions.md)"
     )
 
 
 def nothing_fits_beside(
     module: nn.Module, budget_bytes: int, needed_bytes: int, beside_bytes: int
 ) -> BudgetError:
-    """The error where the step is over its budget with the plan that holds the least, too."""
+    """Returns the error for a step that exceeds the budget even with the plan of least peak."""
     return BudgetError(
-        f"the plan of {type(module).__name__} that holds the least was run, and the whole step "
-        f"held {describe_bytes(needed_bytes)}, above the budget of {describe_bytes(budget_bytes)}: "
+        f"with the plan of {type(module).__name__} that holds the least, the whole step held "
+        f"{describe_bytes(needed_bytes)}, above the budget of {describe_bytes(budget_bytes)}: "
         f"{describe_bytes(beside_bytes)} of it are outside of the planned call (its loss, or other "
         f"calls before the backward). {_REMEDY}",
         budget_bytes=budget_bytes,
@@ -48,11 +48,11 @@ def nothing_fits_beside(
 
 
 def nothing_fits_outside(module: nn.Module, error: BudgetError, loss_bytes: int) -> BudgetError:
-    """The error where no plan leaves enough for the loss, from what the solver said."""
+    """Returns the error where no plan leaves enough for the loss; `error` is the solver's."""
     return BudgetError(
         f"the whole step does not fit in the budget of {describe_bytes(error.budget_bytes)}: it "
         f"was measured to hold {describe_bytes(loss_bytes)} outside of {type(module).__name__} "
-        f"while its loss is computed, and beside that the least known to do is "
+        f"while its loss is computed, and with that the least budget known to suffice is "
         f"{describe_bytes(error.minimum_bytes)}. {_REMEDY}",
         budget_bytes=error.budget_bytes,
         minimum_bytes=error.minimum_bytes,

@@ -1,8 +1,8 @@
-"""Room that a planned module's budget leaves for what its step holds beside the planned call.
+"""Reserves part of the budget for what a step holds outside of the planned call, as measured.
 
-The loss where it is computed outside, other calls before the backward: no plan of one call knows
-them. The first step with each plan is measured as a whole, and where it held more than the budget
-the next plan leaves room for what was beside it.
+A plan of one call does not contain a loss that is computed outside, or other calls before the
+backward. So the first step with each plan is measured as a whole, and if it exceeds the budget, the
+next plan leaves room for what was held outside.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from remat.run.measured_forward import WholeStep
 from remat.run.whole_step import await_backward
 
 _LOG = logging.getLogger(__name__)
-# a loss that is divided and its gradient, as the allocators round them: no reason to plan again
-_SCALARS_BYTES = {"cpu": 512, "cuda": 8192}  # by device
-_MOST_PLANS = 3  # each leaves room for what was beside the one before; then comes the least
+# Excess below which nothing is planned again, by device: a loss that is divided and its gradient,
+# as the allocators round them.
+_SCALARS_BYTES = {"cpu": 512, "cuda": 8192}
+_MOST_PLANS = 3  # that leave room for what was measured; after them the plan of least peak is run
 
 
 @dataclass(eq=False)
 class OutsideRoom:
-    """What is left room for beside a module's plans.
+    """The memory that is reserved for what a step holds outside of a module's planned call.
 
-    What is held outside while the loss is computed is part of the graph that is planned, at the
-    place where gradients arrive. What is held beside a planned forward or backward, other calls
-    above all, comes off the budget.
+    Memory held while the loss is computed is added to the planned graph, at the operator where
+    gradients arrive. Memory held while a planned forward or backward runs, mostly of other calls,
+    is taken off the budget.
 
     Attributes:
-        module: what is planned.
-        is_fixed: its plan is given, and can't leave room.
-        size_bytes: what comes off the budget.
+        module: the planned module.
+        is_fixed: its plan was given, and can't leave room.
+        size_bytes: what is taken off the budget.
         loss_bytes: what the step holds outside while the module's calls wait for their gradients,
             without what the plan saved.
     """
@@ -57,19 +58,20 @@ class OutsideRoom:
     size_bytes: int = 0
     loss_bytes: int = 0
     _open: list[_Unjudged] = field(default_factory=list)
-    _least: list[Solution] = field(default_factory=list)  # plans that hold the least known
-    _measured_at: int = 0  # bytes that the module returned and got then
-    _tries: Counter[str] = field(default_factory=Counter)  # graph -> plans that were too little
-    _is_told: bool = False
+    _least: list[Solution] = field(default_factory=list)  # plans of the least peak known
+    # bytes that the module returned, and of their gradients, when `loss_bytes` was measured
+    _measured_at: int = 0
+    _tries: Counter[str] = field(default_factory=Counter)  # graph -> plans that left too little
+    _has_warned: bool = False
 
     def plan(self, step: Step, make: Callable[[Step, int], Solution]) -> Solution:
-        """Returns the plan that `make` gives for a step and this room.
+        """Returns the plan that `make` finds for a step beside what is reserved.
 
-        A plan that keeps less may leave less to other calls than was measured beside the one
-        before. So where none fits beside that, the one that holds the least is run all the same.
+        What other calls hold depends on the plan, and may be less beside a plan that saves less. So
+        where no plan fits beside the measured memory, the plan of least peak is run nevertheless.
 
         Raises:
-            BudgetError: nothing fits, whatever other calls hold.
+            BudgetError: no plan fits, even with nothing reserved for other calls.
         """
         try:
             return make(_Planned(self.with_loss(step.graph)), self.size_bytes)
@@ -79,7 +81,7 @@ class OutsideRoom:
                 loss_bytes = self.loss_bytes
                 self._begin_anew()
                 raise nothing_fits_outside(self.module, error, loss_bytes) from None
-            if self.loss_bytes:  # for this shape that is a guess: it is measured first
+            if self.loss_bytes:  # an estimate for this shape: plan without it, and measure first
                 return make(step, self.size_bytes)
             if not self.size_bytes or missing_bytes <= 0:
                 raise
@@ -89,9 +91,9 @@ class OutsideRoom:
         return least
 
     def with_loss(self, graph: Graph) -> Graph:
-        """Returns a step's graph with what is held outside while its loss is computed.
+        """Returns a step's graph with what is held outside while its loss is computed added.
 
-        What was returned and the gradients that arrive are there already, and part of it.
+        The module's results and the gradients that arrive are part of it, and in the graph already.
         """
         arrival = _arrival(graph)
         extra_bytes = self._loss_bytes(graph) - self.size_bytes - _arriving_bytes(graph)
@@ -102,9 +104,9 @@ class OutsideRoom:
         return graph.with_costs([op.cost_s for op in graph.operators], workspace)
 
     def _loss_bytes(self, graph: Graph) -> int:
-        """What was measured to be held while the loss is computed.
+        """Returns what is held while the loss is computed: as measured, or estimated.
 
-        For another shape, in proportion to what the module returns.
+        For other shapes it is in proportion to what the module returns.
         """
         arriving_bytes = _arriving_bytes(graph)
         if arriving_bytes == self._measured_at or not self._measured_at:
@@ -123,22 +125,22 @@ class OutsideRoom:
         self._open.append(_Unjudged(planned, self.size_bytes, Agreement(name), loss))
 
     def forget(self) -> None:
-        """All is planned again."""
+        """Forgets the planned steps; the reserved memory stays."""
         self._open.clear()
         self._least.clear()
 
     @property
     def is_open(self) -> bool:
-        """True where a step is to be measured yet."""
+        """True while a step still has to be measured."""
         return bool(self._open)
 
     @property
     def held_bytes(self) -> int:
-        """The most that is held outside, 0 where the budget was never too little for it."""
+        """The most that is held outside; 0 as long as no step exceeded its budget."""
         return max(self.size_bytes, self.loss_bytes)
 
     def forward_begins(self) -> None:
-        """Forgets forwards that failed after they were measured."""
+        """Ignores forwards that were measured, but failed later."""
         for entry in self._open:
             if entry.planned.meter.waiting is not None:
                 entry.planned.meter.waiting.is_new = False
@@ -146,17 +148,17 @@ class OutsideRoom:
     def await_backward(
         self, results: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
     ) -> None:
-        """Measures the step that the forward just run is part of."""
+        """Measures the whole step of the forward that just ran."""
         await_backward([entry.planned.meter for entry in self._open], results, inputs, self)
 
     def is_too_little(self, unplanned_bytes: int) -> bool:
-        """True where a step held more than the budget, and all is to be planned again.
+        """Returns True if a step exceeded the budget, so that everything has to be planned again.
 
         Args:
-            unplanned_bytes: what the plans leave room for otherwise.
+            unplanned_bytes: what the plans leave room for besides.
 
         Raises:
-            BudgetError: it did with the plan that holds the least, too.
+            BudgetError: the step exceeded it with the plan of least peak.
         """
         for entry in list(self._open):
             planned, whole = entry.planned, entry.planned.meter.whole
@@ -181,7 +183,7 @@ class OutsideRoom:
         return False
 
     def _room(self, planned: PlannedStep, whole: WholeStep, budget_bytes: int) -> tuple[int, int]:
-        """What to take off the budget for what a step held, and what for its loss."""
+        """Returns what to take off the budget after a measured step, and what its loss holds."""
         assert planned.solution.schedule is not None, "what ran has a schedule"
         own_bytes = simulate(planned.graph, planned.solution.schedule).peak_bytes
         if self._tries[planned.graph.fingerprint] >= _MOST_PLANS:
@@ -195,23 +197,23 @@ class OutsideRoom:
         return max(size_bytes, self.size_bytes), max(loss_bytes, self._loss_bytes(planned.graph))
 
     def _say(self, planned: PlannedStep, budget_bytes: int) -> None:
-        """Says once that the step is over the budget.
+        """Warns once that the step exceeds the budget.
 
         Raises:
-            BudgetError: the plan that held the least was run, so nothing more can be done.
+            BudgetError: it exceeds it with the plan of least peak: no other plan can do better.
         """
         whole = planned.meter.whole
         needed_bytes = max(whole.peak_bytes if whole else 0, budget_bytes + 1)
         own_bytes = planned.meter.peak_bytes or planned.solution.peak_bytes
         beside_bytes = max(0, needed_bytes - own_bytes)
         if any(planned.solution is least for least in self._least):
-            self._begin_anew()  # another shape may do
+            self._begin_anew()  # another shape may fit
             raise nothing_fits_beside(self.module, budget_bytes, needed_bytes, beside_bytes)
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             excess, num_calls = needed_bytes - budget_bytes, whole.num_calls if whole else 1
-            said = outside_is_over(self.module, excess, beside_bytes, num_calls, self.is_fixed)
-            _LOG.warning("%s", said)
+            text = outside_is_over(self.module, excess, beside_bytes, num_calls, self.is_fixed)
+            _LOG.warning("%s", text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +222,9 @@ class _Unjudged:
 
     Attributes:
         planned: the step with its plan.
-        room_bytes: what came off its budget.
-        size: what all ranks say is to come off.
-        loss: what all ranks say that is held while the loss is computed.
+        room_bytes: what was taken off its budget.
+        size: what all ranks agree to take off next.
+        loss: what all ranks agree is held while the loss is computed.
     """
 
     planned: PlannedStep
@@ -233,19 +235,19 @@ class _Unjudged:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A step as it is planned."""
+    """A step whose graph includes what is held outside."""
 
     graph: Graph
 
 
 def _arrival(graph: Graph) -> int | None:
-    """The operator that stands for gradients that arrive, None where there is none."""
+    """Returns the operator that stands for gradients that arrive; None where there is none."""
     places = [i for i, op in enumerate(graph.operators) if op.target == "tangent"]
     return places[0] if places else None
 
 
 def _arriving_bytes(graph: Graph) -> int:
-    """Bytes of what the forward returns, and of the gradients that arrive for it."""
+    """Returns the bytes of what the forward returns, and of the gradients that arrive for it."""
     arrival = _arrival(graph)
     if arrival is None:
         return 0
@@ -257,5 +259,5 @@ def _arriving_bytes(graph: Graph) -> int:
 
 
 def _is_over(planned: PlannedStep, held_bytes: int, budget_bytes: int) -> bool:
-    """True where a step held more than its budget, by more than scalars."""
+    """True where a step exceeded its budget by more than a few scalars."""
     return held_bytes > budget_bytes + _SCALARS_BYTES[planned.meter.device]

@@ -1,9 +1,9 @@
-"""The modules that a function reaches: what it closes over, is bound to, was given, or names.
+"""Finds the modules that a function calls, without running it.
 
-A function says nowhere which modules it calls. They are found from its closure, defaults and bound
-object, from the arguments of a `functools.partial`, from its own arguments, and from the globals
-and attributes that its code names, in the functions of the user that it calls too. Functions of
-installed libraries are not looked into, but for those of the library that the first one is of.
+They are found in its closure, defaults and bound object, in the arguments of a `functools.partial`,
+in its own arguments, and among the globals and attributes that its code names; in the same way in
+the functions of the user that it calls. Functions of installed libraries are skipped, except for
+the library that the function itself belongs to.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-_MOST_ITEMS = 1000  # of a container that is looked through: longer ones are data
+_MOST_ITEMS = 1000  # in a container that is searched: longer ones are data
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 
 
 def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
-    """Returns name -> module for the modules that a call of `function` reaches, outermost ones.
+    """Returns name -> module for the outermost modules that a call of `function` reaches.
 
-    What only running the function can tell, such as an entry of a registry that a library looks up,
-    is not found.
+    A module that only running the function can find, such as an entry of a library's registry, is
+    missed.
 
     >>> import functools
     >>> model = nn.Linear(2, 1)
@@ -43,17 +43,17 @@ def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[s
 
 
 class _Walk:
-    """Goes from a function to what it refers to, each object once."""
+    """Walks from a function to the objects that it refers to, each once."""
 
     def __init__(self, library: str) -> None:
         self.found: dict[str, nn.Module] = {}
         self._own_library = library
-        self._seen: dict[int, Any] = {}  # refers to them: an id is one object's while it lives
-        self._names: dict[str, None] = {}  # of globals and attributes, in the code so far
-        self._objects: list[Any] = []  # whose attributes may be among the names
+        self._seen: dict[int, Any] = {}  # by id, which is unique while the object exists
+        self._names: dict[str, None] = {}  # of globals and attributes in the code seen so far
+        self._objects: list[Any] = []  # objects whose attributes may have these names
 
     def look(self, value: Any, name: str) -> None:
-        """Goes on from `value`, which is called `name` where it was found."""
+        """Looks into `value`, which was found under `name`."""
         if isinstance(value, MethodType):
             self.look(value.__self__, "self")
             self.look(value.__func__, name)
@@ -76,7 +76,7 @@ class _Walk:
             self.look(inspect.getattr_static(value, "__call__", None), name)
 
     def follow_names(self) -> None:
-        """Looks up the names that the code mentions among the attributes of what was reached."""
+        """Looks up the names in the code among the attributes of the objects found."""
         tried: set[tuple[int, str]] = set()
         while True:
             waiting = [
@@ -115,7 +115,7 @@ class _Walk:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes that a function mentions, and those inside of it."""
+    """Yields the names of globals and attributes in a function and in its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -136,7 +136,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What `owner.name` is made of, without running anything: a value, or the code behind it."""
+    """Returns `owner.name` without running code; for a property, the function behind it."""
     own = getattr(owner, "__dict__", {})
     if name in own or isinstance(owner, ModuleType):
         return own.get(name)
@@ -147,7 +147,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _library_of(function: Any) -> str:
-    """The name of the installed library that a function is of; empty for the user's own."""
+    """Returns the installed library that a function belongs to; empty for the user's own."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -157,7 +157,7 @@ def _library_of(function: Any) -> str:
 
 
 def _is_torchs(value: Any) -> bool:
-    """True for what belongs to torch itself or is built in: it names nothing of a user's."""
+    """True for objects of torch itself and builtins, which refer to nothing of the user's."""
     is_named = isinstance(value, FunctionType | type)
     home = value.__name__ if isinstance(value, ModuleType) else (value if is_named else type(value))
     return str(getattr(home, "__module__", home)).split(".")[0] in ("torch", "builtins")

@@ -1,8 +1,9 @@
-"""Why a planned module was captured again, said once it happens a third time.
+"""Warns, with the reasons, when a module is captured a third time.
 
-A number that changed becomes an input of the captured step, and changes without a new plan from
-then on. What can't be one has a plan for each value: what decides a size, how often a loop runs or
-which operators run, and what torch computes with before the step runs, such as dropout's share.
+A number that changed once becomes an input of the captured step, and may then change without a new
+plan. Some numbers can't be inputs and need a plan for each value: those that decide a size, the
+number of a loop's passes or which operators run, and those that torch needs before the step runs,
+such as the probability of dropout.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import logging
 import re
 
 _LOG = logging.getLogger(__name__)
-_PLANS = 3  # so many plans of one module, and what changes is said
-_SHOWN = 3  # changes in a warning
-_PREFIX = re.compile(r"^\d+/\d+(_\d+)?: ")  # which of dynamo's captures did not do
+_PLANS = 3  # plans of one module at which the warning is given
+_SHOWN = 3  # changes listed in the warning, at most
+_PREFIX = re.compile(r"^\d+/\d+(_\d+)?: ")  # dynamo's number of the earlier capture
 _SHAPE = re.compile(r"(size|stride|rank|shape) mismatch|\.size\(|\.shape|\.stride\(")
 
 
 class Recaptures:
-    """What changed from capture to capture of one module."""
+    """What changed between the captures of one module."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,11 +28,11 @@ class Recaptures:
         self._pending: list[str] = []
 
     def note(self, reason: str) -> None:
-        """Notes why an earlier capture does not do for this step, the last one first."""
+        """Notes why an earlier capture does not fit this step; dynamo reports the latest first."""
         self._pending.append(reason)
 
     def settle(self) -> None:
-        """Takes note of the step that just ran, and warns where it made the third plan."""
+        """Records why the step that just ran was captured again, and warns at the third plan."""
         if not self._pending:
             return
         change = _PREFIX.sub("", self._pending[0].split("\n")[0]).split("  #")[0].strip()
@@ -43,7 +44,7 @@ class Recaptures:
         changes[change] = None
         if len(changes) == _PLANS - 1:
             _LOG.warning(
-                "%s has its third plan, as something changes from step to step. Earlier plans "
+                "%s has its third plan, since something changes from step to step. Earlier plans "
                 "were for: %s. %s",
                 self.name,
                 "; ".join(list(changes)[:_SHOWN]),
@@ -57,8 +58,8 @@ _ON_SHAPES = (
     "torch._dynamo.mark_dynamic(tensor, dim, max=...), whose schedule then serves smaller ones"
 )
 _ON_VALUES = (
-    "Floats and ints that only enter arithmetic become inputs once they changed, and cost no "
-    "further plan. What decides sizes, loops or branches, or is an argument that torch needs "
-    "before the step runs (dropout's p, an eps), has a plan for each value: pass it as a tensor, "
-    "take it out of the module that is planned, or let it have a few values only"
+    "Floats and ints that are only used in arithmetic become inputs once they changed, and need "
+    "no further plan. A number that decides sizes, loops or branches, or that torch needs before "
+    "the step runs (dropout's p, an eps), needs a plan for each value: pass it as a tensor, move "
+    "it out of the planned module, or use only a few values"
 )

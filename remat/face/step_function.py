@@ -1,8 +1,4 @@
-"""Step functions: whatever a function calls is one step, planned as a module is.
-
-A function is made a module of the modules that it reaches, and from there on there is one way for
-both.
-"""
+"""Step functions: a function as a module, so that all that it calls is planned as one step."""
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ class StepFunction(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        vars(self)["function"] = function  # no child, be it a module's method
+        vars(self)["function"] = function  # not registered as a child, even where it is a module
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> StepFunction:
-        """Returns the step of `function`, of a class that has its name for what is said of it."""
+        """Returns the step of `function`; its class has the function's name, for messages."""
         whole: Any = function
         while isinstance(whole, functools.partial):
             whole = whole.func
@@ -45,7 +41,7 @@ class StepFunction(nn.Module):
         return self.function(*args, **kwargs)
 
     def reach(self, args: Any, kwargs: Any) -> bool:
-        """Takes the modules that a call reaches as children; true where they are others now."""
+        """Makes the modules that a call reaches children; returns True if they changed."""
         found = reached_modules(self.function, args, kwargs)
         if found == dict(self.named_children()):
             return False
@@ -60,7 +56,7 @@ class StepFunction(nn.Module):
 class PlannedFunction:
     """What `checkpoint` and `wrap` return for a function: a callable with its signature.
 
-    Copied or pickled it is the plain function.
+    A copy or a pickle of it is the plain function.
     """
 
     __wrapped__: Callable[..., Any]
@@ -83,7 +79,7 @@ class PlannedFunction:
         return f"<planned {self.__wrapped__!r}>"
 
     def __get__(self, owner: Any, _: type | None = None) -> Any:
-        """Is bound like a function where it is an attribute of a class."""
+        """Binds it like a function where it is an attribute of a class."""
         return self if owner is None else MethodType(self, owner)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -100,7 +96,7 @@ class PlannedFunction:
 
 
 def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
-    """Returns what is captured of a model: a module itself, a function as one.
+    """Returns the module to capture: `model` itself, or a function as a module.
 
     Raises:
         TypeError: it is neither.

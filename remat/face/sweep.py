@@ -1,10 +1,8 @@
-"""Many graphs and budgets side by side, through joblib.
+"""Solves many graphs under many budgets in parallel, through joblib.
 
-On this machine's cores, or on a Dask or Ray cluster.
-
-A task is one graph under one budget. Graphs and solutions travel as the package's own JSON, so that
-nothing of them has to be pickled, and another version of the package on a worker refuses them
-instead of misreading them.
+It runs on this machine's cores, or on a Dask or Ray cluster. A task is one graph under one budget.
+Graphs and solutions are sent as the package's own JSON, so they need not be pickled, and a worker
+with another version of the package refuses them instead of misreading them.
 """
 
 from __future__ import annotations
@@ -34,22 +32,22 @@ def sweep(
     gap: float = 0.005,
     n_jobs: int = -1,
 ) -> list[list[Solution]]:
-    """Returns a list a graph, with a solution a budget.
+    """Returns one list per graph, with one solution per budget.
 
     Where nothing was found, the solution's status says so.
 
-    Runs in local processes; inside `with joblib.parallel_config("dask")` (or `"ray"`) on the
-    cluster that is there. Each task has the time limit to itself. To share work between the budgets
-    of one graph, see `frontier`.
+    Runs in local processes, or inside `with joblib.parallel_config("dask")` (or `"ray"`) on that
+    cluster. The time limit is for each task. To share work between the budgets of one graph, see
+    `frontier`.
 
     Args:
         graphs: from `trace`, `Graph.load` or `Graph.from_arrays`.
         budgets: for each graph: bytes, "8GiB", or "60%" of the peak of keeping everything in that
             graph.
         solver: a name or a solver.
-        time_limit_s: how long each solve may take, where the solver is given by name.
-        gap: good enough, where the solver is given by name.
-        n_jobs: solves at the same time; -1 for as many as there are cores, or workers in the
+        time_limit_s: time limit of each solve, for a solver given by name.
+        gap: a solve stops once this gap is proved, for a solver given by name.
+        n_jobs: number of solves at the same time; -1 for one per core, or per worker of the
             cluster.
 
     Raises:
@@ -79,9 +77,9 @@ def sweep(
 
 @contextmanager
 def _ending_workers() -> Iterator[None]:
-    """Turns SIGTERM into `SystemExit`, on which joblib ends its workers; they would stay for good.
+    """Turns SIGTERM into `SystemExit`, so that joblib ends its workers and none is left behind.
 
-    Where the program has a handler of its own, it is left alone.
+    A handler that the program has installed itself is left alone.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

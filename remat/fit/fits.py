@@ -23,8 +23,8 @@ from remat.core.graph import Graph, ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale
-from remat.face.api import trace_for
 from remat.face.step_function import as_step
+from remat.face.tracing import trace_for
 from remat.fit.footprint import Footprint, Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
 from remat.fit.plain_step import plain_peak_bytes

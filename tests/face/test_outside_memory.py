@@ -325,7 +325,7 @@ def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="remat"):
         run_steps(lambda model, x: model(x).softmax(1).exp().log().mean(), model, x)
     warnings = [r.getMessage() for r in caplog.records if "whole step" in r.getMessage()]
-    assert len(warnings) == 1 and "This plan is given" in warnings[0]
+    assert len(warnings) == 1 and "This plan was given" in warnings[0]
 
 
 @pytest.mark.parametrize("loss_bytes", [0, 500])

@@ -60,7 +60,7 @@ def test_costs_may_be_those_of_another_card_or_none() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "H100", "costs": "profile"}, 'take costs="roofline"'),
+        ({"device": "H100", "costs": "profile"}, 'use costs="roofline"'),
         ({"device": "H1000"}, "unknown device 'H1000'"),
         ({"autocast": torch.bfloat16}, "name a device"),
     ],

@@ -1,0 +1,224 @@
+"""Captures a call of a module: compiles it through a frame of its own.
+
+What can't be captured or planned is named in our own errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from remat.core.errors import RematError, TraceError
+from remat.core.solution import Solution
+from remat.run.capture import GraphBreak, Step, device_type, make_backend, needs_gradient
+from remat.run.idle_hooks import IdleHooks
+from remat.run.refusals import nested_is_refused
+from remat.run.transformers_paths import install_capturing_hooks, plain_paths
+from remat.torch_border.dynamo import (
+    capture_settings,
+    compile_frame,
+    failure_text,
+    is_graph_break,
+    unwrap_failure,
+)
+from remat.torch_border.fakes import on_fakes
+from remat.torch_border.layouts import dense_parts
+from remat.torch_border.modules import call_plain
+from remat.torch_border.other_compiles import own_capture
+from remat.torch_border.sharded import held_bytes, local_part
+from remat.tracers.aot import TracedStep
+from remat.tracers.cost_models import resolve_costs
+from remat.tracers.costs import CostModel
+
+_LOG = logging.getLogger(__name__)
+
+
+def captured_step(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    costs: str | CostModel,
+    differentiate: str,
+    on_device_type: str = "",
+) -> TracedStep:
+    """Captures one step on fake copies of parameters, buffers and inputs, without running it."""
+    captured: list[TracedStep] = []
+
+    def plan(step: Step) -> Solution:
+        assert isinstance(step, TracedStep), "a step on fake tensors is captured as one graph"
+        captured.append(step)
+        raise _CapturedError
+
+    model_costs = resolve_costs(costs, on_device_type or device_type(model))
+    with on_fakes(model, args, kwargs, on_device_type) as (fake_args, fake_kwargs):
+        backend = make_backend(
+            plan,
+            model_costs,
+            lambda _: None,
+            differentiate=differentiate,
+            model_bytes=partial(model_bytes, model),
+        )
+        compiled = compile_call(model, backend)
+        try:
+            run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False)
+        except Exception as error:
+            if not isinstance(unwrap_failure(error), _CapturedError):
+                raise
+    if not captured:
+        raise TraceError(nothing_to_differentiate(model))
+    return captured[0]
+
+
+class _CapturedError(RematError):
+    """Ends a trace once the graph is there, before anything runs."""
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Returns the tensors among a call's arguments."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def model_bytes(module: nn.Module) -> int:
+    """Returns the bytes of all parameters and buffers on the module's type of device.
+
+    Shared ones count once, and sizes are rounded as the device's allocator does.
+    """
+    kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
+    held = (part for t in (*module.parameters(), *module.buffers()) for part in dense_parts(t))
+    tensors = [tensor for tensor in held if tensor.device.type == kind]
+    sizes = {local_part(t).untyped_storage()._cdata: held_bytes(t) for t in tensors}
+    return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
+
+
+def compile_call(
+    module: nn.Module,
+    backend: Any,
+    *,
+    is_whole: bool = True,
+    frame: str = "",
+    on_recapture: Callable[[str], None] = _LOG.debug,
+) -> Callable[..., Any]:
+    """Returns `module(...)` compiled, as one graph or in pieces, through a frame of its own.
+
+    Dynamo does not compile frames of torch's own modules, so an `nn.Sequential` would never be
+    captured; and it stores what it compiled by code object, which here belongs to this module only.
+    The module is passed as an argument, since dynamo never releases a frame's globals
+    (`CleanupManager`, torch 2.13).
+
+    Args:
+        module: the module.
+        backend: the backend that compiles its graphs.
+        is_whole: a graph break is an error.
+        frame: file name of the frame. Dynamo remembers by it which numbers changed, so all frames
+            of one module share a name, and two modules never do.
+        on_recapture: called with the reasons why the module is captured again.
+    """
+    install_capturing_hooks(module)
+    namespace: dict[str, Any] = {"call_plain": call_plain}
+    source = "def step(self, /, *args, **kwargs):\n    return call_plain(self, *args, **kwargs)"
+    exec(compile(source, frame or new_frame(), "exec"), namespace)
+    step = namespace["step"]
+    compiled = compile_frame(step, backend, is_whole=is_whole, on_recapture=on_recapture)
+    if not is_whole:  # eager parts may use checkpointing, which works by hooks
+        return partial(compiled, module)
+
+    hooks = IdleHooks(module)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with hooks.removed():
+            return compiled(module, *args, **kwargs)
+
+    return run
+
+
+def new_frame() -> str:
+    """Returns a file name for the frames of one planned module."""
+    return f"<remat frame {next(_FRAMES)}>"
+
+
+_FRAMES = itertools.count()
+
+
+def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises `TraceError` for a call that can't be planned.
+
+    No parameter or input needs a gradient, a parameter has no shape yet, or an argument is nested.
+    """
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise TraceError(
+            f"{type(module).__name__} has lazy modules, whose parameters get their shapes from a "
+            "first batch; run it once under torch.no_grad() before it is planned"
+        )
+    if any(tensor.is_nested for tensor in tensors_in(args, kwargs)):
+        raise TraceError(nested_is_refused("an argument"))
+    if not needs_gradient(module, tensors_in(args, kwargs)):
+        raise TraceError(nothing_to_differentiate(module))
+
+
+def nothing_to_differentiate(module: nn.Module) -> str:
+    """Returns the message for a step without a backward."""
+    return (
+        f"{type(module).__name__} has nothing to differentiate: no parameter or input that its "
+        "outputs depend on has requires_grad=True, so there is no backward to save memory for; "
+        "unfreeze a parameter, or call the module under torch.no_grad()"
+    )
+
+
+def run_compiled(
+    compiled: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    is_whole: bool = True,
+    numbers_are_inputs: bool = True,
+) -> Any:
+    """Calls a compiled function, and raises our own errors where it can't be captured or planned.
+
+    Args:
+        compiled: what `compile_call` returned.
+        args: arguments of the call.
+        kwargs: keyword arguments of the call.
+        is_whole: the function is compiled as one graph.
+        numbers_are_inputs: numbers that change become inputs, see `capture_settings`.
+
+    Raises:
+        GraphBreak: it can't be captured as one graph.
+        TraceError: it can't be compiled, even in pieces, or it can't be planned.
+    """
+    try:
+        with (
+            capture_settings(numbers_are_inputs=numbers_are_inputs),
+            own_capture(),
+            plain_paths(),
+        ):
+            return compiled(*args, **kwargs)
+    except Exception as error:
+        cause = unwrap_failure(error)
+        if isinstance(cause, RematError):
+            raise cause from None
+        if is_graph_break(error):
+            why, place = failure_text(error)
+            if not is_whole:
+                raise TraceError(
+                    f"torch.compile fails on this step, whole and in pieces: {why}{place}"
+                ) from None
+            raise GraphBreak(
+                f"torch.compile can't capture this step as one graph: {why}{place}\n"
+                "Rewrite the line it names, or move it out of the forward (run with "
+                "TORCH_LOGS=graph_breaks for the place).",
+                why.split("\n")[0] + place,
+            ) from None
+        # the backend failed: AOTAutograd could not trace the step, or it could not be planned
+        if cause is not error:
+            raise TraceError(
+                f"this step can't be traced and planned: {type(cause).__name__}: {cause}"
+            ) from error
+        raise

@@ -1,0 +1,122 @@
+"""Traces a step to a graph, on fake tensors, for this machine or for another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from remat.core.errors import TraceError
+from remat.core.graph import Graph
+from remat.face.capturing import (
+    captured_step,
+    check_module,
+    compile_call,
+    nothing_to_differentiate,
+    run_compiled,
+    tensors_in,
+)
+from remat.face.step_function import as_step
+from remat.pieces.joined_step import JoinedStep
+from remat.pieces.runner import Piecewise
+from remat.run.capture import GraphBreak, device_type
+from remat.torch_border.fakes import on_fakes
+from remat.torch_border.sharded import called_directly, ddps_in
+from remat.tracers.aot import TracedStep
+from remat.tracers.cost_models import resolve_costs, roofline
+from remat.tracers.costs import CostModel
+from remat.tracers.devices import Device
+from remat.tracers.retarget import as_on, retarget, traced_on
+
+
+def trace_for(
+    device: Device,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    autocast: torch.dtype | None = None,
+    differentiate: str = "scalars",
+) -> Graph:
+    """Returns the graph of a step as `device` would run it; this machine need not have it."""
+    if costs == "profile":
+        raise ValueError(
+            f'costs="profile" times operators on this machine, and device={device.name!r} may be '
+            'another device; use costs="roofline", or leave device= out'
+        )
+    with as_on(device.type, autocast=autocast):
+        step = trace_step(
+            model,
+            args,
+            kwargs,
+            costs=roofline(device) if costs == "roofline" else costs,
+            differentiate=differentiate,
+            on_device_type=traced_on(device.type),
+        )
+    return retarget(step.graph, device.type)
+
+
+def trace_step(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    costs: str | CostModel = "roofline",
+    differentiate: str = "scalars",
+    on_device_type: str = "",
+) -> TracedStep:
+    """Returns the graph of a step together with the `torch.fx` graph it was read from.
+
+    `on_device_type` puts the fake copies on `cpu` or `cuda`, wherever the model is.
+    """
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            f"args must be a tuple of the model's arguments, and {type(args).__name__} was "
+            "given; write args=(batch,)"
+        )
+    step = as_step(model, args, kwargs)
+    check_module(step, args, kwargs or {})
+    with called_directly(ddps_in(step)):
+        return captured_step(
+            step,
+            args,
+            kwargs or {},
+            costs=costs,
+            differentiate=differentiate,
+            on_device_type=on_device_type,
+        )
+
+
+def trace_pieces(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    found: GraphBreak,
+) -> JoinedStep:
+    """Returns the joined pieces of a step that can't be captured whole; `found` says why."""
+    step = as_step(model, args, kwargs)
+    runner = Piecewise(step, None, resolve_costs(costs, device_type(step)))
+    with (
+        called_directly(ddps_in(step)),
+        on_fakes(step, args, kwargs or {}) as (fake_args, fake_kwargs),
+    ):
+        compiled = compile_call(step, runner.backend, is_whole=False)
+        try:
+            runner.run(
+                lambda: run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False),
+                tensors_in(fake_args, fake_kwargs),
+            )
+        except RuntimeError as error:
+            raise GraphBreak(
+                f"{found}\nIts pieces can't be traced without data either "
+                f"({type(error).__name__}: {error}). "
+                "remat.checkpoint finds them in the first real step.",
+                found.place,
+            ) from error
+    if runner.joined is None:
+        raise TraceError(nothing_to_differentiate(step))
+    return runner.joined
