@@ -1,1 +1,1 @@
-"""What a person sees: the report, its HTML page, pictures and exports."""
+"""Output for people: the report, its HTML page, tables, pictures and exports."""

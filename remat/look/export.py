@@ -1,12 +1,11 @@
-"""A predicted step in the forms that others' viewers open.
+"""Exports of a predicted step for the viewers of PyTorch and Chrome.
 
 - `memory_snapshot`: PyTorch's memory snapshot, the pickle of `torch.cuda.memory._dump_snapshot`,
-  for https://pytorch.org/memory_viz: prediction and measurement side by side in the usual viewer.
-  Fields as torch 2.13 writes them (`torch/cuda/_memory_viz.py`,
-  `torch/csrc/cuda/memory_snapshot.cpp`).
+  for https://pytorch.org/memory_viz, to be compared with a measured one. The fields are those of
+  torch 2.13 (`torch/cuda/_memory_viz.py`, `torch/csrc/cuda/memory_snapshot.cpp`).
 - `chrome_trace`: the schedule as trace events for https://ui.perfetto.dev and chrome://tracing: one
-  track each for the forward, the backward and what is computed again, and the memory by category as
-  counters. Form: "Trace Event Format" (Google, 2016).
+  track each for forward, backward and recomputations, and the memory by category as counters.
+  Format: "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _TRACKS = ("forward", "backward", "computed again")
 
 
 def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
-    """Writes a memory snapshot (`.pickle`) or a Chrome trace (`.json`), as the suffix of `path`
-    says.
+    """Writes a memory snapshot (`.pickle`) or a Chrome trace (`.json`), by the suffix of `path`.
 
     Raises:
         ValueError: the suffix is neither.
@@ -54,9 +52,9 @@ def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
 def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns the predicted step as a memory snapshot of one device with one segment.
 
-    Resident values are allocated first and stay. Blocks lie where a best-fit allocator would put
-    them. An operator that works in place continues its input's block. Times count the cost of what
-    ran before, in microseconds.
+    Resident values are allocated first and stay. Blocks have the addresses that a best-fit
+    allocator gives them; an output computed in place continues its input's block. The time of an
+    event is the cost of the steps before it, in microseconds.
     """
     blocks = Blocks.of(graph, schedule)
     resident = [v for v in graph.values if v.is_resident and v.size_bytes]
@@ -91,10 +89,7 @@ def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
 def _block_events(
     graph: Graph, schedule: Schedule, blocks: Blocks, address: Any
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns the allocations and releases in order, and what is left at the end.
-
-    Address, size and frames.
-    """
+    """Returns allocations and frees in order, and (address, size, frames) of the blocks left."""
     ends_s = np.cumsum(np.append(0.0, graph.arrays.cost_s[schedule.array]))
     scale = 1e6 if Units.of(graph).cost == "s" else 1.0
     num_half_steps = 2 * len(schedule.steps)
@@ -160,9 +155,7 @@ def _event(
 def _segment_blocks(
     held: list[tuple[int, int, list[dict[str, Any]]]], total: int
 ) -> list[dict[str, Any]]:
-    """Returns a segment's blocks at the end of the step, the holes between them included, in order
-    of address.
-    """
+    """Returns a segment's blocks and holes at the end of the step, in order of address."""
     blocks: list[dict[str, Any]] = []
     where = _BASE_ADDRESS
     for address, size, frames in sorted(held, key=lambda block: block[0]):
@@ -197,7 +190,7 @@ def _segment_blocks(
 def chrome_trace(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns the schedule as trace events.
 
-    Times are the costs, in microseconds, or one a step where computing is free.
+    Times are costs in microseconds, or the number of the step if all costs are 0.
     """
     return {
         "displayTimeUnit": "ms",

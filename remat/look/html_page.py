@@ -1,7 +1,4 @@
-"""The report as one HTML file that needs no network.
-
-What the plan costs, where the memory goes, and why.
-"""
+"""The report as one HTML file that needs no network: trade-off, memory, schedule, all values."""
 
 from __future__ import annotations
 
@@ -11,26 +8,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bokeh.embed import components
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from remat.analysis.composition import Category, Composition
 from remat.analysis.decisions import Decision, decide
 from remat.core.files import write_whole
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.core.units import Units
-from remat.look.html_charts import (
-    COLOUR_OF,
-    memory_chart,
-    schedule_chart,
-    step_range,
-    tradeoff_chart,
-)
+from remat.look.html_memory import memory_chart
+from remat.look.html_schedule import schedule_chart
+from remat.look.html_style import COLOUR_OF, step_range
 from remat.look.html_table import value_table
+from remat.look.html_tradeoff import tradeoff_chart
 from remat.look.labels import bound_source, shape_text, short_target
 from remat.look.report import Group, Report
 
 _LARGEST = 12  # values at the peak that are listed one by one
-_GROUPS = 25
-_TOP = "(top)"  # what no module below the outermost one computes
+_GROUPS = 25  # rows of the tables of saved and recomputed values
+_TOP = "(top)"  # stands for the outermost module, whose path is empty
 
 
 class Figure(NamedTuple):
@@ -64,10 +62,7 @@ def write_html(
         path: where to write it.
         curve: solutions of the same graph for other budgets, from `remat.frontier`; they make the
             trade-off curve.
-        title: of the page; the file's name without one.
-
-    Raises:
-        ImportError: Bokeh is not installed; the message names the extra.
+        title: of the page; the file's name if empty.
     """
     page = render_html(report, curve=curve, title=title or Path(path).stem)
     write_whole(path, page.encode("utf-8", "replace"))
@@ -75,29 +70,10 @@ def write_html(
 
 def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = "") -> str:
     """Returns the page that `write_html` writes; about 2 MB, most of it Bokeh's script."""
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     graph, schedule = report.graph, report.schedule
-    parts, decisions, steps = (
-        Composition.of(graph, schedule),
-        decide(graph, schedule),
-        step_range(schedule),
-    )
-    units = Units.of(graph)
-    charts = {
-        "tradeoff": tradeoff_chart(
-            [*curve, report.solution],
-            report.solution,
-            keep_all_bytes=report.keep_all.peak_bytes,
-            units=units,
-        ),
-        "memory": memory_chart(parts, schedule, steps, budget_bytes=report.solution.budget_bytes),
-        "schedule": schedule_chart(parts, schedule, decisions, steps),
-        "values": value_table(graph, decisions),
-    }
-    script, divisions = components(charts)
+    parts, decisions = Composition.of(graph, schedule), decide(graph, schedule)
+    script, divisions = components(_charts(report, parts, decisions, curve))
+    resources = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"])
     environment = Environment(
         loader=PackageLoader("remat.look"),
         autoescape=True,
@@ -107,9 +83,7 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
     )
     return environment.get_template("report.html.jinja").render(
         title=title,
-        resources=Resources(
-            mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]
-        ).render(),
+        resources=resources.render(),
         script=script,
         charts=divisions,
         figures=_figures(report),
@@ -122,6 +96,26 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
         pinned=sorted(report.pinned.items(), key=lambda item: -item[1]),
         facts=_facts(report),
     )
+
+
+def _charts(
+    report: Report,
+    parts: Composition,
+    decisions: Sequence[Decision],
+    curve: Sequence[Solution],
+) -> dict[str, Any]:
+    schedule, plan, steps = report.schedule, report.solution, step_range(report.schedule)
+    return {
+        "tradeoff": tradeoff_chart(
+            [*curve, plan],
+            plan,
+            keep_all_bytes=report.keep_all.peak_bytes,
+            units=Units.of(report.graph),
+        ),
+        "memory": memory_chart(parts, schedule, steps, budget_bytes=plan.budget_bytes),
+        "schedule": schedule_chart(parts, schedule, decisions, steps),
+        "values": value_table(report.graph, decisions),
+    }
 
 
 def _figures(report: Report) -> list[Figure]:
@@ -143,10 +137,10 @@ def _figures(report: Report) -> list[Figure]:
         Figure(
             "recomputations",
             f"{report.schedule.num_recomputations:,}",
-            f"{len(report.recomputed):,} of {num_operators:,} operators run again",
+            f"{len(report.recomputed):,} of {num_operators:,} operators are recomputed",
         ),
     ]
-    # a plan that leaves room for a loss outside predicts the whole step
+    # a plan that counts a loss outside of the module predicts the peak of the whole step
     measured = report.whole_peak_bytes if report.outside_bytes else report.measured_peak_bytes
     if measured:
         off = measured - solution.peak_bytes
@@ -155,7 +149,7 @@ def _figures(report: Report) -> list[Figure]:
             Figure(
                 "measured peak",
                 units.size_text(measured),
-                f"{off:+,} bytes beside the prediction",
+                f"{off:+,} bytes from the prediction",
             ),
         )
     return figures
@@ -166,7 +160,7 @@ def _budget_text(report: Report) -> str:
     if report.budget_bytes == left:
         return f"budget {units.size_text(left)}"
     return (
-        f"{units.size_text(left)} are left for it of the budget of "
+        f"the plan may use {units.size_text(left)} of the budget of "
         f"{units.size_text(report.budget_bytes)}"
     )
 
@@ -175,16 +169,15 @@ def _lead(report: Report) -> str:
     solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
     if not report.recomputed:
         return (
-            f"Everything fits: {units.size_text(keep_all)} are needed, and nothing is computed "
-            "twice."
+            f"Everything fits: the step needs {units.size_text(keep_all)}, and nothing is "
+            "recomputed."
         )
     return (
-        f"This training step needs {units.size_text(keep_all)} where everything is kept. The "
-        "plan runs it in "
-        f"{units.size_text(solution.peak_bytes)} and computes {100 * solution.overhead:.2f} % "
-        "more; no schedule in this order of operators "
-        f"and within {units.size_text(solution.budget_bytes)} can do with less than "
-        f"{100 * solution.overhead_bound:.2f} % ({solution.bound_source})."
+        f"This training step needs {units.size_text(keep_all)} if everything is kept. The plan "
+        f"runs it in {units.size_text(solution.peak_bytes)} and computes "
+        f"{100 * solution.overhead:.2f} % more. In this order of operators, every schedule within "
+        f"{units.size_text(solution.budget_bytes)} computes at least "
+        f"{100 * solution.overhead_bound:.2f} % more ({solution.bound_source})."
     )
 
 
@@ -254,7 +247,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [
         ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
         *((("cut short", solution.cut_short),) if solution.cut_short else ()),
-        ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the least"),
+        ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the optimum"),
         ("costs", graph.costs or "as given"),
         (
             "graph",

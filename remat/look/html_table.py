@@ -1,7 +1,4 @@
-"""The table of all values in the HTML report.
-
-Sortable by each column, filtered by text and by fate.
-"""
+"""The table of all values in the HTML report; sorted by any column, filtered by text and fate."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from bokeh.models.widgets.tables import (
 from remat.analysis.decisions import Decision, Fate
 from remat.core.graph import Graph
 from remat.core.units import Scale, Units
-from remat.look.html_charts import labelled
+from remat.look.html_style import labelled
 from remat.look.labels import shape_text, short_target
 
 _FILTER = """
@@ -35,68 +32,67 @@ view.filter.booleans = data.fate.map((kind, i) => (is_all || kind == fate.value)
 """
 
 _ROW_HEIGHT = 24  # pixels
-# cells are narrower than some of what they say; <%- escapes
+# cells may be narrower than their text; <%- escapes
 _WHOLE_ON_HOVER = '<span title="<%- value %>"><%- value %></span>'
 
 
 def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
-    """Returns the table of all values: sortable by each column, filtered by text and by fate."""
-    units, scale = (
-        Units.of(graph),
-        Scale.for_largest(
-            max((v.size_bytes for v in graph.values), default=1), Units.of(graph).size
-        ),
+    """Returns the table of all values, with fields to filter it above."""
+    units = Units.of(graph)
+    largest = max((v.size_bytes for v in graph.values), default=1)
+    scale = Scale.for_largest(largest, units.size)
+    source = _source(graph, decisions, scale)
+    view = CDSView(filter=BooleanFilter(booleans=[True] * len(decisions)))
+    table = DataTable(
+        source=source,
+        view=view,
+        columns=_columns(labelled("size", scale, units)),
+        index_position=None,
+        height=min(440, _ROW_HEIGHT * (len(decisions) + 2)),
+        sizing_mode="stretch_width",
+        row_height=_ROW_HEIGHT,
     )
-    ops, values = graph.operators, graph.values
-    source = ColumnDataSource(
+    return column(_filters(source, view), table, sizing_mode="stretch_width")
+
+
+def _source(graph: Graph, decisions: Sequence[Decision], scale: Scale) -> ColumnDataSource:
+    operators = [graph.operators[d.operator] for d in decisions]
+    values = [graph.values[d.value] for d in decisions]
+    return ColumnDataSource(
         {
-            "value": [values[d.value].name for d in decisions],
-            "module": [ops[d.operator].module for d in decisions],
-            "operator": [short_target(ops[d.operator].target) for d in decisions],
-            "shape": [shape_text(values[d.value].dtype, values[d.value].shape) for d in decisions],
-            "source": [ops[d.operator].source for d in decisions],
-            "size": np.array(
-                [values[d.value].size_bytes / scale.factor for d in decisions], np.float32
-            ),
+            "value": [v.name for v in values],
+            "module": [op.module for op in operators],
+            "operator": [short_target(op.target) for op in operators],
+            "shape": [shape_text(v.dtype, v.shape) for v in values],
+            "source": [op.source for op in operators],
+            "size": np.array([v.size_bytes / scale.factor for v in values], np.float32),
             "fate": [str(d.fate) for d in decisions],
             "times": np.array([d.times for d in decisions], np.int32),
             "reason": [d.reason for d in decisions],
         }
     )
-    number, text = (
-        NumberFormatter(format="0,0.[000]", text_align="right"),
-        HTMLTemplateFormatter(template=_WHOLE_ON_HOVER),
-    )
+
+
+def _columns(size_title: str) -> list[TableColumn]:
     titles = {
         "value": ("value", 110), "module": ("module", 110), "operator": ("operator", 100),
-        "shape": ("shape", 125),
-        "source": ("source", 165), "size": (labelled("size", scale, units), 70),
-        "fate": ("fate", 90),
-        "times": ("computed", 72), "reason": ("why", 345),
+        "shape": ("shape", 125), "source": ("source", 165), "size": (size_title, 70),
+        "fate": ("fate", 90), "times": ("computed", 72), "reason": ("why", 345),
     }  # fmt: skip
+    number = NumberFormatter(format="0,0.[000]", text_align="right")
+    text = HTMLTemplateFormatter(template=_WHOLE_ON_HOVER)
     columns = [
         TableColumn(field=name, title=title, width=width) for name, (title, width) in titles.items()
     ]
     for shown in columns:
         shown.formatter = number if shown.field in ("size", "times") else text
-    view = CDSView(filter=BooleanFilter(booleans=[True] * len(decisions)))
+    return columns
+
+
+def _filters(source: ColumnDataSource, view: CDSView) -> Any:
     words = TextInput(placeholder="filter by name, module, operator or source", width=330)
     fate = Select(options=["all values", *Fate], value="all values", width=170)
+    arguments = {"source": source, "view": view, "words": words, "fate": fate}
     for widget in (words, fate):
-        widget.js_on_change(
-            "value",
-            CustomJS(
-                args={"source": source, "view": view, "words": words, "fate": fate}, code=_FILTER
-            ),
-        )
-    height = min(440, _ROW_HEIGHT * (len(decisions) + 2))
-    table = DataTable(
-        source=source,
-        view=view,
-        columns=columns,
-        index_position=None,
-        height=height,
-        sizing_mode="stretch_width",
-        row_height=_ROW_HEIGHT,
-    )
-    return column(row(words, fate), table, sizing_mode="stretch_width")
+        widget.js_on_change("value", CustomJS(args=arguments, code=_FILTER))
+    return row(words, fate)

@@ -1,4 +1,4 @@
-"""Operators, places in a source and shapes as short texts, for tables and pages."""
+"""Operators, lines of source and shapes as short texts, for tables and pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SOURCE_WIDTH = 12  # columns for file and line
 
 
 def bound_source(solutions: Sequence[Solution]) -> str:
-    """Returns who says the bounds of these solutions: all are proved, or a file states some."""
+    """Returns `proved`, or `stated by the file` if that is true of any of these bounds."""
     return next((s.bound_source for s in solutions if s.is_bound_stated), "proved")
 
 
 def short_target(target: str) -> str:
-    """Returns an operator's name for people.
+    """Returns an operator's name without `aten.` and `.default`.
 
     >>> short_target("aten.mm.default")
     'mm'
@@ -26,9 +26,7 @@ def short_target(target: str) -> str:
 
 
 def short_source(source: str, width: int = SOURCE_WIDTH) -> str:
-    """Returns file and line in a number of columns.
-
-    What is too long loses letters of the file, not of the line.
+    """Returns file and line in at most `width` columns, shortening the file's name.
 
     >>> short_source("modeling_resnet.py:66: hidden_states = self.convolution(input)")
     'modeling…:66'
@@ -40,7 +38,7 @@ def short_source(source: str, width: int = SOURCE_WIDTH) -> str:
 
 
 def source_parts(source: str) -> tuple[str, int, str]:
-    """Returns the file, the line and the code of a source; line 0 where it names none.
+    """Returns the file, the line and the code of a source; line 0 if it names none.
 
     >>> source_parts("model.py:31: return x"), source_parts("model.py:²: x")
     (('model.py', 31, 'return x'), ('model.py:²: x', 0, ''))
@@ -50,7 +48,7 @@ def source_parts(source: str) -> tuple[str, int, str]:
 
 
 def shape_text(dtype: str, shape: Sequence[int]) -> str:
-    """Returns type and shape for people.
+    """Returns type and shape as a short text.
 
     >>> shape_text("bfloat16", (8, 1024))
     'bf16[8,1024]'

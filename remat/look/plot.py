@@ -1,7 +1,7 @@
-"""Pictures: memory over time, a schedule, and the trade-off of memory against compute.
+"""Pictures of memory over time and of memory against compute; saves any picture.
 
-Each function returns a `matplotlib.figure.Figure` of its own and touches no global state; `save`
-writes it as PNG, SVG or PDF.
+Each function returns a new `matplotlib.figure.Figure` and changes no global state; `save` writes it
+as PNG, SVG or PDF.
 
 >>> from remat.core.graph import Graph
 >>> from remat.core.schedule import Schedule
@@ -63,14 +63,14 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """Memory over one training step: what a schedule promises, or what was measured.
+    """Memory over one training step, simulated or measured.
 
     Attributes:
-        label: what the legend says.
-        edges: where each piece begins, and where the last ends, in units of cost; (n + 1,).
-        size_bytes: memory during each piece; (n,).
+        label: its name in the legend.
+        edges: where each interval begins, and where the last ends, in units of cost; (n + 1,).
+        size_bytes: memory during each interval; (n,).
         forward_end: where the forward pass ends, if known.
-        resident_bytes: what parameters, buffers and inputs hold all the time.
+        resident_bytes: the bytes of parameters, buffers and inputs.
     """
 
     label: str
@@ -81,9 +81,7 @@ class Timeline:
 
     @classmethod
     def of_schedule(cls, label: str, graph: Graph, schedule: Schedule) -> Timeline:
-        """Returns the simulated memory of a schedule over its computing time, or over steps where
-        computing is free.
-        """
+        """Returns the simulated memory of a schedule over cost, or over steps if nothing costs."""
         edges = np.zeros(len(schedule.steps) + 1)
         np.cumsum(
             graph.arrays.cost_s[schedule.array] if graph.cost_s else np.ones(len(schedule.steps)),
@@ -96,7 +94,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the largest memory of the step."""
+        """The largest memory of the step."""
         return int(self.size_bytes.max(initial=self.resident_bytes))
 
 
@@ -112,9 +110,9 @@ def plot_memory(
 
     Args:
         timelines: drawn in this order; the last one is filled.
-        budget_bytes: drawn as a line, where given.
-        units: of sizes and costs; bytes and seconds where not given.
-        x_label: what the x axis counts.
+        budget_bytes: drawn as a line, if given.
+        units: of sizes and costs; bytes and seconds if not given.
+        x_label: the label of the x axis, without a unit.
         title: above the picture.
     """
     units = units or Units()
@@ -150,7 +148,7 @@ def plot_memory(
 
 
 def _timeline_colours(count: int) -> Sequence[str]:
-    """Grey for the first of several, which the others are compared with."""
+    """Returns a colour per timeline; grey for the first of several, the baseline."""
     others = [LINES[i % len(LINES)] for i in range(count)]
     return [GREY, *others[:-1]] if count > 1 else others
 
@@ -203,16 +201,17 @@ def plot_tradeoff(
     units: Units | None = None,
     title: str = "",
 ) -> Figure:
-    """Returns what each size of memory costs in extra compute, and the least that it must cost.
+    """Returns overhead against memory: the solutions found, and the lower bound.
 
-    A solution holds for every budget from its peak up, and its bound for every budget up to the
-    one it was proved for: both are drawn as the steps they are.
+    A solution is valid for every budget from its peak up, and its bound for every budget up to the
+    one it was proved for. So both are drawn as steps.
 
     Args:
-        solutions: of one graph, for several budgets; those without a schedule are left out.
-        keep_all_bytes: the peak of keeping everything, marked where given.
-        others: further methods by name, drawn as points.
-        units: of sizes; bytes where not given.
+        solutions: of one graph, for several budgets. Of those without a schedule, the largest
+            budget that was proved infeasible is marked.
+        keep_all_bytes: the peak of keeping everything, marked if given.
+        others: solutions of other methods by name, drawn as points.
+        units: of sizes; bytes if not given.
         title: above the picture.
     """
     units = units or Units()
@@ -232,16 +231,7 @@ def plot_tradeoff(
     )
     if solved:
         _draw_frontier(axes, solved, right)
-    for (name, group), colour in zip((others or {}).items(), LINES[1:] * 3, strict=False):
-        points = [s for s in group if s.is_solved]
-        axes.plot(
-            [s.peak_bytes for s in points],
-            [100 * s.overhead for s in points],
-            "D",
-            color=colour,
-            markersize=5,
-            label=name,
-        )
+    _draw_others(axes, others or {})
     impossible = max(
         (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0
     )
@@ -249,14 +239,20 @@ def plot_tradeoff(
     axes.set_xlim(left - 0.06 * (right - left), right + 0.03 * (right - left))
     axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])
     if impossible:
-        axes.axvspan(
-            0, impossible, facecolor=RED, alpha=0.1, linewidth=0, label="proved: no schedule fits"
-        )
+        label = "proved: no schedule fits"
+        axes.axvspan(0, impossible, facecolor=RED, alpha=0.1, linewidth=0, label=label)
     if keep_all_bytes:
         _mark_keep_all(axes, keep_all_bytes, units)
     scale_axis(axes, "x", scale)
     legend(figure, axes)
     return figure
+
+
+def _draw_others(axes: Axes, others: Mapping[str, Sequence[Solution]]) -> None:
+    for (name, group), colour in zip(others.items(), LINES[1:] * 3, strict=False):
+        points = [s for s in group if s.is_solved]
+        peaks, overheads = [s.peak_bytes for s in points], [100 * s.overhead for s in points]
+        axes.plot(peaks, overheads, "D", color=colour, markersize=5, label=name)
 
 
 def _mark_keep_all(axes: Axes, keep_all_bytes: int, units: Units) -> None:
@@ -275,7 +271,7 @@ def _mark_keep_all(axes: Axes, keep_all_bytes: int, units: Units) -> None:
         return np.asarray(percent) * keep_all_bytes / 100
 
     percent = axes.secondary_xaxis("top", functions=(to_percent, from_percent))
-    percent.set_xlabel("% of what keeping everything needs", fontsize=9, color=GREY)
+    percent.set_xlabel("% of the peak of keeping everything", fontsize=9, color=GREY)
     percent.tick_params(colors=GREY, length=3, labelsize=8)
     percent.spines["top"].set_color(GREY)
 
@@ -294,7 +290,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
     least = list(np.maximum.accumulate(least[::-1])[::-1])
     edges = np.unique([*peak, *budget, right])
     found = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
-    # nothing is proved beyond the last budget
+    # nothing is proved for more than the largest budget
     proved = [[*least, 0.0][np.searchsorted(budget, at)] for at in edges[1:]]
     axes.stairs(
         found,
@@ -304,7 +300,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         color=BLUE,
         alpha=0.12,
         linewidth=0,
-        label="gap: between found and proved",
+        label="gap: between found and bound",
     )
     axes.step([*peak, right], [*overhead, overhead[-1]], where="post", color=BLUE, linewidth=1.6)
     axes.plot(peak, overhead, "o-", color=BLUE, markersize=5, linewidth=0, label="found")
@@ -320,55 +316,45 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
 
 
 def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, path: Path) -> None:
-    """Draws what `remat plot` was asked for: `memory`, `schedule` or `tradeoff`, and saves it.
+    """Draws and saves the picture that `remat plot` was called for.
 
     Args:
-        graph: the graph that the solutions are of.
-        solutions: with a label each; without any, keeping everything is drawn.
-        picture: which of the three.
+        graph: the graph of the solutions.
+        solutions: pairs of label and solution. `memory` draws all of them and keeping everything,
+            `schedule` the first one that is solved, or keeping everything if none is.
+        picture: `memory`, `schedule` or `tradeoff`.
         path: where to save it.
     """
     units, keep_all = Units.of(graph), Schedule.keep_all(graph)
     solved = [(label, s) for label, s in solutions if s.schedule is not None]
     if picture == "tradeoff":
-        peak = simulate(graph, keep_all).peak_bytes
-        save(
-            plot_tradeoff(
-                [s for _, s in solutions],
-                keep_all_bytes=peak,
-                units=units,
-                title="What memory costs in compute",
-            ),
-            path,
+        figure = plot_tradeoff(
+            [s for _, s in solutions],
+            keep_all_bytes=simulate(graph, keep_all).peak_bytes,
+            units=units,
+            title="What memory costs in compute",
         )
     elif picture == "schedule":
         label, plan = solved[0] if solved else ("keep everything", None)
         schedule = plan.schedule if plan and plan.schedule else keep_all
-        save(
-            plot_schedule(
-                graph,
-                schedule,
-                budget_bytes=plan.budget_bytes if plan else None,
-                title=f"Schedule: {label}",
-            ),
-            path,
-        )
+        budget = plan.budget_bytes if plan else None
+        figure = plot_schedule(graph, schedule, budget_bytes=budget, title=f"Schedule: {label}")
     else:
         lines = [("keep everything", keep_all)] + [
             (label, s.schedule) for label, s in solved if s.schedule is not None
         ]
-        budget = min((s.budget_bytes for _, s in solved), default=None)
         timelines = [Timeline.of_schedule(label, graph, schedule) for label, schedule in lines]
-        save(
-            plot_memory(
-                timelines, budget_bytes=budget, units=units, title="Memory over one training step"
-            ),
-            path,
+        figure = plot_memory(
+            timelines,
+            budget_bytes=min((s.budget_bytes for _, s in solved), default=None),
+            units=units,
+            title="Memory over one training step",
         )
+    save(figure, path)
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes a figure; the suffix of `path` says the format (`.png`, `.svg`, `.pdf`)."""
+    """Writes a figure in the format of the suffix of `path` (`.png`, `.svg`, `.pdf`)."""
     content = BytesIO()
     figure.savefig(content, format=Path(path).suffix.lower().removeprefix("."))
     write_whole(path, content.getvalue())

@@ -1,4 +1,4 @@
-"""A schedule as a picture: what is computed at each step, and what is held in memory meanwhile."""
+"""A picture of a schedule: the operator of each step, and the values in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from remat.look.plot_style import (
 
 _HELD = LinearSegmentedColormap.from_list("held", ["#eaf0f7", "#8fb3dc"])
 _MAX_GROUPS = 26  # module names that fit beside the axis
-_LEAST_NAMED = 1 / 45  # of all operators; names of smaller modules would stand on each other
+_LEAST_NAMED = 1 / 45  # share of all operators; the names of smaller modules would overlap
 
 
 def plot_schedule(
@@ -40,9 +40,9 @@ def plot_schedule(
 ) -> Figure:
     """Returns the picture of a schedule: x is the step, y the operator.
 
-    First computations climb the diagonal; what is computed again stands below it, in another
-    colour. A bar to the right of a computation is its value being held, darker where it is larger.
-    The panel above shows the memory at every step.
+    First computations rise along the diagonal; recomputations are below it, in another colour. The
+    bar to the right of a computation shows how long its value is in memory, darker for larger
+    values. The panel above shows the memory at every step.
     """
     height = 5.5 + 2.5 * min(1.0, graph.num_operators / 400)
     figure = new_figure(title, width=10, height=height)
@@ -111,10 +111,10 @@ def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
 def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     steps = schedule.array
     is_first = is_first_time(steps)
-    # points squared, near one cell
+    # in points squared; about the size of one cell
     area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))
     step = np.arange(len(steps)) + 0.5
-    # the rarer ones a little larger
+    # recomputations are rarer, and drawn larger
     for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):
         axes.scatter(
             step[is_drawn],
@@ -131,17 +131,16 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
         if graph.cost_s
         else 0.0
     )
-    again = f"computed again ({num_again:,}: {extra:.1f} % more compute)"
+    _add_legend(
+        axes,
+        f"computed ({len(steps) - num_again:,})",
+        f"computed again ({num_again:,}: {extra:.1f} % more compute)",
+    )
+
+
+def _add_legend(axes: Axes, first: str, again: str) -> None:
     handles = [
-        Line2D(
-            [],
-            [],
-            marker="s",
-            linestyle="",
-            color=BLUE,
-            markersize=6,
-            label=f"computed ({len(steps) - num_again:,})",
-        ),
+        Line2D([], [], marker="s", linestyle="", color=BLUE, markersize=6, label=first),
         Line2D([], [], marker="s", linestyle="", color=ORANGE, markersize=6, label=again),
         Patch(facecolor=_HELD(0.75), label="held in memory (darker: larger)"),
     ]
@@ -157,7 +156,7 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
 
 
 def is_first_time(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns, for each step, whether its operator was not computed before."""
+    """Returns for each step whether it is the first computation of its operator."""
     is_first = np.zeros(len(steps), np.bool_)
     is_first[np.unique(steps, return_index=True)[1]] = True
     return is_first
@@ -188,10 +187,10 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
 
 
 def module_groups(graph: Graph) -> list[tuple[str, int, int]]:
-    """Returns (module, first operator, end) of each stretch of forward operators of one block.
+    """Returns (block, first operator, end) of each run of forward operators of one block.
 
-    A block is a module up to its first number, `model.layers.3`, or the outermost module where
-    there is none.
+    A block is a module's path up to its first number, as in `model.layers.3`, or the outermost
+    module if the path has no number.
     """
     groups: list[tuple[str, int, int]] = []
     for index, op in enumerate(graph.operators[: graph.num_forward]):

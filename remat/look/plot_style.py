@@ -1,4 +1,4 @@
-"""The look of the pictures: one palette, quiet axes, units on every axis."""
+"""The common style of the pictures: colours, axes, legends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from remat.core.units import Scale
 
 INK, GREY, PALE = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, RED, GREEN = "#1f5fa8", "#e8762c", "#c2263f", "#2f855a"
-LINES = (BLUE, ORANGE, GREEN, "#7b4fa3", "#a0522d", "#0f8b8d")  # several of a kind, in this order
+LINES = (BLUE, ORANGE, GREEN, "#7b4fa3", "#a0522d", "#0f8b8d")  # of several lines, in this order
 
 
 def new_figure(title: str, *, width: float = 9.0, height: float = 4.8) -> Figure:
-    """Returns an empty figure of its own canvas, the title at its left."""
+    """Returns an empty figure with its title at the left."""
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
     figure = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     if title:
@@ -28,7 +28,7 @@ def new_figure(title: str, *, width: float = 9.0, height: float = 4.8) -> Figure
 
 
 def quiet(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y") -> None:
-    """Takes away what carries no number: two spines, ticks, dark grids."""
+    """Gives axes the common style (two spines, short ticks, a pale grid) and their labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=INK, length=3, labelsize=9)
@@ -40,21 +40,19 @@ def quiet(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y") 
 
 
 def axis_label(text: str, scale: Scale, unit: str) -> str:
-    """Returns `text` with its unit, `memory (GiB)`; an instance has units of its own."""
+    """Returns `text` with its unit: `memory (GiB)`, or `memory (units)` for a plain instance."""
     return f"{text} ({scale.name})" if unit else f"{text} ({scale.name} units)".replace("( ", "(")
 
 
 def scale_axis(axes: Axes, which: str, scale: Scale) -> None:
-    """Writes the ticks of the `x` or `y` axis in units of `scale`, at round numbers of that
-    unit.
-    """
+    """Writes the ticks of the `x` or `y` axis in `scale`, at round numbers of its unit."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(_ScaledLocator(scale.factor))
     axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number / scale.factor:,.5g}"))
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Adds the legend below the picture, where it hides nothing."""
+    """Adds the legend below the axes."""
     shown = figure.legend(
         *axes.get_legend_handles_labels(),
         loc="outside lower left",
@@ -63,11 +61,11 @@ def legend(figure: Figure, axes: Axes) -> None:
         frameon=False,
     )
     for text in shown.get_texts():
-        text.set_parse_math(False)  # a dollar in a file's name is no formula
+        text.set_parse_math(False)  # a dollar in a file's name is not a formula
 
 
 def mark_forward_end(axes: Axes, x: float, colour: str) -> None:
-    """Draws where the forward pass ends, and says so at the top, where there has to be room."""
+    """Draws a line where the forward pass ends, labelled at the top of the axes."""
     axes.axvline(x, color=colour, linewidth=1.0, linestyle=(0, (2, 2)))
     axes.annotate(
         "forward ends", (x, 1), xycoords=("data", "axes fraction"), xytext=(-4, -9),
@@ -77,9 +75,7 @@ def mark_forward_end(axes: Axes, x: float, colour: str) -> None:
 
 
 def label_line(axes: Axes, y: float, text: str, colour: str) -> None:
-    """Draws a limit across the axes and writes what it is at its left end, where a step holds
-    little.
-    """
+    """Draws a line across the axes, labelled at its left end, where memory is usually low."""
     axes.axhline(y, color=colour, linewidth=1.3, linestyle=(0, (6, 3)))
     axes.annotate(
         text,

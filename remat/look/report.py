@@ -1,4 +1,4 @@
-"""What was planned and what came of it, as a table a person likes to read."""
+"""The report of a planned step: budget, peaks, overhead and bound, saved and recomputed values."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from remat.look.labels import SOURCE_WIDTH, shape_text, short_source, short_targ
 
 _WIDTH = 80
 _ROWS = 12
-_SCALARS_BYTES = 512  # what a loss and its gradient may differ by
+_SCALARS_BYTES = 512  # most bytes that are taken for a loss and its gradient alone
 _MODULE = 15  # columns for a module's path
+_REPORT_PACKAGES = ("bokeh", "jinja2")  # of the extra `report`
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Values or operators that several like modules have in common.
+    """The same values or operators of several modules that differ only in an index.
 
     Attributes:
-        module: the module's path, `*` for an index: `blocks.*.attn`.
-        target: the operator that makes them.
-        source: the line of code it comes from.
-        shape: of the largest value.
-        dtype: of the largest value.
-        count: how many there are.
-        size_bytes: their bytes together.
-        cost_s: of computing them again, all of them together.
+        module: the modules' path with `*` for indices, such as `blocks.*.attn`.
+        target: the operator that writes the values.
+        source: the line of code that it comes from.
+        shape: that of the largest value.
+        dtype: that of the largest value.
+        count: the number of members.
+        size_bytes: the total size of the values.
+        cost_s: the total cost of the recomputations; 0 for saved values.
     """
 
     module: str
@@ -61,19 +62,19 @@ class Report:
     Attributes:
         graph: the captured step.
         solution: its plan.
-        measured_peak_bytes: measured at the first step; None before its backward ran.
+        measured_peak_bytes: the peak measured in the first step; None before its backward ran.
         captured_s: how long the first call took: capturing, planning and compiling.
-        breaks: where `torch.compile` cut the step, and why; empty where it was captured whole.
+        breaks: where `torch.compile` cut the step, and why; empty if it was captured whole.
         num_pieces: how many compiled pieces a step runs.
-        unplanned_bytes: what the step was measured to hold between its pieces, and the plan leaves
-            room for.
-        room: the budget as the user gave it, and what of it is kept free; that of the plan alone
-            without one.
+        unplanned_bytes: the memory measured between the pieces of a step, for which the plan leaves
+            room.
+        room: the budget as the user gave it, and the parts that are kept free; None if only the
+            plan's own budget is known.
         cuda_peaks: the measured peak on CUDA, counted in three ways.
-        outside_bytes: what the step was measured to hold outside of the planned calls, and the plan
-            leaves room for; 0 where the budget was enough for it all along.
-        whole_peak_bytes: measured from the module's first call to the end of the backward, the loss
-            and all else included; None before, and where the step runs in pieces.
+        outside_bytes: the memory measured outside of the planned calls, for which the plan leaves
+            room; 0 if the budget was enough from the start.
+        whole_peak_bytes: the peak measured from the module's first call to the end of the backward,
+            with the loss and all else; None before that, and for a step in pieces.
     """
 
     graph: Graph
@@ -101,7 +102,7 @@ class Report:
 
     @cached_property
     def keep_all(self) -> Simulation:
-        """What keeping everything takes."""
+        """The simulation of keeping everything."""
         return simulate(self.graph, Schedule.keep_all(self.graph))
 
     @cached_property
@@ -117,13 +118,13 @@ class Report:
 
     @cached_property
     def recomputed(self) -> dict[int, int]:
-        """The operators computed again, and how often."""
+        """The operators that are recomputed, and how often."""
         counts = Counter(self.schedule.steps)
         return {index: count - 1 for index, count in sorted(counts.items()) if count > 1}
 
     @cached_property
     def pinned(self) -> dict[str, int]:
-        """Why operators may not be computed again, and how many have each reason."""
+        """The reasons why operators must not be recomputed, and how many operators have each."""
         return dict(
             Counter(
                 op.pinned
@@ -133,11 +134,11 @@ class Report:
         )
 
     def saved_groups(self) -> list[Group]:
-        """Returns what is saved, like modules together, largest first."""
+        """Returns the saved values grouped over like modules, largest first."""
         return self._groups((self.graph.producer[value], (value,), 0.0) for value in self.saved)
 
     def recomputed_groups(self) -> list[Group]:
-        """Returns what is recomputed, like modules together, largest first."""
+        """Returns the recomputed operators grouped over like modules, largest first."""
         operators = self.graph.operators
         return self._groups(
             (i, operators[i].writes, times * operators[i].cost_s)
@@ -151,12 +152,19 @@ class Report:
             path: where to write it.
             curve: solutions for other budgets, from `remat.frontier`; they make the trade-off
                 curve.
-            title: of the page; the file's name without one.
+            title: of the page; the file's name if empty.
 
         Raises:
             ImportError: Bokeh is not installed; the message names the extra.
         """
-        from remat.look.html_page import write_html  # Bokeh takes a second to import
+        try:
+            from remat.look.html_page import write_html  # Bokeh takes a second to import
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").split(".")[0] not in _REPORT_PACKAGES:
+                raise
+            raise ImportError(
+                "the HTML report needs Bokeh; install it with: pip install 'remat[report]'"
+            ) from missing
 
         write_html(self, path, curve=curve, title=title)
 
@@ -205,15 +213,15 @@ class Report:
                 )
             if self.breaks:
                 console.print(
-                    f"{self.num_pieces} compiled pieces under one budget; torch.compile cut "
-                    "the step at"
+                    f"{self.num_pieces} compiled pieces share the budget; torch.compile cut the "
+                    "step at"
                 )
                 for place in self.breaks:
                     console.print(f"- {place}", markup=False)
             if self.unplanned_bytes:
                 console.print(
-                    f"{describe_bytes(self.unplanned_bytes)} between the pieces are not "
-                    "planned: the plan leaves room for them"
+                    f"{describe_bytes(self.unplanned_bytes)} are held between the pieces; the "
+                    "plan leaves room for them"
                 )
             if self.cuda_peaks and self.cuda_peaks.advice():
                 console.print(self.cuda_peaks.advice())
@@ -243,25 +251,26 @@ class Report:
             rows.append(("outside of the module", outside))
         return rows
 
+    def _peak_rows(self) -> list[tuple[str, str]]:
+        resident, measured = self.graph.resident_bytes, self.measured_peak_bytes
+        return [
+            ("predicted peak", describe_bytes(self.solution.peak_bytes)),
+            (
+                "measured peak",
+                describe_bytes(measured) if measured else "known after the first backward",
+            ),
+            *([("- as CUDA counts", self.cuda_peaks.text())] if self.cuda_peaks else []),
+            *self._whole_rows(),
+            ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
+            ("held throughout", f"{describe_bytes(resident)}: parameters, buffers, inputs"),
+        ]
+
     def _summary(self) -> Table:
         solution, table = self.solution, Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         backward = sum(op.phase is Phase.BACKWARD for op in self.graph.operators)
         rows = [
             *self._budget_rows(),
-            ("predicted peak", describe_bytes(solution.peak_bytes)),
-            (
-                "measured peak",
-                describe_bytes(self.measured_peak_bytes)
-                if self.measured_peak_bytes
-                else "known after the first backward",
-            ),
-            *([("- as CUDA counts", self.cuda_peaks.text())] if self.cuda_peaks else []),
-            *self._whole_rows(),
-            ("keeping everything", describe_bytes(self.keep_all.peak_bytes)),
-            (
-                "held throughout",
-                f"{describe_bytes(self.graph.resident_bytes)}: parameters, buffers, inputs",
-            ),
+            *self._peak_rows(),
             (
                 "overhead",
                 f"{100 * solution.overhead:.2f} % more compute, at "
@@ -287,24 +296,7 @@ class Report:
 
 
 def _group_table(title: str, groups: list[Group]) -> Table:
-    total = sum(group.size_bytes for group in groups)
-    table = Table(
-        box=box.SIMPLE,
-        title=f"{title}: {format_bytes(total)}",
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    # with the padding
-    for name, width in (
-        ("module", _MODULE + 1),
-        ("operator", 14),
-        ("largest", 18),
-        ("source", SOURCE_WIDTH + 1),
-    ):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
-    for name, width in (("of", 3), ("bytes", 9)):
-        table.add_column(name, justify="right", no_wrap=True, width=width)
+    table = _empty_group_table(f"{title}: {_total(groups)}")
     for group in groups[:_ROWS]:
         shape, target = shape_text(group.dtype, group.shape), short_target(group.target)
         module = group.module if len(group.module) <= _MODULE else "…" + group.module[1 - _MODULE :]
@@ -316,15 +308,29 @@ def _group_table(title: str, groups: list[Group]) -> Table:
             str(group.count),
             format_bytes(group.size_bytes),
         )
-        table.add_row(*map(Text, cells))  # a name in brackets is no markup
+        table.add_row(*map(Text, cells))  # Text: a name in brackets is not markup
     rest = groups[_ROWS:]
     if rest:
-        table.add_row(
-            "...",
-            "",
-            "",
-            "",
-            str(sum(group.count for group in rest)),
-            format_bytes(sum(group.size_bytes for group in rest)),
-        )
+        table.add_row("...", "", "", "", str(sum(group.count for group in rest)), _total(rest))
     return table
+
+
+def _empty_group_table(title: str) -> Table:
+    table = Table(
+        box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    # widths include the padding
+    for name, width in (
+        ("module", _MODULE + 1),
+        ("operator", 14),
+        ("largest", 18),
+        ("source", SOURCE_WIDTH + 1),
+    ):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
+    for name, width in (("of", 3), ("bytes", 9)):
+        table.add_column(name, justify="right", no_wrap=True, width=width)
+    return table
+
+
+def _total(groups: Iterable[Group]) -> str:
+    return format_bytes(sum(group.size_bytes for group in groups))

@@ -1,4 +1,4 @@
-"""What the command line shows: tables on stdout, progress and errors on stderr."""
+"""The tables, JSON and progress that the command line writes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _COLOUR = {
     Status.NO_SOLUTION: "yellow",
 }
 _MEANING = {
-    Status.OPTIMAL: "no schedule in this budget costs less, within the asked gap",
-    Status.FEASIBLE: "fits the budget; the gap says how far from the best it can be",
+    Status.OPTIMAL: "proved: costs the least in this budget, up to the gap asked for",
+    Status.FEASIBLE: "fits the budget; the gap says how far from optimal it can be",
     Status.INFEASIBLE: "proved: no schedule fits this budget",
     Status.NO_SOLUTION: "stopped before a schedule was found; one may exist",
 }
@@ -35,16 +35,16 @@ _MEANING = {
 
 @contextmanager
 def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallback]:
-    """Tells `text`, the time and how far a solver has come on stderr, where it takes a second.
+    """Shows `text`, the time and a solver's progress on stderr if it takes over a second.
 
-    Yields what a solver calls with its progress.
+    Yields the callback for the solver.
     """
     with stage(text) as told:
         yield lambda moment: told.say(moment.text(keep_all_cost_s))
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
-    """Returns what `--format json` prints of a solution; numbers it does not have are None."""
+    """Returns the record of a solution for `--format json`; numbers that it lacks are None."""
     is_solved = solution.is_solved
     return {
         "status": str(solution.status),
@@ -67,46 +67,17 @@ def write_json(record: Any) -> None:
 
 
 def show_solution(graph: Graph, solution: Solution) -> None:
-    """Writes one solution as a table of what was asked and what came out."""
-    units, rows = Units.of(graph), []
-    rows.append(
-        (
-            "status",
-            f"[{_COLOUR[solution.status]}]{solution.status}[/] ({_MEANING[solution.status]})",
-        )
-    )
-    rows.append(("budget", units.size_text(solution.budget_bytes)))
+    """Writes one solution as a table: status, budget, peak, costs, solver."""
+    units, status = Units.of(graph), solution.status
+    rows = [
+        ("status", f"[{_COLOUR[status]}]{status}[/] ({_MEANING[status]})"),
+        ("budget", units.size_text(solution.budget_bytes)),
+    ]
     if solution.schedule is not None:
-        rows.append(
-            (
-                "peak",
-                f"{units.size_text(solution.peak_bytes)} "
-                f"({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)",
-            )
-        )
-        rows.append(("overhead", f"{_percent(solution.overhead)} over keeping everything"))
-        rows.append(
-            (
-                "cost",
-                f"{units.cost_text(solution.cost_s)}, at least "
-                f"{units.cost_text(solution.lower_bound_s)} is needed",
-            )
-        )
-        rows.append(("gap", _percent(solution.gap)))
-        rows.append(
-            (
-                "steps",
-                f"{len(solution.schedule.steps):,}, of which "
-                f"{solution.schedule.num_recomputations:,} recompute",
-            )
-        )
+        rows += _schedule_rows(solution, solution.schedule, units)
     if solution.minimum_bytes:
-        rows.append(
-            (
-                "least budget",
-                f"{units.size_text(solution.minimum_bytes)}, the smallest known to work",
-            )
-        )
+        least = units.size_text(solution.minimum_bytes)
+        rows.append(("least budget", f"{least}, the smallest known to work"))
     if solution.found_by:
         proof = solution.proved_by or "the cost of computing everything once"
         rows.append(("techniques", f"found by {solution.found_by}, bound by {proof}"))
@@ -116,55 +87,59 @@ def show_solution(graph: Graph, solution: Solution) -> None:
     _show_pairs(rows)
 
 
+def _schedule_rows(solution: Solution, schedule: Schedule, units: Units) -> list[tuple[str, str]]:
+    peak, least = units.size_text(solution.peak_bytes), units.cost_text(solution.lower_bound_s)
+    return [
+        ("peak", f"{peak} ({solution.peak_bytes / solution.budget_bytes:.1%} of the budget)"),
+        ("overhead", f"{_percent(solution.overhead)} over keeping everything"),
+        ("cost", f"{units.cost_text(solution.cost_s)}, at least {least} is needed"),
+        ("gap", _percent(solution.gap)),
+        (
+            "steps",
+            f"{len(schedule.steps):,}, of which {schedule.num_recomputations:,} recompute",
+        ),
+    ]
+
+
 def show_solutions(
     graph: Graph, labelled: Iterable[tuple[str, Solution]], *, title: str = ""
 ) -> None:
-    """Writes several solutions as a table, one a row.
-
-    A budget that all of them share stands above it.
-    """
+    """Writes several solutions as a table, one per row; a common budget goes into the title."""
     units, rows = Units.of(graph), list(labelled)
     budgets = {solution.budget_bytes for _, solution in rows}
     is_shared = len(budgets) == 1 and len(rows) > 1
     if is_shared:
-        title = (
-            f"{title}: {units.size_text(budgets.pop())}"
-            if title
-            else f"budget {units.size_text(budgets.pop())}"
-        )
+        budget = units.size_text(budgets.pop())
+        title = f"{title}: {budget}" if title else f"budget {budget}"
     table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False)
-    for name in (
-        "",
-        "status",
-        *(() if is_shared else ("budget",)),
-        "peak",
-        "overhead",
-        "at least",
-        "gap",
-        "time",
-    ):
+    names = ["", "status", "budget", "peak", "overhead", "at least", "gap", "time"]
+    if is_shared:
+        names.remove("budget")
+    for name in names:
         table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=True)
+
     for label, solution in rows:
-        numbers = ["-"] * 4
-        if solution.is_solved:
-            percents = [
-                _percent(x)
-                for x in (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)
-            ]
-            numbers = [units.size_text(solution.peak_bytes), *percents]
-        budget = [] if is_shared else [units.size_text(solution.budget_bytes)]
         table.add_row(
             escape(label),
             f"[{_COLOUR[solution.status]}]{solution.status}[/]",
-            *budget,
-            *numbers,
+            *([] if is_shared else [units.size_text(solution.budget_bytes)]),
+            *_numbers(solution, units),
             f"{solution.wall_s:.2f} s",
         )
     Console().print(table)
 
 
+def _numbers(solution: Solution, units: Units) -> list[str]:
+    """Returns peak, overhead, bound and gap for a row."""
+    if not solution.is_solved:
+        return ["-"] * 4
+
+    shares = (solution.overhead, max(0.0, solution.overhead_bound), solution.gap)
+    return [units.size_text(solution.peak_bytes), *map(_percent, shares)]
+
+
 def show_graph(graph: Graph) -> None:
-    """Writes what a graph holds: operators, memory, what is pinned, and the largest values."""
+    """Writes a graph as a table: operators, cost, memory, pinned operators, largest values."""
     units = Units.of(graph)
     keep_all = simulate(graph, Schedule.keep_all(graph))
     forward = sum(op.phase is Phase.FORWARD for op in graph.operators)
@@ -177,7 +152,7 @@ def show_graph(graph: Graph) -> None:
         ),
         ("cost", f"{units.cost_text(graph.cost_s)} ({graph.costs or 'as given'})"),
         ("resident", f"{units.size_text(graph.resident_bytes)} of parameters, buffers and inputs"),
-        ("peak", f"{units.size_text(keep_all.peak_bytes)} where everything is kept"),
+        ("peak", f"{units.size_text(keep_all.peak_bytes)} if everything is kept"),
         (
             "never recomputed",
             "; ".join(f"{count}: {reason}" for reason, count in pinned.most_common()) or "none",
