@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -214,8 +214,12 @@ def _files_of(path: Path, name: str) -> frozenset[Path]:
 
 
 def _drop_stale(function: Callable[P, T]) -> None:
-    """Deletes cached code that is older than a source; numba 0.68 checks only a function's file."""
+    """Deletes cached code that is older than a source; numba 0.68 checks only a function's file.
+
+    Processes that start together, such as ranks, may do so at the same time.
+    """
     newest = max(path.stat().st_mtime for path in _sources)
     for path in _cached(function):
-        if path.stat().st_mtime < newest:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < newest:
+                path.unlink()

@@ -14,14 +14,7 @@ import remat
 from remat.tracers.calls import Call
 from remat.tracers.cpu_workspace import formula_bytes
 from remat.tracers.replay import workspace_of
-from tests.support.planned import (
-    assert_same,
-    call_of,
-    keep_all,
-    keep_nothing,
-    planned,
-    repeat_anything,
-)
+from tests.support.planned import SCHEDULES, assert_same, call_of, keep_all, planned
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 aten = torch.ops.aten
@@ -86,14 +79,14 @@ def assert_is_plain(plain: nn.Module, x: torch.Tensor, steps_of: Any) -> nn.Modu
     return model
 
 
-@pytest.mark.parametrize("steps_of", [keep_all, keep_nothing, repeat_anything(3)], ids=str)
+@pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("reader", READERS)
 def test_marks_of_conjugates_and_negatives_are_kept(reader: str, steps_of: Any) -> None:
     """Naive: a copy that resolves such a mark is taken for one that changes nothing, and goes."""
     assert_is_plain(Reads(READERS[reader]), torch.randn(8, 16, 64), steps_of)
 
 
-@pytest.mark.parametrize("steps_of", [keep_all, keep_nothing, repeat_anything(3)], ids=str)
+@pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_filter_of_frequencies(steps_of: Any) -> None:
     """Naive: the product writes over its input, and rounds otherwise than the plain one."""
     assert_is_plain(Spectral(), torch.randn(32, 64, 64), steps_of)
@@ -181,7 +174,7 @@ def test_the_workspace_of_complex_elementwise_operators(dtype: torch.dtype) -> N
         assert formula_bytes(call) == workspace_of(call), str(call)
 
 
-@pytest.mark.parametrize("steps_of", [keep_all, keep_nothing, repeat_anything(3)], ids=str)
+@pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("reads", ["clone", "a copying cast", "a sum", "a product"])
 def test_what_reads_an_inference_tensor_is_kept(reads: str, steps_of: Any) -> None:
     """Autograd can't keep such an input for the backward; what is made from it, it can."""

@@ -65,6 +65,14 @@ def repeat_anything(seed: int) -> Steps:
     return steps
 
 
+# whatever is computed again, a planned step is the plain one
+SCHEDULES = {
+    "all kept": keep_all,
+    "nothing kept": keep_nothing,
+    "anything again": repeat_anything(3),
+}
+
+
 def planned(
     model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars"
 ) -> nn.Module:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from remat.solvers.core import compiled
 from tests.support.checkout import ROOT
 
 SOLVE = """
@@ -98,3 +99,16 @@ def test_a_change_reaches_all_that_was_compiled_with_the_old(
             ).stdout.strip()
         )
     assert answers == ["1", "2", "2"]
+
+
+def test_processes_that_start_together_may_drop_the_same_stale_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naive: what another process deletes between the listing and the look is an error."""
+    stale, gone = tmp_path / "loops.first-1.py311.nbc", tmp_path / "loops.second-2.py311.nbc"
+    stale.touch()
+    os.utime(stale, (0, 0))
+    monkeypatch.setattr(compiled, "_sources", {Path(__file__)})
+    monkeypatch.setattr(compiled, "_cached", lambda _: [gone, stale])
+    compiled._drop_stale(len)
+    assert not stale.exists()
