@@ -18,7 +18,7 @@ import remat
 from remat.run.measure import FirstStepMeter
 from remat.run.whole_step import await_backward
 from remat.torch_border.allocator import is_profiling
-from tests.run.test_cuda_peaks import Allocator
+from tests.support.allocator import Allocator
 from tests.support.planned import call_of
 
 pytestmark = pytest.mark.usefixtures("fresh_torch", "torch_is_left_as_it_was")

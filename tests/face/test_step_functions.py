@@ -18,7 +18,7 @@ from torch import nn
 
 import remat
 from remat.face.reached_modules import reached_modules
-from tests.support.planned import UNLIMITED, Given, assert_same, keep_nothing
+from tests.support.planned import UNLIMITED, Given, assert_same, keep_nothing, loss_of
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
@@ -219,11 +219,6 @@ def plain(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def keeping_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
     return remat.checkpoint(step, UNLIMITED, solver=Given(keep_nothing), costs="flops")
-
-
-def loss_of(result: Any) -> torch.Tensor:
-    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
-    return loss
 
 
 def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]:

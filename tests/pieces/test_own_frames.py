@@ -14,12 +14,9 @@ import torch
 from torch import nn
 
 import remat
-from remat.face.planned_module import PlannedCall
 from remat.pieces import frames
 from remat.pieces.frames import OwnFrames
-from remat.pieces.runner import Piecewise
-from remat.torch_border.modules import get_call
-from tests.support.planned import assert_same, keep_nothing, planned
+from tests.support.planned import assert_same, call_of, keep_nothing, planned
 
 WIDTH, LENGTH = 16, 32
 
@@ -68,12 +65,6 @@ def assert_equal_steps(model: nn.Module, plain: nn.Module, **options: Any) -> No
             assert_same(ours, theirs)
 
 
-def runner_of(model: nn.Module) -> Piecewise | None:
-    call = get_call(model)
-    assert isinstance(call, PlannedCall)
-    return call.piecewise
-
-
 @pytest.mark.parametrize("make", [encoder, InALoop])
 def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> None:
     """An encoder looks at its mask.
@@ -85,7 +76,7 @@ def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> Non
     planned(model, keep_nothing, differentiate="all")
     mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
     assert_equal_steps(model, plain, mask=mask)
-    runner = runner_of(model)
+    runner = call_of(model).piecewise
     assert runner is not None
     assert len(runner.last) >= 3
 
@@ -119,7 +110,7 @@ def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: b
         mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
         is_causal=is_causal,
     )
-    assert runner_of(model) is None
+    assert call_of(model).piecewise is None
 
 
 def test_between_steps_modules_are_as_they_were() -> None:

@@ -11,17 +11,16 @@ from torch import nn
 
 import remat
 from remat.torch_border.allocator import is_profiling
-from tests.pieces.test_graph_breaks import (
+from tests.support.broken_steps import (
     MODELS,
     WIDTH,
     Base,
     Broken,
     batch,
-    loss_of,
     peak_of_a_step,
     runner_of,
 )
-from tests.support.planned import keep_nothing, planned
+from tests.support.planned import keep_nothing, loss_of, planned
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 

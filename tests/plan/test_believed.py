@@ -20,8 +20,7 @@ from remat.core.schedule import simulate
 from remat.core.solution import Solution, Status
 from remat.plan.disk_cache import PlanCache, key_of
 from remat.tracers.synthetic import chain
-from tests.plan.test_shapes import Net, batch
-from tests.support.planned import call_of
+from tests.support.planned import Net, batch, call_of
 
 GRAPH = chain(8).with_costs([1.0] * 17)
 PLAN = remat.solve(GRAPH, 12, solver="chen-sqrt")

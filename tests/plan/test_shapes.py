@@ -16,7 +16,7 @@ import remat
 from remat.core.solution import Solution
 from remat.plan import planner, solving
 from remat.plan.disk_cache import PlanCache, key_of
-from tests.support.planned import assert_same, call_of, state_after
+from tests.support.planned import Net, assert_same, batch, call_of, state_after
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
@@ -38,24 +38,6 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(planner, "solve_in", counted)
     return limits
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
-            for _ in range(3)
-        ]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(x).pow(2).mean()
-        return loss
-
-
-def batch(rows: int) -> torch.Tensor:
-    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
 
 
 def checkpointed(

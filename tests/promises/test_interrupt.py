@@ -22,6 +22,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
 from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
 from remat.tracers.synthetic import random_layered
+from tests.support.training_script import TRAINING
 
 LIMIT_S = 60.0
 SOON_S = 20.0  # a busy machine has time to compute what it is at
@@ -38,28 +39,6 @@ graph = Graph.load(sys.argv[1])
 solver = make_solver(sys.argv[2], time_limit_s=float(sys.argv[4]), gap=0.0, progress=tell)
 solution = solver.solve(graph, budget_bytes=int(sys.argv[3]))
 print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=True)
-"""
-
-TRAINING = """
-import signal, sys, threading, time
-import torch, remat
-
-def tell_when_it_solves():
-    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        time.sleep(0.05)
-    time.sleep(1.0)
-    print("solving", flush=True)
-
-def layer():
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.LayerNorm(8))
-
-model = torch.nn.Sequential(*(layer() for _ in range(12)))
-remat.checkpoint(model, "45%", costs="flops", time_limit_s=float(sys.argv[1]), gap=0.0)
-threading.Thread(target=tell_when_it_solves, daemon=True).start()
-for _ in range(int(sys.argv[2])):
-    model.zero_grad()
-    model(torch.randn(64, 8)).sum().backward()
-print(remat.report(model), flush=True)
 """
 
 

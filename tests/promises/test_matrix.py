@@ -13,13 +13,14 @@ import pytest
 
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
 from remat.solvers import SOLVER_NAMES, make_solver
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.checkmate.milp import MILP
 from remat.tracers import synthetic
+from tests.support.graphs import keep_all_bytes
 
 GRAPHS = {
     "chain": synthetic.chain(5),
@@ -54,7 +55,7 @@ def least_budget(family: str) -> int:
     if family == "transformer":
         return TRANSFORMER_BYTES
     graph = GRAPHS[family]
-    low, high = -1, _keep_all_bytes(graph)
+    low, high = -1, keep_all_bytes(graph)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (
@@ -83,12 +84,8 @@ def _solve(solver: str, graph: Graph, budget_bytes: int) -> Solution | None:
         return None
 
 
-def _keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
-
-
 def _budget(family: str, name: str) -> int:
-    least, most = least_budget(family), _keep_all_bytes(GRAPHS[family])
+    least, most = least_budget(family), keep_all_bytes(GRAPHS[family])
     return {
         "minimum": least,
         "minimum + 1": least + 1,

@@ -34,6 +34,7 @@ from tests.support.planned import (
     keep_nothing,
     planned,
     repeat_anything,
+    state_after,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
@@ -155,22 +156,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "convolutions": lambda: (ConvNet(), torch.randn(3, 2, 6, 6)),
     "buffers": lambda: (Buffers(), torch.randn(4, 8)),
 }
-
-
-def state_after(
-    model: nn.Module,
-    *args: Any,
-    seed: int,
-    loss_of: Callable[[Any], Any] = lambda out: out,
-    **kwargs: Any,
-) -> list[Any]:
-    """Everything a step leaves: loss, random state, gradients, buffers."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    loss = loss_of(model(*args, **kwargs))
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return [loss.detach(), torch.get_rng_state(), gradients, dict(model.named_buffers())]
 
 
 def assert_same_steps(model: nn.Module, plain: nn.Module, *args: Any, **kwargs: Any) -> None:

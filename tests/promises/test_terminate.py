@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from remat.tracers.synthetic import random_layered
-from tests.promises.test_interrupt import TRAINING
+from tests.support.training_script import TRAINING
 
 LIMIT_S, SOON_S = 60, 20.0
 OWN_HANDLER = """

@@ -8,11 +8,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from remat.core.graph import Graph
 
 MAX_OPERATORS = 10
+State = TypeVar("State")
 
 
 def naive_bytes_at(graph: Graph, steps: Sequence[int]) -> list[int]:
@@ -98,9 +100,7 @@ def brute_force(graph: Graph, budget_bytes: int) -> float | None:
 
 
 def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
-    """Dijkstra over states, with the snapshots of `free` taking no memory and binding their
-    readers.
-    """
+    """The least cost with the snapshots of `free` taking no memory and binding their readers."""
     size = [
         0 if graph.producer[v] in free else value.size_bytes for v, value in enumerate(graph.values)
     ]
@@ -109,18 +109,29 @@ def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
     outputs = frozenset(v for v in graph.outputs if not graph.values[v].is_resident)
     if graph.resident_bytes > budget_bytes:
         return None
-    start: tuple[int, frozenset[int]] = (0, frozenset())
+    return least_cost(
+        (0, frozenset[int]()),
+        lambda state: _moves(graph, budget_bytes, size, unrepeatable, *state),
+        lambda state: state[0] == graph.num_operators and outputs <= state[1],
+    )
+
+
+def least_cost(
+    start: State,
+    moves: Callable[[State], Iterable[tuple[State, float]]],
+    is_end: Callable[[State], bool],
+) -> float | None:
+    """Returns the least cost of any way from `start` to an end, by Dijkstra; None where none is."""
     best = {start: 0.0}
-    queue: list[tuple[float, int, tuple[int, frozenset[int]]]] = [(0.0, 0, start)]
     ticket = itertools.count(1)  # states are not ordered: ties go to the earlier one
+    queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
     while queue:
         cost, _, state = heapq.heappop(queue)
         if cost > best[state]:
             continue
-        done, memory = state
-        if done == graph.num_operators and outputs <= memory:
+        if is_end(state):
             return cost
-        for following, extra in _moves(graph, budget_bytes, size, unrepeatable, done, memory):
+        for following, extra in moves(state):
             if cost + extra < best.get(following, math.inf):
                 best[following] = cost + extra
                 heapq.heappush(queue, (cost + extra, next(ticket), following))

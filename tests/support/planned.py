@@ -92,11 +92,23 @@ def assert_same(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def state_after(model: nn.Module, *args: Any, seed: int = 1) -> list[Any]:
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss of a step that returns it alone, or by its name."""
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+def state_after(
+    model: nn.Module,
+    *args: Any,
+    seed: int = 1,
+    loss_of: Callable[[Any], torch.Tensor] = loss_of,
+    **kwargs: Any,
+) -> list[Any]:
     """Everything a step leaves: loss, random state, gradients, buffers."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    loss = model(*args)
+    loss = loss_of(model(*args, **kwargs))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return [
@@ -122,3 +134,23 @@ class ChangedBuffer(nn.Module):
         self.scale.mul_(3)
         loss: torch.Tensor = hidden.cos().sum()
         return loss
+
+
+class Net(nn.Module):
+    """Three blocks of a transformer without their attention; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+            for _ in range(3)
+        ]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).pow(2).mean()
+        return loss
+
+
+def batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))

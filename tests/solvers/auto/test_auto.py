@@ -53,6 +53,7 @@ from remat.tracers.synthetic import (
     unet,
 )
 from tests.support.checkout import SHARED
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
 
 INSTANCES = SHARED / "instances"
@@ -68,10 +69,6 @@ def instance(name: str) -> tuple[Graph, dict[str, int]]:
     return Graph.from_arrays(
         data["cost"], data["size"], data["edges"], first_backward=data.get("first_backward")
     ), data["budgets"]
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def tiny_graph(seed: int) -> Graph:

@@ -5,8 +5,6 @@ Valid, few over the forward's end, and lower peaks than one level where the loss
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from remat.core.errors import SolverError
@@ -16,20 +14,7 @@ from remat.core.validate import validate
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.baselines.two_level import Nested
 from remat.tracers.synthetic import chain, transformer
-
-
-def with_a_crowded_loss(graph: Graph) -> Graph:
-    """The graph whose first operator of the backward takes as much workspace as half of what the
-    forward writes.
-    """
-    boundary = graph.num_forward
-    written = sum(
-        graph.values[v].size_bytes for op in graph.operators[:boundary] for v in op.writes
-    )
-    loss = replace(graph.operators[boundary], workspace_bytes=written // 2)
-    return replace(
-        graph, operators=(*graph.operators[:boundary], loss, *graph.operators[boundary + 1 :])
-    )
+from tests.support.graphs import with_a_crowded_loss
 
 
 def lowest_peak(graph: Graph, family: ChenGreedy | Nested) -> int:

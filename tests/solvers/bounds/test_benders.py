@@ -27,7 +27,7 @@ from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.incumbent import Search
 from remat.tracers.synthetic import random_layered
-from tests.solvers.bounds.test_refinement import random_training_graph
+from tests.support.graphs import random_training_graph
 
 GRAPH = random_layered(40, seed=0, is_training=True)
 PEAK = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes

@@ -32,7 +32,7 @@ from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.on_demand import forward_length
 from remat.tracers.synthetic import random_layered
-from tests.solvers.bounds.test_refinement import random_training_graph
+from tests.support.graphs import random_training_graph
 
 GRAPH = random_layered(16, seed=0, is_training=True)
 TIGHT = minimum(GRAPH).peak_bytes

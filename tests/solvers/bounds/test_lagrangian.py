@@ -24,11 +24,8 @@ from remat.solvers.core.accounting import Accounting
 from remat.solvers.core.on_demand import forward_length
 from remat.solvers.lp.min_cut import MinCut
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, unet
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def deadline() -> float:

@@ -5,7 +5,6 @@ Never above the exact optimum, and better than one window where transients bind.
 
 from __future__ import annotations
 
-import random
 import time
 from itertools import pairwise
 
@@ -22,21 +21,7 @@ from remat.solvers.bounds.refinement import MAX_STAGES, Refinement
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import random_layered
-
-
-def random_training_graph(seed: int, least: int = 4, most: int = 9) -> Graph:
-    """A chain forward and back with random skips, sizes and costs: 8 to 18 operators."""
-    rng = random.Random(seed)
-    length = rng.randint(least, most)
-    count = 2 * length
-    edges = {(i - 1, i) for i in range(1, count)} | {(i, count - 1 - i) for i in range(length - 1)}
-    edges |= {(i - 1, count - 1 - i) for i in range(1, length - 1) if rng.random() < 0.5}
-    for _ in range(rng.randint(0, 4)):
-        a = rng.randrange(count - 1)
-        edges.add((a, rng.randrange(a + 1, count)))
-    size = [rng.choice([1, 2, 3, 5, 8, 13]) for _ in range(count)]
-    cost = [rng.choice([1, 2, 5, 9, 20]) for _ in range(count)]
-    return Graph.from_arrays(cost, size, sorted(edges), first_backward=length)
+from tests.support.graphs import random_training_graph
 
 
 def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:

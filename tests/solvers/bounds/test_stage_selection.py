@@ -23,8 +23,7 @@ from remat.solvers.bounds.stage_selection import scout, scout_crowded
 from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.accounting import working_set_bytes
 from remat.tracers.synthetic import chain, random_layered, transformer
-from tests.solvers.baselines.test_nested import with_a_crowded_loss
-from tests.solvers.bounds.test_refinement import random_training_graph
+from tests.support.graphs import random_training_graph, with_a_crowded_loss
 
 GRAPH = random_layered(40, seed=0, is_training=True)
 TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100

@@ -4,7 +4,6 @@ graphs.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 import math
@@ -35,13 +34,11 @@ from remat.tracers.synthetic import (
     two_regions,
 )
 from tests.support.checkout import SHARED
+from tests.support.graphs import keep_all_bytes
+from tests.support.oracles import least_cost
 
 INSTANCES = SHARED / "instances"
 QUICK = FreeOrder(gap=0.0, rounds=1)
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def firsts(steps: Sequence[int]) -> list[int]:
@@ -66,24 +63,14 @@ def tiny_graph(seed: int) -> Graph:
 def best_in_any_order(graph: Graph, budget_bytes: int) -> float | None:
     """Returns the least cost of any schedule within the budget.
 
-    Dijkstra over what was computed and what is in memory.
+    Searches all states: what was computed, and what is in memory.
     """
     forward = frozenset(i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD)
-    start: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-    best, ticket = {start: 0.0}, itertools.count(1)
-    queue = [(0.0, 0, start)]
-    while queue:
-        cost, _, state = heapq.heappop(queue)
-        if cost > best[state]:
-            continue
-        done, memory = state
-        if len(done) == graph.num_operators and set(graph.outputs) <= memory:
-            return cost
-        for following, extra in _moves(graph, budget_bytes, forward, done, memory):
-            if cost + extra < best.get(following, math.inf):
-                best[following] = cost + extra
-                heapq.heappush(queue, (cost + extra, next(ticket), following))
-    return None
+    return least_cost(
+        (frozenset[int](), frozenset[int]()),
+        lambda state: _moves(graph, budget_bytes, forward, *state),
+        lambda state: len(state[0]) == graph.num_operators and set(graph.outputs) <= state[1],
+    )
 
 
 def _moves(

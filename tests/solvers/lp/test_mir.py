@@ -20,7 +20,7 @@ from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.on_demand import forward_length
 from remat.solvers.lp.rounding_cuts import Knapsack, rounded
 from remat.tracers.synthetic import random_layered
-from tests.solvers.bounds.test_refinement import random_training_graph
+from tests.support.graphs import random_training_graph
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
 from remat.solvers.auto.minimum import minimum
@@ -21,18 +20,14 @@ from remat.solvers.persistent.rotor import rotor_steps
 from remat.solvers.persistent.segment_options import find_options
 from remat.solvers.persistent.segmentation import Segmentation
 from remat.tracers.synthetic import FAMILIES, chain, transformer
-from tests.solvers.bounds.test_refinement import random_training_graph
-
-
-def keep_all_peak(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+from tests.support.graphs import keep_all_bytes, random_training_graph
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.2, 0.5, 0.8]))
 def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 8, 20)
-    floor, ceiling = minimum(graph).peak_bytes, keep_all_peak(graph)
+    floor, ceiling = minimum(graph).peak_bytes, keep_all_bytes(graph)
     steps = rotor_steps(graph, int(floor + share * (ceiling - floor)))
     if steps is not None:
         assert not validate(graph, Schedule.from_steps(graph, steps))
@@ -43,7 +38,7 @@ def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
 )
 def test_on_every_family_the_steps_fit(family: str) -> None:
     graph = FAMILIES[family]()
-    budgets = np.linspace(minimum(graph).peak_bytes, keep_all_peak(graph), 3).astype(int).tolist()
+    budgets = np.linspace(minimum(graph).peak_bytes, keep_all_bytes(graph), 3).astype(int).tolist()
     found = {budget: rotor_steps(graph, budget) for budget in budgets}
     for budget, steps in found.items():
         assert (
@@ -54,19 +49,19 @@ def test_on_every_family_the_steps_fit(family: str) -> None:
 
 def test_what_the_forward_computes_for_no_segment_may_need_more_the_first_time() -> None:
     graph = FAMILIES["random_layered_without_phases"]()
-    steps = rotor_steps(graph, (minimum(graph).peak_bytes + keep_all_peak(graph)) // 2)
+    steps = rotor_steps(graph, (minimum(graph).peak_bytes + keep_all_bytes(graph)) // 2)
     assert steps is not None
     assert not validate(graph, Schedule.from_steps(graph, steps))
 
 
 def test_graphs_of_several_regions_are_left_out() -> None:
     graph = FAMILIES["two_regions"]()
-    assert rotor_steps(graph, keep_all_peak(graph)) is None
+    assert rotor_steps(graph, keep_all_bytes(graph)) is None
 
 
 def test_where_everything_fits_nothing_is_computed_again() -> None:
     graph = transformer(6)
-    assert rotor_steps(graph, 2 * keep_all_peak(graph)) == list(range(graph.num_operators))
+    assert rotor_steps(graph, 2 * keep_all_bytes(graph)) == list(range(graph.num_operators))
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
@@ -105,7 +100,7 @@ def test_what_enters_a_segment_is_enough_for_all_that_follows() -> None:
 def test_identical_layers_get_one_set_of_options_each_leaner_way_dearer() -> None:
     graph = transformer(12)
     segments = Segmentation(graph, 48)
-    options = find_options(segments, keep_all_peak(graph))
+    options = find_options(segments, keep_all_bytes(graph))
     single = [options[s, s] for s in range(len(segments.borders))]
     assert len({tuple(way.cost_s for way in ways) for ways in single}) < len(single) / 2
     for ways in options.values():
@@ -114,4 +109,4 @@ def test_identical_layers_get_one_set_of_options_each_leaner_way_dearer() -> Non
 
 def test_stopped_at_once_it_finds_nothing() -> None:
     graph = transformer(6)
-    assert rotor_steps(graph, keep_all_peak(graph), should_stop=lambda: True) is None
+    assert rotor_steps(graph, keep_all_bytes(graph), should_stop=lambda: True) is None

@@ -22,11 +22,8 @@ from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.restarts import Restarts
 from remat.solvers.search.slots import slots_around
 from remat.tracers.synthetic import random_layered, random_step, transformer, two_regions
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def tiny_graph(seed: int) -> Graph:

@@ -34,12 +34,9 @@ from remat.solvers.search.sequence import (
 )
 from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import random_step
+from tests.support.graphs import keep_all_bytes
 
 Move = Callable[[State, np.random.Generator], None]
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def moves_of(local: LocalSearch | OrderSearch, hot: float, count: int = 1) -> Move:

@@ -21,7 +21,7 @@ from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 from remat.solvers.search.repair import repaired, unrolled
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
-from tests.solvers.bounds.test_refinement import random_training_graph
+from tests.support.graphs import random_training_graph
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
