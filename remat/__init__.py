@@ -21,7 +21,8 @@ from .core.validate import Violation, validate
 if TYPE_CHECKING:
     from .face.api import checkpoint, frontier, report, solve, trace, unwrap, wrap
     from .face.sweep import sweep
-    from .fit.fits import Fit, fits
+    from .fit.answer import Fit
+    from .fit.fits import fits
     from .fit.max_batch import Batches, max_batch
     from .look.report import Report
     from .run.measure import Measurement, measure
@@ -36,7 +37,8 @@ _LAZY = {
     **dict.fromkeys(
         ("checkpoint", "frontier", "report", "solve", "trace", "unwrap", "wrap"), "face.api"
     ),
-    **dict.fromkeys(("Fit", "fits"), "fit.fits"),
+    "Fit": "fit.answer",
+    "fits": "fit.fits",
     **dict.fromkeys(("Batches", "max_batch"), "fit.max_batch"),
     **dict.fromkeys(("Measurement", "measure"), "run.measure"),
     "Report": "look.report",

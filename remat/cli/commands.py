@@ -453,7 +453,7 @@ def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
 
     with progress(f"tracing and planning {factory}"):
         made = made_by(factory)
-        from remat.fit.fits import Question
+        from remat.fit.question import Question
 
         with own_step(factory):
             question = Question.of(

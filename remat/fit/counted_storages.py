@@ -1,4 +1,4 @@
-"""Counts the memory that operators take on fake tensors, where nothing is allocated."""
+"""Counts the bytes of storages that operators make on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from remat.tracers.workspace import workspace_bytes
 
 
 class CountStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make, while they live.
+    """Counts the bytes of the storages that operators make and that are alive.
 
     Attributes:
-        rounded_to: sizes are rounded up to multiples of it, as the device's allocator does.
-        workspace_of: the device type whose operators' workspace counts in the peak; none if empty.
-        makes_numbers_up: `tensor.item()` returns some number, which is an error otherwise.
-        held_bytes: of storages that live.
-        peak_bytes: the most that lived at once.
+        rounded_to: sizes are rounded up to its multiples, as the device's allocator does.
+        workspace_of: the device type for which operators' workspace counts in the peak; no
+            workspace counts if empty.
+        makes_numbers_up: `tensor.item()` returns a made-up number; it is an error otherwise.
+        held_bytes: the bytes alive now.
+        peak_bytes: the most bytes alive at once.
     """
 
     def __init__(
@@ -35,22 +36,21 @@ class CountStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.makes_numbers_up:
-            # the value of `step.item()`: only sizes matter
+            # stands for the value of `step.item()`, which sizes do not depend on
             return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
-        if (
-            self.workspace_of and func.namespace != "prim"
-        ):  # a fake tensor's question for its device
+        # `prim` is how a fake tensor asks for its device; it takes no workspace
+        if self.workspace_of and func.namespace != "prim":
             call = Call.made(func, args, kwargs or {}, result)
             peak_bytes = self.held_bytes + workspace_bytes(call, self.workspace_of)
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
         return result
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Leaves out tensors that were there before."""
+        """Does not count the storages of these tensors."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _count(self, tensor: torch.Tensor) -> None:

@@ -1,7 +1,4 @@
-"""What `remat doctor` looks at.
-
-Versions, devices, solvers, the cache, and a tiny problem solved.
-"""
+"""The checks of `remat doctor`: versions, devices, solvers, the cache, a small problem solved."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _BACKENDS = "highspy", "pulp", "numba"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: `is_ok` is None where it is neither good nor bad."""
+    """The result of one check; `is_ok` is None if it only informs."""
 
     name: str
     is_ok: bool | None
@@ -36,7 +33,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Yields the findings one by one; those with `is_ok` False need repair."""
+    """Yields the findings one by one; `is_ok` is False if something has to be repaired."""
     yield Finding("python", None, f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from _torch()
     for name in _BACKENDS:
@@ -93,7 +90,7 @@ def _cache() -> Finding:
         return Finding(
             "cache",
             False,
-            f"{folder} can't be written: {reason.strerror}; measured costs would be lost",
+            f"{folder} can't be written: {reason.strerror}; measured costs are not kept",
         )
     plans = PlanCache(plans_path())
     sizes = [status.st_size for _, status in plans.files()]
@@ -105,7 +102,7 @@ def _cache() -> Finding:
 
 
 def _self_check() -> Finding:
-    # a chain and its way back
+    # a chain of four operators and its backward
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (4, 5), (1, 6), (5, 6), (0, 7), (6, 7)]
     graph = Graph.from_arrays([1.0] * 8, [4] * 8, edges, first_backward=4)
     try:

@@ -1,4 +1,4 @@
-"""What memory holds at the peak of a training step, the optimizer included."""
+"""The memory at the peak of a training step by use, with the optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from remat.fit.optimizer_memory import OptimizerMemory
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held beside the step itself, throughout.
+    """What a training holds in memory beside the step itself.
 
     Attributes:
-        optimizer: its memory.
-        gradient_bytes: of all parameters that are trained.
+        optimizer: the memory of the optimizer.
+        gradient_bytes: the gradients of all trained parameters. They are results of the step and so
+            not part of `total`.
         accumulated_bytes: gradients of earlier micro-batches.
         reserve_bytes: kept free.
     """
@@ -28,21 +29,22 @@ class Held:
 
     @property
     def total(self) -> int:
-        """Bytes of all of it during forward and backward."""
+        """Bytes held beside the step during forward and backward."""
         return self.optimizer.state_bytes + self.accumulated_bytes + self.reserve_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What memory holds at the peak of a step, in bytes; the parts sum to `total`.
+    """Bytes in memory at the peak of a step; the parts sum to `total`.
 
     Attributes:
-        parameters: all of the model's.
+        parameters: the model's parameters.
         buffers_and_inputs: the model's buffers, and the batch.
-        optimizer: the optimizer's state, and what was asked to be kept free.
-        gradients: of parameters, as many as are there at the peak, and those accumulated before.
-        activations: saved for the backward, or computed again for it.
-        temporaries: short-lived results and workspace of operators.
+        optimizer: the optimizer's state, and the reserve.
+        gradients: gradients that the step returns, those computed until the peak; and accumulated
+            ones.
+        activations: values of the forward that are saved or recomputed.
+        temporaries: other values of the forward, intermediate gradients, and operators' workspace.
     """
 
     parameters: int
@@ -54,7 +56,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak in bytes."""
         return (
             self.parameters
             + self.buffers_and_inputs
@@ -66,7 +68,7 @@ class Footprint:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, held: Held) -> Footprint:
-        """Returns what a schedule holds at its peak, with what is held beside the step."""
+        """Returns the memory at a schedule's peak, with what is held beside the step."""
         parts = Composition.of(graph, schedule).at(simulate(graph, schedule).peak_step)
         return cls(
             parameters=parts[Category.PARAMETERS],

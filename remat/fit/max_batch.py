@@ -1,9 +1,9 @@
-"""The largest batch that fits, and the batch that trains the most samples a second.
+"""The largest batch that fits, and the batch with the best predicted throughput.
 
-The least peak of a step is close to affine in its batch, so the largest batch is found by the
-secant method between a batch that fits and one that does not, each traced and planned for real. A
-larger batch spreads the fixed cost of operators over more samples and makes their products more
-efficient; recomputation takes that back at some point.
+The least peak of a step is nearly affine in the batch size, so the largest batch is found by the
+secant method. Each batch on the way is traced and its least peak is searched for. A larger batch
+spreads the fixed cost of operators over more samples and makes matrix products more efficient; at
+some point recomputation costs more than that saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from remat.core.budget import Budget, format_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.core.units import Scale
-from remat.fit.fits import Fit, Question, keep_all_bytes
+from remat.fit.answer import Fit
+from remat.fit.question import Question, keep_all_bytes
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import FakeTensorMode
 
@@ -29,23 +30,23 @@ MakeArgs = Callable[[int], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class BatchFit:
-    """A batch, and how its step fits."""
+    """A batch size, and how its step fits."""
 
     batch: int
     fit: Fit
 
     @property
     def samples_per_s(self) -> float:
-        """Samples that forward and backward take in a second, at the cost model's word."""
+        """Samples per second of forward and backward, by the cost model."""
         return self.batch / self.fit.step_s
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches that were planned, in ascending order: print them, or read the fields.
+    """The batches that were planned, in ascending order; print them, or read the fields.
 
     Attributes:
-        rows: each batch with its plan; the first one keeps everything where any can.
+        rows: each batch with its plan; the first one keeps everything if any batch can.
     """
 
     rows: tuple[BatchFit, ...]
@@ -112,29 +113,28 @@ def max_batch(
     points: int = 5,
     **options: Any,
 ) -> Batches:
-    """Returns the largest batch that fits the budget, and others up to it with their predicted
-    throughput.
+    """Returns the largest batch that fits, and smaller ones, with their predicted throughput.
 
     Args:
         model: any module, or a step function; as for `fits`, it may be on the meta device.
-        make_args: batch -> the tuple of the model's inputs; called under fake tensors, so it
+        make_args: batch size -> tuple of the model's inputs; called under fake tensors, so it
             allocates nothing.
-        budget: what the step may hold; all of the device's memory by default.
-        limit: the largest batch to think about.
-        points: how many batches are planned, from the largest that needs no recomputation to the
-            largest that fits.
+        budget: the memory that may be used; all of the device's by default.
+        limit: the largest batch to try.
+        points: how many batches are planned at most, from the largest that needs no recomputation
+            to the largest that fits.
         **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`,
-            `time_limit_s` for each plan, ...
+            `time_limit_s` per batch, ...
 
     Raises:
-        ValueError: a budget that is a percentage, an unknown device or optimizer.
+        ValueError: a budget that is a percentage, a limit below 1, an unknown device or optimizer.
         BudgetError: not even one sample fits.
         TraceError: the step can't be captured as one graph.
     """
     if isinstance(budget, str) and "%" in budget:
         raise ValueError(
-            f"budget {budget!r} is a percentage, and every batch would have another; write it "
-            "in bytes"
+            f"budget {budget!r} is a percentage, which would be another budget for every batch; "
+            "write it in bytes"
         )
     if limit < 1 or points < 1:
         raise ValueError(f"limit={limit} and points={points} must be at least 1")
@@ -152,7 +152,7 @@ def max_batch(
 
 @dataclass
 class _Search:
-    """Traces each batch once."""
+    """The graphs and least peaks of batches; each is found once."""
 
     question: Question
     make_args: MakeArgs
@@ -191,7 +191,7 @@ class _Search:
 def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> int:
     """Returns the largest batch up to `limit` whose bytes are within the budget, 0 if none.
 
-    Secants, halving where they stall.
+    Takes secant steps, and halves the interval if these are slow.
     """
     low, high, batch = 0, limit + 1, 1
     known: list[tuple[int, int]] = []
@@ -207,7 +207,7 @@ def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> i
 
 
 def _secant(known: list[tuple[int, int]], budget_bytes: int) -> int:
-    """The batch at which the line through the last two sizes meets the budget."""
+    """Returns the batch at which the line through the last two sizes meets the budget."""
     if len(known) < 2:
         return 2 * known[-1][0]
     (a, size_a), (b, size_b) = sorted(known[-2:])
@@ -217,7 +217,7 @@ def _secant(known: list[tuple[int, int]], budget_bytes: int) -> int:
 
 
 def _between(first: int, last: int, points: int) -> list[int]:
-    """Batches in a geometric row, ends included."""
+    """Returns at most `points` batches in a geometric sequence, both ends included."""
     if points == 1:
         return [last]
     return sorted({round(first * (last / first) ** (i / (points - 1))) for i in range(points)})

@@ -1,10 +1,8 @@
-"""What an optimizer holds.
+"""The memory of an optimizer's state and step, measured on fake tensors.
 
-Its state, and the temporaries of its step, measured without allocating anything.
-
-The optimizer really runs, on fake tensors with the shapes and types of the parameters, while
-every storage it makes is counted. So any optimizer that is a `torch.optim.Optimizer` can be asked,
-those of other libraries too.
+The optimizer runs two steps on fake tensors with the shapes and types of the parameters, and every
+storage that it makes is counted. This works for any `torch.optim.Optimizer`, also from other
+libraries.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """Bytes that an optimizer takes.
+    """The memory of an optimizer.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         state_bytes: held between steps.
-        step_bytes: held on top while it steps.
+        step_bytes: held in addition during a step.
     """
 
     name: str
@@ -42,20 +40,20 @@ class OptimizerMemory:
 def optimizer_memory(
     optimizer: str | MakeOptimizer, parameters: Iterable[nn.Parameter], *, device_type: str = "cpu"
 ) -> OptimizerMemory:
-    """Returns what an optimizer of these parameters holds from its first step on.
+    """Returns the memory of an optimizer of these parameters from its first step on.
 
     Args:
-        optimizer: one of `OPTIMIZERS`, or what makes one of parameters: a class, or `lambda ps:
-            SGD(ps, momentum=0.9)`.
+        optimizer: one of `OPTIMIZERS`, or a class or function that makes an optimizer, such as
+            `lambda ps: SGD(ps, momentum=0.9)`.
         parameters: real, fake or meta; those without `requires_grad` are left out.
-        device_type: where it will run; on `cuda` torch's optimizers take all parameters at a time
-            (`foreach`), which is quicker and holds more.
+        device_type: where it will run; on `cuda` torch's optimizers update all parameters at once
+            (`foreach`), which is faster and holds more.
 
     Raises:
         ValueError: there is no optimizer of this name.
-        TypeError: it makes no optimizer, or none that can run on fake tensors.
+        TypeError: the result is not an optimizer, or can't step on fake tensors.
 
-    Two of each parameter, and a count:
+    AdamW has two states per parameter, and a count of steps:
 
     >>> optimizer_memory("adamw", [nn.Parameter(torch.zeros(1000))]).state_bytes
     8004
@@ -80,9 +78,10 @@ def optimizer_memory(
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Returns the bytes that an optimizer that is there holds, or will hold after its first step.
+    """Returns the bytes that an optimizer's state has from its first step on.
 
-    Wrappers of other libraries (`accelerate`, Lightning) are looked through.
+    They are measured on a new optimizer of the same class and defaults. Wrappers of other libraries
+    (`accelerate`, Lightning) are removed first.
     """
     while not type(optimizer).__module__.startswith("torch.optim") and isinstance(
         getattr(optimizer, "optimizer", None), Optimizer
@@ -95,10 +94,10 @@ def state_bytes_of(optimizer: Optimizer) -> int:
 
 
 def bytes_to_keep_free(optimizer: Optimizer, *, of_card: bool) -> int:
-    """Returns the reserve for an optimizer's state.
+    """Returns the bytes to reserve for an optimizer's state.
 
-    All of it in a budget that was given. In what a GPU has left (`of_card`) only what is still to
-    come: state that is there already, as in a training that is resumed, takes part of the GPU.
+    In a given budget, this is all of its state. In the memory that a GPU has left (`of_card`), only
+    the state that does not exist yet: a resumed training has its state on the GPU already.
     """
     to_come = state_bytes_of(optimizer)
     if not of_card:
@@ -126,17 +125,12 @@ def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
 def _made(make: MakeOptimizer, trained: Sequence[nn.Parameter], name: str) -> Optimizer:
     made = make(trained)
     if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"{name} made a {type(made).__name__}, and a torch.optim.Optimizer is needed"
-        )
+        raise TypeError(f"{name} made a {type(made).__name__}; a torch.optim.Optimizer is needed")
     return made
 
 
 def _take_all_at_once(optimizer: Optimizer, *, is_cuda: bool) -> None:
-    """Chooses as torch does on the device.
-
-    `foreach` on CUDA where neither it nor `fused` was asked for or refused.
-    """
+    """Sets `foreach` as torch does: True on CUDA unless `foreach` or `fused` is set."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = is_cuda
@@ -147,17 +141,13 @@ def _step(optimizer: Optimizer, name: str) -> None:
         optimizer.step()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise TypeError(
-            f"{name} can't step on fake tensors, where its memory is measured ({error}); give "
-            "its bytes as reserve_bytes, "
-            'and optimizer="none"'
+            f"{name} can't step on fake tensors, so its memory can't be measured ({error}); pass "
+            'optimizer="none" and its bytes as reserve_bytes'
         ) from error
 
 
 class _States(Optimizer):
-    """An optimizer of another library as far as memory goes.
-
-    The state it keeps of each parameter, nothing else.
-    """
+    """Stands for an optimizer of another library: makes its state, and does nothing else."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], states_of: Callable[[nn.Parameter], Any]
@@ -166,7 +156,7 @@ class _States(Optimizer):
         self.states_of = states_of
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes the state of each parameter at its first step."""
+        """Makes the state of each parameter in the first step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state[parameter]:
@@ -174,9 +164,9 @@ class _States(Optimizer):
 
 
 def _eight_bit(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """Two states of a byte an element with a 32-bit scale a block of 256.
+    """Returns two states with one byte per element and a 32-bit scale per block of 256.
 
-    Small parameters keep 32 bits.
+    Parameters with fewer than 4096 elements have 32-bit states.
 
     Source: bitsandbytes 0.45, optim/optimizer.py: `Optimizer2State.init_state`,
     `min_8bit_size=4096`, `blocksize=256`.
@@ -204,6 +194,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adafactor": torch.optim.Adafactor,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    # one momentum; Chen et al. (2023)
+    # one momentum per parameter; Chen et al. (2023)
     "lion": lambda parameters: _States(parameters, lambda p: [torch.empty_like(p)]),
 }

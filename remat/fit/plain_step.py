@@ -1,8 +1,8 @@
-"""What plain PyTorch holds in a training step, found without allocating anything.
+"""The peak of a training step in plain PyTorch, measured on fake tensors.
 
-The module runs as it is, forward and backward, on fake tensors whose storages are counted while
-they live. It is more than keeping everything in a captured step: there, what computes nothing is
-gone, such as masks of dropout as floats, copies, and tensors that Python holds longer than needed.
+The unchanged module runs forward and backward on fake tensors, and the storages alive are counted.
+The result is usually more than the peak of keeping everything in the captured step, which leaves
+out copies, dropout masks as floats, and tensors that Python holds longer than needed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def plain_peak_bytes(
     traced_on: str,
     device_type: str,
 ) -> int | None:
-    """Returns what forward and backward of the plain module hold beside what is there before.
+    """Returns the peak of forward and backward, without parameters, buffers and inputs.
 
-    None where the module can't run without data; the log says why.
+    None if the module can't run without data; the log says why.
 
     Args:
         model: any module.
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
-        traced_on: where the fake tensors are.
-        device_type: the device to count for, whose allocator rounds; with dropout's fused kernel
-            on `cuda`.
+        traced_on: the device type of the fake tensors.
+        device_type: the device type to count for; on `cuda` sizes are rounded as by its allocator,
+            and dropout is its fused kernel.
     """
     is_cuda = device_type == "cuda"
     counted = CountStorages(CUDA_GRANULARITY_BYTES if is_cuda else 1, workspace_of=device_type)
@@ -55,7 +55,7 @@ def plain_peak_bytes(
             with counted, as_on_device:
                 _step(model, fake_args, fake_kwargs)
     except RuntimeError as error:
-        _LOG.info("what plain PyTorch holds can't be found without data: %s", error)
+        _LOG.info("the peak of plain PyTorch is unknown, as the step needs data: %s", error)
         return None
     return counted.peak_bytes
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import remat
 from remat.cli.commands import app
-from remat.fit.fits import Question
 from remat.fit.max_batch import _largest
 from remat.fit.optimizer_memory import OPTIMIZERS, optimizer_memory
+from remat.fit.question import Question
 
 WIDTH = 64
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import remat
 from remat.cli.commands import app
-from remat.fit.fits import Question
+from remat.fit.question import Question
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),

@@ -1,0 +1,198 @@
+"""A model, a device, an optimizer and a budget: whether a step fits, and its plan.
+
+The step is traced on fake tensors and planned for the device's memory. The optimizer counts in two
+ways: its state is held during the whole step, and its own step has a peak, after the activations
+are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.core.budget import Budget, parse_budget
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.face.step_function import as_step
+from remat.face.tracing import trace_for
+from remat.fit.answer import Fit
+from remat.fit.footprint import Held
+from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
+from remat.fit.plain_step import plain_peak_bytes
+from remat.solvers import Solver, make_solver
+from remat.solvers.auto.minimum import Minimum, minimum
+from remat.solvers.auto.reuse import Shared
+from remat.solvers.auto.solver import Auto
+from remat.tracers.devices import Device, device_at_hand
+from remat.tracers.devices import device as device_named
+from remat.tracers.retarget import as_on, traced_on
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a device, an optimizer, a budget, and how a step is planned.
+
+    Attributes:
+        model: any module; a step function is wrapped in one.
+        device: what to plan for.
+        budget: the memory that may be used; None for all of the device's.
+        optimizer: the memory of the optimizer.
+        reserve_bytes: kept free.
+        is_accumulating: whether gradients of earlier micro-batches are held during the step.
+        autocast: the type of `torch.autocast` that the step runs under; None without it.
+        solver: a name or a solver.
+        time_limit_s: how long the search for the least peak may take, and how long a solver that
+            is given by name.
+    """
+
+    model: nn.Module
+    device: Device
+    budget: Budget | None
+    optimizer: OptimizerMemory
+    reserve_bytes: int
+    is_accumulating: bool
+    autocast: torch.dtype | None
+    solver: str | Solver
+    time_limit_s: float
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable[..., Any],
+        *,
+        device: str = "",
+        budget: Budget | None = None,
+        optimizer: str | MakeOptimizer = "adamw",
+        reserve_bytes: int = 0,
+        is_accumulating: bool = False,
+        autocast: torch.dtype | None = None,
+        solver: str | Solver = "auto",
+        time_limit_s: float = 20.0,
+    ) -> Question:
+        """Returns the question for arguments of `fits`, which describes them."""
+        step = as_step(model)
+        if reserve_bytes < 0:
+            raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
+        target = device_named(device) if device else device_at_hand()
+        memory = optimizer_memory(optimizer, step.parameters(), device_type=target.type)
+        return cls(
+            step,
+            target,
+            budget,
+            memory,
+            reserve_bytes,
+            is_accumulating,
+            autocast,
+            solver,
+            time_limit_s,
+        )
+
+    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+        """Returns the graph of the step as the device would run it."""
+        return trace_for(
+            self.device, self.model, args, kwargs, costs="roofline", autocast=self.autocast
+        )
+
+    def plain_bytes(
+        self, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> int | None:
+        """Returns the peak of the step in plain PyTorch, with what is held beside it."""
+        with as_on(self.device.type, autocast=self.autocast):
+            step_bytes = plain_peak_bytes(
+                self.model,
+                args,
+                kwargs,
+                traced_on=traced_on(self.device.type),
+                device_type=self.device.type,
+            )
+        if step_bytes is None:
+            return None
+        return graph.resident_bytes + step_bytes + self.held.total
+
+    @cached_property
+    def held(self) -> Held:
+        """What is in memory beside the step."""
+        gradient_bytes = sum(
+            p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
+        )
+        return Held(
+            self.optimizer,
+            gradient_bytes,
+            gradient_bytes if self.is_accumulating else 0,
+            self.reserve_bytes,
+        )
+
+    def budget_bytes(self, graph: Graph) -> int:
+        """Returns the budget, with what is held beside the step.
+
+        A percentage refers to the peak of keeping everything in `graph`, plus what is held.
+        """
+        if self.budget is None:
+            return self.device.memory_bytes
+        return parse_budget(self.budget, keep_all_bytes=keep_all_bytes(graph) + self.held.total)
+
+    def optimizer_step_bytes(self, graph: Graph) -> int:
+        """Returns the peak while the optimizer steps, after the activations are freed."""
+        return (
+            graph.resident_bytes
+            + self.held.gradient_bytes
+            + self.optimizer.state_bytes
+            + self.optimizer.step_bytes
+            + self.reserve_bytes
+        )
+
+    def answer(self, graph: Graph) -> Fit:
+        """Returns whether the step of `graph` fits, and its plan."""
+        budget_bytes, after = self.budget_bytes(graph), self.optimizer_step_bytes(graph)
+        least = minimum(graph, time_limit_s=self.time_limit_s)
+        bound_bytes = max(least.lower_bound_bytes + self.held.total, after)
+        solution = (
+            self._solve(graph, budget_bytes - self.held.total, least)
+            if bound_bytes <= budget_bytes
+            else None
+        )
+        is_solved = solution is not None and solution.is_solved
+        peak_bytes = (
+            min(least.peak_bytes, solution.peak_bytes)
+            if solution is not None and is_solved
+            else least.peak_bytes
+        )
+        return Fit(
+            model=type(self.model).__name__,
+            device=self.device.name,
+            budget_bytes=budget_bytes,
+            graph=graph,
+            held=self.held,
+            solution=solution if is_solved else None,
+            optimizer_step_bytes=after,
+            minimum_bytes=max(peak_bytes + self.held.total, after),
+            bound_bytes=bound_bytes
+            if solution is None or solution.status is not Status.INFEASIBLE
+            else max(bound_bytes, budget_bytes + 1),
+        )
+
+    def _solve(self, graph: Graph, budget_bytes: int, least: Minimum) -> Solution:
+        method = (
+            make_solver(self.solver, time_limit_s=self.time_limit_s)
+            if isinstance(self.solver, str)
+            else self.solver
+        )
+        if isinstance(method, Auto):
+            return method.improve(
+                graph,
+                budget_bytes=budget_bytes,
+                known_steps=[least.steps],
+                shared=Shared(graph, least),
+            )
+        return method.solve(graph, budget_bytes=budget_bytes)
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    """Returns the peak of keeping everything."""
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
