@@ -100,7 +100,7 @@ def test_the_four_ends_have_their_own_exit_status(run: Run, plain: Path) -> None
         )
 
 
-def test_a_table_for_a_person(run: Run, plain: Path) -> None:
+def test_a_solution_is_printed_as_a_table(run: Run, plain: Path) -> None:
     result = run("solve", plain, "--budget", "14", "--solver", "chen-sqrt")
     assert result.exit_code == 0
     for word in ("feasible", "budget", "peak", "overhead", "gap", "recompute", "ChenSqrt"):
@@ -165,7 +165,7 @@ def test_a_missing_option_is_a_usage_error(run: Run, plain: Path) -> None:
     assert "--budget" in result.stderr
 
 
-def test_frontier_table_json_and_file(run: Run, plain: Path) -> None:
+def test_a_frontier_is_printed_and_saved(run: Run, plain: Path) -> None:
     options = ["--points", "6", "--solver", "chen-greedy"]
     table = run("frontier", plain, *options, "--output", "frontier.json")
     assert table.exit_code == 0, table.stderr
@@ -426,7 +426,7 @@ def test_trace_refuses_what_it_cant_find(run: Run, factory: str) -> None:
     assert_refused(run("trace", factory))
 
 
-def test_doctor_finds_this_machine_well(run: Run) -> None:
+def test_doctor_finds_nothing_wrong_here(run: Run) -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.stdout
     for word in ("torch", "highspy", "cache", "self-check"):
@@ -434,7 +434,7 @@ def test_doctor_finds_this_machine_well(run: Run) -> None:
     assert "BAD" not in result.stdout
 
 
-def test_doctor_ends_with_1_where_something_needs_mending(
+def test_doctor_ends_with_1_where_something_is_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -445,7 +445,7 @@ def test_doctor_ends_with_1_where_something_needs_mending(
     assert "can't be written" in result.stdout
 
 
-def test_help_teaches_by_example(run: Run) -> None:
+def test_help_has_an_example_of_every_command(run: Run) -> None:
     assert run("--help").exit_code == 0
     for command in ("demo", "trace", "solve", "frontier", "plot", "bench"):
         result = run(command, "--help")
@@ -453,7 +453,7 @@ def test_help_teaches_by_example(run: Run) -> None:
         assert f"remat {command} " in result.stdout, command
 
 
-def test_version(run: Run) -> None:
+def test_the_version_is_printed(run: Run) -> None:
     assert run("--version").stdout.strip() == "remat 0.1.0"
 
 

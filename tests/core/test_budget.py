@@ -26,7 +26,7 @@ from remat.core.units import Scale, Units
         ("120%", 1200),
     ],
 )
-def test_every_way_of_writing_a_budget(budget: int | str, size_bytes: int) -> None:
+def test_every_way_of_writing_a_budget_is_read(budget: int | str, size_bytes: int) -> None:
     assert parse_budget(budget, keep_all_bytes=1000) == size_bytes
 
 
@@ -72,11 +72,11 @@ def test_a_percentage_needs_something_to_be_a_part_of() -> None:
         (-2048, "-2 KiB"),
     ],
 )
-def test_bytes_for_the_eye(size_bytes: int, text: str) -> None:
+def test_bytes_are_printed_in_the_unit_that_reads_best(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
-def test_bytes_both_ways() -> None:
+def test_bytes_are_printed_in_a_unit_and_to_the_byte() -> None:
     assert describe_bytes(2**30) == "1 GiB (1,073,741,824 bytes)"
 
 

@@ -162,7 +162,7 @@ def test_brute_force_is_the_best_of_all_sequences(graph: Graph) -> None:
     assert brute_force(graph, min(found) - 1) is None
 
 
-def test_brute_force_on_a_chain_known_by_hand() -> None:
+def test_brute_force_finds_the_costs_of_a_chain_known_by_hand() -> None:
     graph = chain(3)  # 0 1 2 loss 4 5 6; keep-all holds 0, 1, 2, the loss and a gradient
     assert minimum_bytes(graph) == 4
     assert brute_force(graph, 5) == graph.cost_s

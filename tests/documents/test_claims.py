@@ -238,7 +238,7 @@ SECTIONS: list[Callable[[dict[str, Any]], Claims]] = [
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_the_text_says_what_the_result_file_says(
+def test_a_sentence_says_what_its_result_file_says(
     section: Callable[[dict[str, Any]], Claims],
 ) -> None:
     record = json.loads((RESULTS / f"{section.__name__}.json").read_text())

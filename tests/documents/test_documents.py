@@ -89,7 +89,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
 @pytest.mark.usefixtures("quick")
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # lightning 2.6
-def test_block_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_code_runs(
+    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a module of its own, as a script is: step functions reach models by its globals."""
     module = types.ModuleType(f"block_{re.sub(r'[^a-z0-9]', '_', name.lower())}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -117,7 +119,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", _commands())
 @pytest.mark.usefixtures("quick")
-def test_command_runs(
+def test_every_command_runs(
     command: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)

@@ -181,12 +181,12 @@ def test_free_order_and_heuristics_are_never_compared() -> None:
     assert best_published(INSTANCE, "none").system == ""
 
 
-def test_rows_that_took_no_time_that_counts_have_a_mean() -> None:
+def test_rows_that_took_no_measurable_time_have_a_mean() -> None:
     """A baseline of a tiny graph was rounded to 0.000 s, and the table failed."""
     assert mean_seconds([{"seconds": 0.0}, {"seconds": 1.0}]) == pytest.approx(1e-3**0.5)
 
 
-def test_geometric_mean() -> None:
+def test_the_mean_is_the_geometric_one() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 

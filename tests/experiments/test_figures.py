@@ -16,7 +16,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import transformer
 
 
-def test_the_lectures_counts() -> None:
+def test_the_lectures_chain_has_the_lectures_counts() -> None:
     counted = {row["name"]: (row["matrices"], row["products"]) for row in by_hand(chain())}
     assert counted == {
         "everything kept": (11, 30),
@@ -73,7 +73,7 @@ def test_the_leanest_schedule_of_a_heuristic_needs_least() -> None:
         assert not other.is_solved or other.peak_bytes >= 0.99 * best.peak_bytes
 
 
-def test_exponents_of_known_growth() -> None:
+def test_known_growth_has_its_exponent() -> None:
     powers = {
         "no optimization": 1.0,
         "in place": 1.0,

@@ -41,7 +41,7 @@ def test_a_rehearsal_writes_facts_and_no_errors(
     assert "remat least" in capsys.readouterr().out
 
 
-def test_what_fails_is_a_fact_and_the_next_section_runs(
+def test_a_failure_is_written_down_and_the_next_section_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: measuring.Facts) -> None:

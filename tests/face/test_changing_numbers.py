@@ -190,7 +190,7 @@ def test_a_number_that_changes_costs_one_more_plan(make: type[Net], steps_of: St
     assert counts[-1] == counts[1] <= 2, counts
 
 
-def test_numbers_in_containers_of_the_arguments() -> None:
+def test_numbers_in_containers_cost_one_more_plan() -> None:
     plain = Wrapped()
     model = planned(copy.deepcopy(plain))
 
@@ -211,7 +211,7 @@ def test_no_schedule_is_solved_twice_where_a_number_became_an_input() -> None:
     assert first.solution is second.solution
 
 
-def test_one_that_held_gradients_knows_what_changed_before() -> None:
+def test_a_plan_beside_gradients_knows_which_number_changed() -> None:
     plain = Argument()
     model = remat.checkpoint(copy.deepcopy(plain), "200%", costs="flops", plan_cache=False)
 
@@ -260,7 +260,7 @@ class Exponential(Net):
 
 
 @pytest.mark.parametrize("make", [Rows, RowsOfFloat, RowsAfterCut, Loop, DropoutShare, Exponential])
-def test_what_can_be_no_input_is_right_and_said_after_the_third_plan(
+def test_a_number_that_can_be_no_input_is_right_and_reported_at_the_third_plan(
     make: type[Net], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = make()
@@ -295,7 +295,7 @@ def test_a_branch_on_a_number_has_a_plan_for_each_side() -> None:
     assert plans_of(model) <= 4
 
 
-def test_a_third_length_is_said_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_third_length_is_reported_with_advice(caplog: pytest.LogCaptureFixture) -> None:
     model = planned(Argument())
 
     with caplog.at_level(logging.WARNING, "remat"):
@@ -307,7 +307,9 @@ def test_a_third_length_is_said_with_what_to_do(caplog: pytest.LogCaptureFixture
     assert "mark_dynamic" in message
 
 
-def test_numbers_that_do_not_change_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_of_numbers_that_do_not_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = planned(Counter())
 
     with caplog.at_level(logging.WARNING, "remat"):
@@ -318,7 +320,7 @@ def test_numbers_that_do_not_change_say_nothing(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -0.0, 1e100, 2**30, True])
-def test_odd_numbers(value: Any) -> None:
+def test_infinite_and_other_special_numbers_are_computed_with_as_they_are(value: Any) -> None:
     plain = Argument()
     plain.forward = plain.scaled  # type: ignore[method-assign, assignment]
     model = planned(_with_forward(Argument(), "scaled", plain))

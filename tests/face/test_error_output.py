@@ -33,7 +33,7 @@ model(torch.randn(4, 9))
 LINE_OF_THE_MODEL = 1 + SCRIPT.splitlines().index("        return self.layers(x).sum()")
 
 
-def test_a_wrong_input_shape_is_told_in_a_few_lines_and_with_the_line_of_the_model(
+def test_a_wrong_input_shape_is_reported_in_a_few_lines_with_the_line_of_the_model(
     tmp_path: Path,
 ) -> None:
     """Torch logged 370 lines before it, and the traceback had 60 frames of its inside."""

@@ -68,7 +68,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("make", [mlp, Own], ids=["of torch", "own"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_plan_stays(
+def test_a_plan_stays_when_the_module_is_compiled(
     way: str, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, model, x = make(), make(), torch.randn(64, 32)
@@ -144,7 +144,7 @@ def test_a_plan_replaces_an_own_compilation_and_says_so(caplog: pytest.LogCaptur
     assert remat.report(model).recomputed
 
 
-def test_other_modules_are_compiled_as_ever() -> None:
+def test_modules_without_a_plan_are_compiled_as_before() -> None:
     plan(mlp())  # from here on planned modules are told apart
     graphs: list[torch.fx.GraphModule] = []
 

@@ -71,7 +71,7 @@ def test_times_measured_with_other_flags_of_cudnn_are_others(
         assert devices.cuda_settings() != before
 
 
-def test_the_memory_of_a_card_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_slice_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of a card (MIG) has its name, and less memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")

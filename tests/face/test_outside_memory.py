@@ -198,7 +198,7 @@ def test_the_plan_knows_when_the_loss_is_computed() -> None:
 
 
 @pytest.mark.parametrize("step", [loss_outside, several_calls])
-def test_what_would_be_needed_is_said(step: Step) -> None:
+def test_the_error_says_what_would_be_needed(step: Step) -> None:
     model, x = net(), batch()
     least = remat.minimum(remat.trace(model, (x,), costs="flops"), time_limit_s=2.0).peak_bytes
     planned(model, least + 1000)
@@ -329,7 +329,7 @@ def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("loss_bytes", [0, 500])
-def test_on_cuda_the_allocator_is_read(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1000 bytes are there before; the forward saves 100, and the backward holds 300 more."""
     allocator = Allocator(allocated=1000).install(monkeypatch)
     owner = Allocator()
@@ -468,7 +468,7 @@ def test_a_model_that_dies_leaves_nothing() -> None:
     assert not is_watched()
 
 
-def test_other_backwards_run_as_ever() -> None:
+def test_other_backwards_run_as_before() -> None:
     """Of another model, in another thread, by `grad`, and one that never meets the module again."""
     model, x, other = planned(net(), 1 << 30), batch(), nn.Linear(WIDTH, 1)
     loss = loss_outside(model, x)

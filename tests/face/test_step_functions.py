@@ -244,7 +244,7 @@ def _named(result: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
-def test_trains_as_the_plain_function(make: Callable[[], Setting]) -> None:
+def test_a_planned_function_trains_as_the_plain_one(make: Callable[[], Setting]) -> None:
     assert_same(after_training(make, keeping_nothing), after_training(make, plain))
 
 
@@ -305,7 +305,7 @@ def test_gradients_that_are_held_count() -> None:
     assert remat.report(planned).solution.budget_bytes == (1 << 30) - held
 
 
-def test_it_is_the_function_to_look_at() -> None:
+def test_a_planned_function_keeps_its_signature_and_name() -> None:
     def step(x: torch.Tensor, *, weight: float = 2.0) -> torch.Tensor:
         """The loss."""
         return model(x).mean() * weight  # type: ignore[no-any-return]
@@ -350,7 +350,7 @@ def test_a_method_of_a_class_is_planned_for_each_object() -> None:
     assert first.lists[0].weight.grad is not None and second.lists[0].weight.grad is not None
 
 
-def test_a_graph_and_a_plan_of_a_function() -> None:
+def test_a_function_can_be_traced_solved_and_fitted() -> None:
     setting = closure()
     (step,), (args,) = setting.steps, setting.args
     graph = remat.trace(step, args, costs="flops")
@@ -375,7 +375,7 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(size, WIDTH), torch.empty(size, dtype=torch.long)
 
 
-def test_what_is_no_step() -> None:
+def test_what_is_no_step_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="or a function is needed, and str was given"):
         remat.checkpoint("gpt2", "1GiB")  # type: ignore[type-var]
@@ -394,7 +394,7 @@ MODEL = nn.Linear(2, 2)
 HELD: dict[str, Any] = {"models": [MODEL], "data": list(range(5000))}
 
 
-def test_what_a_function_reaches() -> None:
+def test_a_function_reaches_what_its_code_names() -> None:
     """Closures, defaults, globals and attributes that its code names; nothing that it does not."""
     other, unused = nn.Linear(2, 2), nn.Linear(2, 2)
     holder = SimpleNamespace(inner=SimpleNamespace(part=other), unused=unused)

@@ -132,7 +132,7 @@ class Pictures(nn.Sequential):
     ],
     ids=["transformer", "pictures", "mlp"],
 )
-def test_both_are_named_what_plain_pytorch_holds_and_what_keeping_everything_does(
+def test_what_plain_pytorch_holds_and_what_keeping_everything_does_have_two_names(
     model: nn.Module, x: torch.Tensor
 ) -> None:
     """A user took "keeping everything" for what plain PyTorch holds, which was 7 % more."""
@@ -318,7 +318,7 @@ def test_the_largest_batch_is_found_in_few_probes(
     assert len(probes) <= 14 and len(set(probes)) == len(probes)
 
 
-def test_largest_and_best_batch() -> None:
+def test_the_largest_batch_fits_and_four_times_it_does_not() -> None:
     found = remat.max_batch(
         Net(depth=1), batch_of, "2MiB", device="T4", optimizer="sgd", points=2, time_limit_s=0.5
     )
@@ -340,7 +340,7 @@ def test_largest_and_best_batch() -> None:
     assert json.loads(json.dumps(found.record()))["largest"] == found.largest
 
 
-def test_not_even_one_sample() -> None:
+def test_a_sample_that_does_not_fit_alone_is_an_error() -> None:
     with pytest.raises(remat.BudgetError, match="does not fit") as caught:
         remat.max_batch(Net(), batch_of, "100KiB", device="T4")
     assert caught.value.minimum_bytes > 100 << 10

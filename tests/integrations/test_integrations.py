@@ -75,7 +75,7 @@ def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, 
     return watch, model
 
 
-def test_trainer(tmp_path: Path) -> None:
+def test_the_trainer_trains_as_without_a_plan(tmp_path: Path) -> None:
     options = {"bf16": True, "gradient_accumulation_steps": 2}
     plain, plain_model = with_trainer(tmp_path, **options)
     watch, model = with_trainer(tmp_path, TrainerPlan("90%", costs="flops", gap=0.2), **options)
@@ -276,7 +276,7 @@ def with_lightning(
     return module
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning_trains_as_without_a_plan(tmp_path: Path) -> None:
     plain = with_lightning(tmp_path)
     module = with_lightning(tmp_path, LightningPlan("85%", module="model", costs="flops", gap=0.2))
     assert module.losses == plain.losses and len(set(module.losses)) == 4
@@ -313,7 +313,7 @@ def test_lightning_names_the_modules_there_are(tmp_path: Path) -> None:
         with_lightning(tmp_path, LightningPlan("80%", module="net"))
 
 
-def test_the_state_of_an_optimizer_that_is_there() -> None:
+def test_the_state_of_an_existing_optimizer_is_counted() -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.AdamW([{"params": model.weight, "lr": 0.1}, {"params": model.bias}])  # type: ignore[arg-type]
     assert state_bytes_of(optimizer) == 2 * (440) + 8

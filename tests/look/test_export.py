@@ -70,7 +70,7 @@ def test_a_snapshot_replays_to_the_predicted_peak(graph: Graph, schedule: Schedu
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_replays(family: str) -> None:
+def test_every_family_replays_to_the_simulated_peak(family: str) -> None:
     graph = FAMILIES[family]()
     keep_all = Schedule.keep_all(graph)
     peak, live = replayed(memory_snapshot(graph, keep_all))

@@ -1,4 +1,4 @@
-"""What is told while work goes on: on a terminal, where output is redirected, and in the log."""
+"""What is shown while work goes on: on a terminal, where output is redirected, and in the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tells at once, and often."""
+    """Stages are shown at once, and often."""
     monkeypatch.setattr(status_line, "FIRST_S", 0.0)
     monkeypatch.setattr(status_line, "_BETWEEN_LINES_S", 0.02)
     monkeypatch.setattr(stages, "_BETWEEN_LOOKS_S", 0.01)
@@ -71,7 +71,7 @@ def test_where_it_is_redirected_there_are_lines_of_the_innermost_stage(
     assert "\x1b" not in file.getvalue()
 
 
-def test_what_takes_no_second_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_less_than_a_second_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with stage("planning"):
@@ -82,7 +82,7 @@ def test_what_takes_no_second_is_not_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("variable", [("RANK", "1"), ("REMAT_PROGRESS", "0")])
-def test_other_ranks_and_who_asks_for_it_are_told_nothing(
+def test_other_ranks_and_those_who_turn_it_off_are_shown_nothing(
     variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
@@ -95,7 +95,7 @@ def test_other_ranks_and_who_asks_for_it_are_told_nothing(
 
 
 @pytest.mark.usefixtures("quick")
-def test_without_a_stderr_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_stderr_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     StatusLine().show("planning", 2.0)
     closed = io.StringIO()
@@ -119,7 +119,7 @@ def _tellers() -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
-def test_a_forked_process_tells_of_its_own_stages() -> None:
+def test_a_forked_process_shows_its_own_stages() -> None:
     with stage("of the parent"):
         child = os.fork()
         if child == 0:
@@ -148,7 +148,7 @@ def test_the_log_says_what_was_captured_solved_and_planned(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_script_that_trains_is_told_how_far_planning_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_trains_shows_how_far_planning_is(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     remat.solve(transformer(3), "85%", time_limit_s=3.0, gap=0.0)

@@ -86,7 +86,7 @@ def test_a_trace_names_the_operator_and_its_line() -> None:
         remat.trace(model, (torch.ones(8, 8), torch.arange(8) > 3))
 
 
-def test_sizes_that_are_known_are_no_cut() -> None:
+def test_sizes_that_are_known_do_not_cut_the_step() -> None:
     graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
     assert size_that_data_decides(graph) is None
     model = Selects(lambda s, x, mask: torch.where(mask[:, None], deep(s, x), 0.0).sum())

@@ -1,4 +1,4 @@
-"""What a GPU has is the budget where none is given; here the GPU's words are made up."""
+"""What a GPU has is the budget where none is given; here the GPU's answers are made up."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def planned_there(
         ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # the same plan for a byte less or more
     ],
 )
-def test_a_card_gives_what_it_has(
+def test_without_a_budget_the_budget_is_what_the_gpu_has_free(
     words: dict[str, Any], step_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(monkeypatch, **words)

@@ -157,7 +157,7 @@ def test_the_folder_stays_within_its_limit(tmp_path: Path) -> None:
     assert (tmp_path / f"{key_of(graph, 1 << 30, 'auto 4')}.json").exists()
 
 
-def test_no_cache_where_none_is_wanted(tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_plan_cache(tmp_path: Path) -> None:
     checkpointed(Net(), plan_cache=False)(batch(64)).backward()
     assert plan_files(tmp_path) == []
 

@@ -71,7 +71,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
     assert abs(own_bytes - report.solution.peak_bytes) <= 0.02 * report.solution.peak_bytes
 
 
-def test_three_peaks_of_the_step_alone() -> None:
+def test_the_three_peaks_are_those_of_the_step_alone() -> None:
     """Whatever else is on the device."""
     torch.manual_seed(0)
     beside = torch.ones(64 << 20, device="cuda")
@@ -88,7 +88,7 @@ def test_three_peaks_of_the_step_alone() -> None:
     )
 
 
-def test_no_budget_is_what_the_card_has() -> None:
+def test_without_a_budget_the_budget_is_what_the_gpu_has_free() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(4096, 512, device="cuda")
     remat.checkpoint(model)

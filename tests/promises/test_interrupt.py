@@ -1,6 +1,6 @@
 """Ctrl-C in real processes: the best so far is the answer, soon.
 
-What was not asked to heed it is left alone.
+Handlers that the program installed are left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat.tracers.synthetic import random_layered
 from tests.support.training_script import TRAINING
 
 LIMIT_S = 60.0
-SOON_S = 20.0  # a busy machine has time to compute what it is at
+SOON_S = 20.0  # a busy machine finishes the piece that it is computing
 SCRIPT = """
 import sys, time
 from remat.core.graph import Graph
@@ -163,7 +163,7 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
 
 
 def test_an_interrupted_plan_is_used_and_not_kept(tmp_path: Path) -> None:
-    """Naive: it is what all later jobs get, who had the time."""
+    """Naive: it is stored, and later jobs that have the time get it as well."""
     status, output, errors, plans = training(tmp_path, 1)
     assert status == 0, errors
     assert "interrupted by Ctrl-C; not kept for later jobs" in output

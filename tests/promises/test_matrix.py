@@ -96,7 +96,7 @@ def _budget(family: str, name: str) -> int:
 
 @pytest.mark.parametrize("family", GRAPHS)
 @pytest.mark.parametrize("solver", SOLVER_NAMES)
-def test_matrix(solver: str, family: str) -> None:
+def test_bounds_optimum_and_costs_are_in_order(solver: str, family: str) -> None:
     graph = GRAPHS[family]
     for name in BUDGETS:
         budget_bytes = _budget(family, name)

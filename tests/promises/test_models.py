@@ -72,16 +72,14 @@ def assert_is_plain(plain: Workload) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("name", SAMPLE)
-def test_architectures(name: str) -> None:
+def test_an_architecture_is_the_plain_one(name: str) -> None:
     assert_is_plain(ARCHITECTURES[name].make())
 
 
 def test_a_part_of_transformers_may_be_imported_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where whatever a user imported left `transformers.modeling_utils` out, no model of anybody
-    could be planned.
-    """
+    """A report: where nothing had imported `transformers.modeling_utils`, no model was planned."""
     monkeypatch.setitem(
         sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing")
     )
@@ -91,7 +89,7 @@ def test_a_part_of_transformers_may_be_imported_without_the_others(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_of_torch_nn(name: str) -> None:
+def test_a_module_of_torch_nn_is_the_plain_one(name: str) -> None:
     pytest.importorskip("expecttest", reason="PyTorch's module database needs expecttest")
     assert_is_plain(dict(module_cases())[f"{name}, 0"]())
 

@@ -32,12 +32,12 @@ LEAST_OF_EIGHT = Graph.from_arrays(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_an_answer_or_a_budget_error(seed: int) -> None:
+def test_a_budget_near_the_least_ends_in_an_answer_or_a_budget_error(seed: int) -> None:
     assert outcome(Problem(seed))
 
 
-def test_eight_operators_at_a_budget_that_no_heuristic_meets() -> None:
-    """Once there was no schedule at 23, and the least known was 25."""
+def test_a_budget_that_no_heuristic_meets_is_met() -> None:
+    """A report: there was no schedule at 23, and the least known budget was 25."""
     solution = remat.solve(LEAST_OF_EIGHT, 23, time_limit_s=5.0)
     assert (solution.cost_s, solution.status) == (60.0, remat.Status.OPTIMAL)
 

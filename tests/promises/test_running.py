@@ -294,7 +294,7 @@ def test_batch_norm_statistics_are_updated_once_a_step() -> None:
     assert int(model.get_buffer("norm1.num_batches_tracked")) == 3
 
 
-def test_accumulating_gradients_and_steps_that_overlap() -> None:
+def test_steps_that_overlap_accumulate_the_plain_gradients() -> None:
     ends = []
     for is_planned in (True, False):
         torch.manual_seed(0)
@@ -336,7 +336,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["keep all", "repeat"])
-def test_several_outputs_of_every_kind(schedule: str) -> None:
+def test_several_outputs_are_those_of_the_plain_module(schedule: str) -> None:
     model, x = Many(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     planned(model, SCHEDULES[schedule], differentiate="all")
@@ -365,7 +365,7 @@ class WithLogits(nn.Module):
         return Output(loss, logits, labels)
 
 
-def test_a_dataclass_out_and_keywords_in() -> None:
+def test_keywords_go_in_and_a_dataclass_comes_out() -> None:
     model, x, labels = WithLogits(), torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
     plain = copy.deepcopy(model)
     planned(model)
@@ -407,7 +407,7 @@ def test_a_parameter_frozen_later_gets_no_gradient() -> None:
     assert model.get_parameter("middle.0.weight").grad is None
 
 
-def test_gradients_of_inputs() -> None:
+def test_inputs_have_the_plain_gradients() -> None:
     model, x = MODELS["mlp"]()
     plain, inputs = copy.deepcopy(model), [x.clone().requires_grad_(), x.clone().requires_grad_()]
     planned(model)
@@ -428,7 +428,7 @@ class ChangesItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["keep all", "keep nothing", "repeat"])
-def test_an_input_that_the_step_changes(schedule: str) -> None:
+def test_an_input_that_the_step_changes_is_changed(schedule: str) -> None:
     model, inputs = ChangesItsInput(), [torch.ones(4, 8), torch.ones(4, 8)]
     plain = copy.deepcopy(model)
     planned(model, SCHEDULES[schedule])
@@ -505,7 +505,7 @@ class InnerCheckpoint(nn.Module):
         return loss
 
 
-def test_a_model_that_checkpoints_already() -> None:
+def test_a_model_that_checkpoints_already_is_the_plain_one() -> None:
     model, x = InnerCheckpoint(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     assert_same_steps(planned(model), plain, x)
@@ -644,7 +644,7 @@ def test_a_plan_runs_the_model_it_was_made_for() -> None:
     assert call_of(model).pieces[0].solution == solution
 
 
-def test_nothing_to_differentiate() -> None:
+def test_a_step_with_nothing_to_differentiate_is_refused() -> None:
     model, x = MODELS["mlp"]()
     model.requires_grad_(False)
     with pytest.raises(remat.TraceError, match="nothing to differentiate"):
@@ -663,7 +663,7 @@ class Argmax(nn.Module):
         return best
 
 
-def test_outputs_without_a_gradient_are_nothing_to_differentiate() -> None:
+def test_a_step_whose_outputs_have_no_gradient_is_refused() -> None:
     with pytest.raises(remat.TraceError, match="nothing to differentiate"):
         planned(Argmax())(torch.randn(4, 8))
 

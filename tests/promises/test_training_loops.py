@@ -79,7 +79,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradient_accumulation(set_to_none: bool) -> None:
+def test_accumulated_and_clipped_gradients_train_the_same(set_to_none: bool) -> None:
     def loop(model: nn.Module) -> list[float]:
         optimizer, losses = adam(model), []
         for index, x in enumerate(batches(6)):
@@ -142,7 +142,7 @@ def test_several_forwards_before_a_backward() -> None:
     assert_same_loop(loop, Untied)
 
 
-def test_evaluation_and_no_grad_in_between() -> None:
+def test_evaluation_in_between_runs_the_plain_model() -> None:
     """Naive: the plan of training runs in evaluation too, with its dropout, and moves the running
     statistics.
     """
@@ -165,7 +165,7 @@ def test_evaluation_and_no_grad_in_between() -> None:
     assert_same_loop(loop)
 
 
-def test_layers_frozen_and_thawed_on_the_way() -> None:
+def test_layers_may_be_frozen_and_trained_again() -> None:
     """Naive: the gradients planned at the first step are those of all steps."""
 
     def loop(model: nn.Module) -> None:
@@ -213,14 +213,14 @@ def train(model: nn.Module) -> None:
         optimizer.step()
 
 
-def test_adapters_of_low_rank() -> None:
+def test_adapters_of_low_rank_train_the_same() -> None:
     model = assert_same_loop(train, with_adapters)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         f"{layer}.{part}.weight" for layer in ("first", "second") for part in ("down", "up")
     }
 
 
-def test_adapters_of_peft() -> None:
+def test_adapters_of_peft_train_the_same() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(r=2, target_modules=["layers.0", "layers.3"], lora_dropout=0.2)
     assert_same_loop(train, lambda: peft.get_peft_model(Untied(), config))
@@ -231,7 +231,7 @@ def test_tied_weights_stay_tied() -> None:
     assert model.get_submodule("first").weight is model.get_submodule("last").weight
 
 
-def test_a_state_dict_goes_round(tmp_path: Path) -> None:
+def test_a_state_dict_is_saved_and_loaded(tmp_path: Path) -> None:
     plain = Net()
     model = planned(copy.deepcopy(plain))
     train(model)

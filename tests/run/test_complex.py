@@ -87,7 +87,7 @@ def test_marks_of_conjugates_and_negatives_are_kept(reader: str, steps_of: Any) 
 
 
 @pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_filter_of_frequencies(steps_of: Any) -> None:
+def test_a_filter_of_frequencies_is_the_plain_one(steps_of: Any) -> None:
     """Naive: the product writes over its input, and rounds otherwise than the plain one."""
     assert_is_plain(Spectral(), torch.randn(32, 64, 64), steps_of)
 
@@ -148,7 +148,7 @@ def operands(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_what_a_product_of_conjugates_copies(dtype: torch.dtype) -> None:
+def test_a_product_of_conjugates_copies_what_is_predicted(dtype: torch.dtype) -> None:
     for name, (left, right) in operands(dtype).items():
         batch = (left.expand(3, *left.shape), right.expand(3, *right.shape))
         for target, args in ((aten.mm.default, (left, right)), (aten.bmm.default, batch)):
@@ -160,7 +160,9 @@ def test_what_a_product_of_conjugates_copies(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_the_workspace_of_complex_elementwise_operators(dtype: torch.dtype) -> None:
+def test_the_workspace_of_complex_elementwise_operators_is_the_allocators(
+    dtype: torch.dtype,
+) -> None:
     x, y = torch.randn(50, 40, dtype=dtype), torch.randn(50, 40, dtype=dtype)
     calls: list[tuple[Any, ...]] = [
         (getattr(aten, name).default, x) for name in ("abs", "angle", "exp", "neg", "sgn")

@@ -1,4 +1,4 @@
-"""Peaks on CUDA, requested, allocated and reserved; here the allocator's words are made up."""
+"""Peaks on CUDA, requested, allocated and reserved; here the allocator's answers are made up."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_what_torch_compile_computes_within_the_budget(
         assert report.solution.overhead > 0.2
 
 
-def test_a_buffer_changed_after_it_was_read() -> None:
+def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
     """Naive: the backward reads the buffer as it is by then, as under Inductor's own
     partitioner.
     """

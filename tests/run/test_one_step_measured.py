@@ -178,7 +178,7 @@ def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 def test_a_forward_without_backward_makes_no_new_plan() -> None:
-    """Naive: the number is wrong, and believed: a new plan with less memory costs more for good."""
+    """Naive: the wrong number is believed, and a new plan with less memory is slower for good."""
     model = planned(executor="inductor")
     ctrl_c_in_the_second_of_two(model, batch())
     train(model)

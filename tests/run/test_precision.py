@@ -71,7 +71,7 @@ def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tens
     "steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"]
 )
 @pytest.mark.parametrize("autocast", AUTOCASTS, ids=str)
-def test_training_under_autocast(autocast: dict[str, Any], steps_of: Any) -> None:
+def test_training_under_autocast_is_the_plain_one(autocast: dict[str, Any], steps_of: Any) -> None:
     """In float16 the first scale overflows: a step is skipped and the scale halved, by both."""
     plain, x = Net(), torch.randn(2, 6, 16)
     model = planned(copy.deepcopy(plain), steps_of)
@@ -138,7 +138,7 @@ def assert_same_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_parameters_of_another_type(dtype: torch.dtype) -> None:
+def test_parameters_of_another_type_have_the_plain_gradients(dtype: torch.dtype) -> None:
     assert_same_gradients(Net().to(dtype), torch.randn(2, 6, 16, dtype=dtype))
 
 
@@ -241,7 +241,7 @@ class Float8CastsNet(nn.Module):
 @pytest.mark.parametrize(
     "steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"]
 )
-def test_casts_to_float8(steps_of: Any) -> None:
+def test_casts_to_float8_have_the_plain_gradients(steps_of: Any) -> None:
     model = assert_same_gradients(Float8CastsNet(), torch.randn(32, 32), steps_of)
     values = call_of(model).pieces[0].step.graph.values
     assert {value.size_bytes for value in values if value.dtype.startswith("float8")} == {32 * 32}
@@ -249,7 +249,7 @@ def test_casts_to_float8(steps_of: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # dynamo's
 @pytest.mark.skipif(not has_float8(), reason="no float8 products in this torch on this CPU")
-def test_products_in_float8() -> None:
+def test_products_in_float8_have_the_plain_gradients() -> None:
     model = assert_same_gradients(Float8Net(), torch.randn(32, 32, dtype=torch.bfloat16))
     targets = [op.target for op in call_of(model).pieces[0].step.graph.operators]
     assert targets.count("aten._scaled_mm.default") == 8  # the first input needs no gradient

@@ -343,7 +343,9 @@ def with_its_slope(model: nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("run", [with_its_slope, learned_to_learn])
-def test_losses_that_a_result_and_its_gradient_lead_to(run: Callable[..., Any]) -> None:
+def test_losses_of_a_result_and_its_gradient_agree_but_for_last_bits(
+    run: Callable[..., Any],
+) -> None:
     """Plain PyTorch sums both gradients on the way, and here at the parameters: other last bits."""
     model = Field()
     plain = copy.deepcopy(model)
@@ -384,7 +386,7 @@ class WithLogits(Tied):
         return super().forward(x), self.linear(x)
 
 
-def test_logits_beside_the_loss() -> None:
+def test_logits_beside_the_loss_are_passed_on() -> None:
     """They are passed on as they are, and have no gradient unless that is asked for."""
 
     def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -408,7 +410,7 @@ def test_logits_beside_the_loss() -> None:
             assert_same(left_by(model, each, x, 0), left_by(plain, each, x, 0))
 
 
-def test_two_losses_with_graphs_of_their_own() -> None:
+def test_two_losses_with_graphs_of_their_own_have_the_plain_gradients() -> None:
     """A parameter that the first does not reach has no gradient, rather than zeros."""
     model = TwoLosses()
     plain = copy.deepcopy(model)
@@ -420,7 +422,7 @@ def test_two_losses_with_graphs_of_their_own() -> None:
         assert None in got[0]
 
 
-def test_two_losses_with_a_shared_graph() -> None:
+def test_two_losses_with_a_shared_graph_have_the_gradients_of_retain_graph() -> None:
     """Plain PyTorch refuses without retain_graph=True; these are the gradients it has with it."""
     model = TwoLosses(is_shared=True)
     plain = copy.deepcopy(model)
@@ -445,7 +447,7 @@ def test_one_loss_has_one_backward_as_in_plain_pytorch() -> None:
     planned_step(model, torch.randn(4, 8))
 
 
-def test_accumulation_with_one_unsupported_micro_step() -> None:
+def test_accumulation_goes_on_across_an_unsupported_micro_step() -> None:
     model = Changes()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -501,7 +503,7 @@ class Penalty:
         return self.model(x), x.square().sum() * self.model.enter.weight.sum()
 
 
-def test_a_step_function() -> None:
+def test_a_step_function_runs_plain_where_needed() -> None:
     own, plain = Penalty(), Penalty()
     plain.model.load_state_dict(own.model.state_dict())
     step = plain_where_needed(own)
@@ -519,7 +521,7 @@ def test_a_step_function() -> None:
         assert_same(run(step, own.model), run(plain, plain.model))
 
 
-def test_a_plan_of_a_file() -> None:
+def test_a_plan_from_a_file_runs_plain_where_needed() -> None:
     model, x = Changes(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     solution = remat.solve(remat.trace(model, (x,), costs="flops"), UNLIMITED)
@@ -528,7 +530,7 @@ def test_a_plan_of_a_file() -> None:
         assert_same(left_by(model, retained, x, seed), left_by(plain, retained, x, seed))
 
 
-def test_the_backend_of_torch_compile() -> None:
+def test_the_backend_of_torch_compile_runs_plain_where_needed() -> None:
     model, x = Changes(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     options: Any = {"budget": UNLIMITED, "costs": "flops", "on_unsupported": "plain"}
@@ -572,7 +574,7 @@ def test_autocast_is_as_it_was_in_the_forward() -> None:
         assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
 
 
-def test_outputs_that_are_no_scalars() -> None:
+def test_outputs_may_be_no_scalars() -> None:
     """One may be changed in place, and a gradient may be no expanded one."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
     plain = copy.deepcopy(model)
@@ -601,7 +603,7 @@ def test_hooks_of_parameters_run_once() -> None:
         torch.testing.assert_close(got, want)  # gradients of a leaf with hooks are summed before
 
 
-def test_an_input_that_leads_to_a_parameter() -> None:
+def test_an_input_may_be_made_with_a_parameter_of_the_model() -> None:
     """Naive: the gradient of the weight is counted again along the way that made the input."""
     model = Tied()
     plain = copy.deepcopy(model)
@@ -619,7 +621,7 @@ def test_an_input_that_leads_to_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("run", [retained, penalized_once])
-def test_what_is_changed_between_is_noticed(run: Callable[..., Any]) -> None:
+def test_a_tensor_changed_in_between_is_noticed(run: Callable[..., Any]) -> None:
     """As in plain PyTorch, and where the plan saved a copy as well."""
     model = plain_where_needed(Changes())
 
@@ -652,7 +654,7 @@ def test_an_optimizer_may_step_between_losses_with_graphs_of_their_own() -> None
         assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
 
 
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_running_plain_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     model = plain_where_needed(Changes())
     x = torch.randn(4, 8)
     planned_step(model, x)

@@ -81,7 +81,7 @@ def outcome(problem: Problem) -> str:
     """Solves a problem and returns what came of it: a status, or the error's name and status.
 
     Raises:
-        AssertionError: a bound is none, or the schedule is not valid.
+        AssertionError: a bound is NaN, or the schedule is not valid.
     """
     told: list[float] = []
     with _checked_bounds(), pytest.MonkeyPatch.context() as patch:

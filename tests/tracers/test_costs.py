@@ -68,7 +68,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )  # fmt: skip
-def test_flop_counts(
+def test_operators_have_their_textbook_flops(
     target: Any, function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int
 ) -> None:
     assert flops().measure(node_of(target, function, *shapes)).cost_s == expected
@@ -196,7 +196,7 @@ def test_unknown_devices_are_named_with_the_known_ones() -> None:
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_cuda_names(cuda_name: str, name: str) -> None:
+def test_a_name_that_cuda_gives_is_a_device_of_the_table(cuda_name: str, name: str) -> None:
     assert devices.device_of_cuda_name(cuda_name).name == name
 
 
@@ -209,7 +209,7 @@ def test_the_cpu_is_measured_once(tmp_path: Path) -> None:
     assert list(tmp_path.glob("cpu-*.json"))
 
 
-def test_specs_resolve() -> None:
+def test_a_cost_model_is_found_by_its_name() -> None:
     assert isinstance(resolve_costs("flops"), Flops)
     assert resolve_costs("roofline:H100").name == "roofline:H100"
     assert resolve_costs("roofline", "cpu").name == "roofline:cpu"
@@ -322,7 +322,7 @@ def test_two_writers_keep_each_others_entries(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_profile_on_cuda() -> None:
+def test_profile_measures_on_cuda() -> None:
     model = profile("cuda")
     with FakeTensorMode():
         graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph

@@ -57,7 +57,7 @@ def test_the_search_finds_complex_products_that_round_otherwise_in_place() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_any_operators_are_traced_as_their_kernels_lay_out(dtype: torch.dtype) -> None:
-    """Another sample each day would be no reason to fail: the seed is fixed."""
+    """The seed is fixed, so that the sample does not change from run to run."""
     names = sorted({info.name for info in operators()})
     found = searched(set(random.Random(7).sample(names, 15)), (dtype,))
     assert len(found.promises) > 10

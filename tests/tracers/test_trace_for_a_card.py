@@ -37,7 +37,7 @@ X = torch.randn(7, 33)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_it_is_what_fits_plans(autocast: torch.dtype | None) -> None:
+def test_the_graph_is_the_one_that_fits_plans(autocast: torch.dtype | None) -> None:
     traced = remat.trace(Net(), (X,), device="H100", autocast=autocast)
 
     assert traced == Question.of(Net(), device="H100", autocast=autocast).trace((X,))
@@ -46,7 +46,7 @@ def test_it_is_what_fits_plans(autocast: torch.dtype | None) -> None:
     assert all(value.size_bytes % 512 == 0 for value in traced.values)
 
 
-def test_autocast_around_it_is_another_devices() -> None:
+def test_autocast_for_another_device_changes_nothing() -> None:
     plain = remat.trace(Net(), (X,), device="H100")
     with torch.autocast("cpu", torch.bfloat16):
         assert remat.trace(Net(), (X,), device="H100") == plain
@@ -65,7 +65,7 @@ def test_costs_may_be_those_of_another_card_or_none() -> None:
         ({"autocast": torch.bfloat16}, "name a device"),
     ],
 )
-def test_what_can_not_be_asked_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_can_not_be_traced_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         remat.trace(Net(), (X,), **options)
 

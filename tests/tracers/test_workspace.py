@@ -218,7 +218,7 @@ def storages(outputs: Any) -> tuple[int, ...]:
         (mobilenet_v2, torch.bfloat16, torch.contiguous_format),
     ],
 )
-def test_every_operator_holds_what_is_said(
+def test_every_operator_of_these_models_holds_what_is_predicted(
     make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]],
     dtype: torch.dtype,
     memory_format: torch.memory_format,
@@ -382,7 +382,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_one_operator(name: str, num_threads: int) -> None:
+def test_an_operators_workspace_is_the_allocators(name: str, num_threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -279,7 +279,7 @@ def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does
 
 
 @pytest.mark.parametrize("graph", [random_layered(40, seed=1), unet(4)], ids=["layered", "unet"])
-def test_eviction_mends_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> None:
+def test_eviction_repairs_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> None:
     first = forward_length(graph)
     plan = [
         value for value in range(len(graph.values)) if graph.producer[value] < first and value % 2
@@ -413,7 +413,7 @@ def test_a_large_graph_is_answered_within_the_time_limit() -> None:
     assert solution.wall_s < 2.2 + 0.3  # 10 %, and a machine that does something else
 
 
-def test_progress_is_told_and_never_gets_worse() -> None:
+def test_progress_is_reported_and_never_gets_worse() -> None:
     graph = random_layered(16, seed=7)
     told: list[Progress] = []
     solution = Auto(rounds=1, time_limit_s=3.0, progress=told.append).solve(

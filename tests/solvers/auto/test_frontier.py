@@ -91,7 +91,7 @@ def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.Monkey
 
 
 def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A least budget's gap may never close; it is not what all of the time is spent on."""
+    """The gap at the least budget may never close, so it does not get all of the time."""
     looks: list[tuple[int, float]] = []
 
     def counted(

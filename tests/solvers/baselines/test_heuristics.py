@@ -316,7 +316,7 @@ def test_revolve_passes_pinned_operators() -> None:
 # the builder
 
 
-def test_what_could_not_be_had_back_is_kept() -> None:
+def test_what_could_not_be_computed_again_is_kept() -> None:
     graph = transformer(2)
     kept = values_always_kept(graph)
     for op in graph.operators:
@@ -353,7 +353,7 @@ def test_the_forwards_end_is_found_where_a_plain_graph_does_not_tell_it() -> Non
     assert forward_length(family("empty")) == 0
 
 
-def test_articulation_points_of_known_graphs() -> None:
+def test_articulation_points_of_known_graphs_are_found() -> None:
     assert articulation_points([[1], [0, 2], [1]]) == {1}
     assert articulation_points([[1, 2], [0, 2], [0, 1]]) == set()
     assert articulation_points([[1, 2, 3], [0], [0], [0]]) == {0}

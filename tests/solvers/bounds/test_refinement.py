@@ -85,7 +85,7 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [93, 392])
-def test_relaxing_goes_on_where_the_schedule_fits_and_is_dear(seed: int) -> None:
+def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) -> None:
     """What the point keeps half of is then not enough to see where the model fails."""
     graph = random_training_graph(seed, 6, 14)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes

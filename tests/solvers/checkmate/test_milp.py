@@ -115,7 +115,7 @@ def test_more_budget_never_costs_more(case: tuple[Graph, int]) -> None:
 @pytest.mark.parametrize(
     ("graph", "budget_bytes", "num_steps"), [(TWICE_IN_A_STAGE, 5, 10), (OUT_OF_ORDER, 20, 4)]
 )
-def test_optimum_outside_of_checkmates_class(
+def test_the_optimum_outside_of_checkmates_class_is_found(
     graph: Graph, budget_bytes: int, num_steps: int
 ) -> None:
     """In its stages an operator is computed once and in order.

@@ -1,4 +1,4 @@
-"""Too little memory: plain Python, one thread or one technique less, with a word, and no error."""
+"""Too little memory: plain Python, one thread or technique less, a warning, and no error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_memory(*_: object, **__: object) -> None:
 
 
 def test_numba_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
-    """Naive: `OSError` of its library, out of every command."""
+    """Naive: every command ends with the `OSError` of its library."""
     fake = tmp_path / "numba"
     fake.mkdir()
     text = "libllvmlite.so: failed to map segment from shared object"

@@ -64,7 +64,7 @@ def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> No
     took_s = seconds_of(lambda: found.append(solver.solve(graph, budget_bytes=budget)))
     assert took_s < LIMIT_S + SLACK_S
     if make is complete and name == "auto":
-        assert found[0].status is Status.INFEASIBLE  # told at once, however little time there is
+        assert found[0].status is Status.INFEASIBLE  # found at once, however little time there is
 
 
 @pytest.mark.parametrize("make", [long_chain, complete])

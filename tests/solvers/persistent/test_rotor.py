@@ -97,7 +97,7 @@ def test_what_enters_a_segment_is_enough_for_all_that_follows() -> None:
     )
 
 
-def test_identical_layers_get_one_set_of_options_each_leaner_way_dearer() -> None:
+def test_identical_layers_share_options_that_cost_more_the_less_they_hold() -> None:
     graph = transformer(12)
     segments = Segmentation(graph, 48)
     options = find_options(segments, keep_all_bytes(graph))

@@ -106,7 +106,7 @@ def test_a_generators_state_goes_when_the_backward_is_past_its_dropout() -> None
         assert simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes <= room
 
 
-def test_a_large_value_that_is_dear_stays_where_a_small_cheap_one_is_enough() -> None:
+def test_a_large_expensive_value_stays_where_a_small_cheap_one_is_enough() -> None:
     """By bytes per cost the large one would go: 100 bytes for 10 s against 2 for 1 s."""
     large, small, used, peak = range(4)
     values = (Value("large", 100), Value("small", 2), Value("used", 1), Value("peak", 1))

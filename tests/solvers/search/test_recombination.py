@@ -28,7 +28,7 @@ def cost_s(graph: Graph, steps: np.ndarray) -> float:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), family=st.sampled_from(sorted(FAMILIES)), share=st.floats(0, 1))
-def test_it_is_no_dearer_than_any_of_its_parts(seed: int, family: str, share: float) -> None:
+def test_it_costs_no_more_than_any_of_its_parts(seed: int, family: str, share: float) -> None:
     graph = FAMILIES[family](seed)
     # the model counts them as soon as something could need them
     assume(not graph.arrays.is_snapshot.any())
@@ -65,7 +65,7 @@ def test_what_was_tried_is_not_tried_again() -> None:
 
 
 def test_ends_that_do_not_fit_are_recombined() -> None:
-    """At the least budget most runs end a little above it, cheap.
+    """At the least budget most runs end a little above it, at a low cost.
 
     Naive: they are thrown away, and the cost stays at 1.573 times.
     """

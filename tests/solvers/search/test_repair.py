@@ -30,7 +30,7 @@ from tests.support.graphs import random_training_graph
     share=st.sampled_from([0.1, 0.3, 0.6]),
     rule=st.sampled_from(list(Rule)),
 )
-def test_what_is_mended_is_valid_and_fits(seed: int, share: float, rule: Rule) -> None:
+def test_what_is_repaired_is_valid_and_fits(seed: int, share: float, rule: Rule) -> None:
     graph = random_training_graph(seed, 8, 20)
     floor, ceiling = working_set_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
@@ -74,7 +74,7 @@ def test_where_a_step_alone_does_not_fit_nothing_is_found() -> None:
     assert repaired(graph, range(graph.num_operators), budget_bytes=1) is None
 
 
-def test_segments_mended_are_cheaper_than_the_greedy_alone() -> None:
+def test_repaired_segments_are_cheaper_than_the_greedy_alone() -> None:
     graph = chain(60)
     budget = int(minimum(graph).peak_bytes * 1.25)
     greedy = [steps_with_eviction(graph, budget, rule) for rule in Rule]
