@@ -1,4 +1,4 @@
-"""What the command line was given, turned into objects or refused in one line."""
+"""Turns arguments of the command line into objects, or refuses them in one line."""
 
 from __future__ import annotations
 
@@ -19,32 +19,27 @@ from remat.solvers.registry import FREE_ORDER
 
 
 class Refused(RematError):
-    """What was typed can't be used; the message is the one line that is shown."""
+    """An argument can't be used; the message is the line that is shown."""
 
 
 def solver_named(name: str, **options: Any) -> Solver:
-    """Returns the solver called `name`, or refuses it with the list of those that exist."""
+    """Returns the solver called `name`, or refuses it with a list of the known names."""
     with _refused("--solver"):
         return make_solver(name, **options)
 
 
 def free_order_solver(name: str) -> str:
-    """Returns the solver that leaves the graph's order, or refuses `name` where it is another
-    one.
-    """
+    """Returns the name of the free-order solver; refuses the names of other solvers but `auto`."""
     if name not in ("auto", FREE_ORDER):
         raise Refused(
-            f"--free-order: {name!r} keeps the order of the file; leave --solver out, and "
-            f"{FREE_ORDER!r} solves it"
+            f"--free-order: the solver {name!r} keeps the order of the file; leave --solver out "
+            f"to use {FREE_ORDER!r}"
         )
     return FREE_ORDER
 
 
 def budget_bytes(budget: str, graph: Graph) -> int:
-    """Returns the budget in bytes.
-
-    A percentage is one of what keeping everything in `graph` needs.
-    """
+    """Returns the budget in bytes; a percentage refers to the peak of keeping everything."""
     with _refused("--budget"):
         return parse_budget(budget, keep_all_bytes=keep_all_bytes(graph) if "%" in budget else None)
 
@@ -64,7 +59,7 @@ def _refused(option: str) -> Iterator[None]:
 
 @contextmanager
 def installed_extra() -> Iterator[None]:
-    """Refuses in one line what needs a package that is not installed; the error names the extra."""
+    """Turns an `ImportError`, whose message names the extra to install, into `Refused`."""
     try:
         yield
     except ImportError as reason:
@@ -72,22 +67,20 @@ def installed_extra() -> Iterator[None]:
 
 
 def check_output(path: Path) -> None:
-    """Refuses an output path that can't be written, before any work is done for it."""
+    """Refuses an output path that can't be written, before any work is done."""
     place = Path(os.path.realpath(path))
     if path.is_dir():
-        raise Refused(f"--output {path}: this is a folder, and a file is needed")
+        raise Refused(f"--output {path}: this is a folder; a file is needed")
     if path.exists() and not path.is_file():
         return  # a pipe or a device
     if not place.parent.is_dir():
-        raise Refused(f"--output {path}: there is no folder {place.parent}")
+        raise Refused(f"--output {path}: the folder {place.parent} does not exist")
     if not os.access(place.parent, os.W_OK):
-        raise Refused(f"--output {path}: this user may not write in {place.parent}")
+        raise Refused(f"--output {path}: you may not write to {place.parent}")
 
 
 def load_solutions(path: Path, graph: Graph) -> list[Solution]:
-    """Returns what `solve --output` or `frontier --output` saved for `graph`, its numbers found
-    anew.
-    """
+    """Returns solutions for `graph` that `--output` saved, with peak and costs computed anew."""
     found = Solution.load_all(path)
     try:
         return [solution.on(graph) for solution in found]
@@ -96,7 +89,7 @@ def load_solutions(path: Path, graph: Graph) -> list[Solution]:
 
 
 def bench_graphs(paths: list[Path]) -> list[tuple[str, Graph]]:
-    """Returns the named graphs of the files, or a small transformer where there are none."""
+    """Returns the graphs of the files with their names, or a small transformer without files."""
     if paths:
         return [(path.stem, read_instance(path)) for path in paths]
     from remat.tracers.synthetic import transformer

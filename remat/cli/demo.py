@@ -1,9 +1,9 @@
-"""The demo: a GPT learns from the Python documentation, with and without plans.
+"""The demo: a GPT trains on the Python documentation, with and without plans.
 
-Four times the same training from the same seeds, dropout on: plain, with a checkpoint per block,
-inside half of the plain step's activations, and inside the measured peak of the checkpoints. What
-is compared: measured peak, step time, the loss after the last step, and the first step's gradients
-against the plain ones.
+The same training runs four times from the same seeds, with dropout: plain, with a checkpoint per
+block, planned for half of the plain step's activations, and planned for the measured peak of the
+checkpointed step. Compared are the measured peak, the step time, the loss of the last step, and the
+largest difference of the first step's gradients from the plain ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from remat.run.measure import Measurement, measure
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH = 6, 128, 4, 128, 16
 DROPOUT, LEARNING_RATE, SEED = 0.1, 1e-3, 0
-_RECORDINGS = 3  # of a step's memory; the quickest is drawn, which other programs disturbed least
+_RECORDINGS = 3  # of a step's memory; the fastest is used, as other programs disturbed it least
 VOCABULARY = 128  # ASCII
 
 
@@ -56,9 +56,9 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention and a feed-forward layer, each with its residual.
+        """Applies attention and a feed-forward layer, each with its residual.
 
-        (batch, length, width) in and out.
+        Input and output are (batch, length, width).
         """
         batch, length, width = x.shape
         q, k, v = (
@@ -87,7 +87,7 @@ class GPT(nn.Module):
         self.is_checkpointed = False
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of each next character; `text` is (batch, length + 1) integers."""
+        """Returns the cross-entropy of next characters; `text` is (batch, length + 1) integers."""
         x, target = text[:, :-1], text[:, 1:]
         x = self.dropout(self.embed(x) + self.position.weight)
         for block in self.blocks:
@@ -104,16 +104,16 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """One way of training, and what came of it.
+    """The results of one way of training.
 
     Attributes:
-        name: for the table.
-        peak_bytes: measured in one step, parameters, buffers and inputs included.
+        name: its name in the table.
+        peak_bytes: measured in one step, with parameters, buffers and inputs.
         step_s: median time of forward and backward.
-        step_ratio: median over the steps of its time over the plain one's.
-        loss: after the last step.
-        gradient_difference: largest absolute difference of the first step's gradients to the plain
-            ones.
+        step_ratio: median over the steps of the ratio of its time to the plain step's.
+        loss: the loss of the last step.
+        gradient_difference: largest absolute difference of the first step's gradients from the
+            plain ones.
         timeline: memory over the measured step.
     """
 
@@ -127,31 +127,27 @@ class Run:
 
 
 def run_demo(output: Path, steps: int = 20) -> None:
-    """Trains four ways, prints the table, and writes two pictures and the numbers into `output`."""
+    """Trains four ways, prints a table, and writes two pictures and the numbers into `output`."""
     output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()
     console.print(
-        f"A GPT of {LAYERS} layers reads the Python documentation: {steps} steps of {BATCH} x "
-        f"{LENGTH} characters on {device}."
+        f"A GPT with {LAYERS} layers trains on the Python documentation: {steps} steps of {BATCH} "
+        f"x {LENGTH} characters on {device}."
     )
     text = _text()
     sample = next(_batches(text, device))
     plain, blocks, half, equal = (_model(device) for _ in range(4))
     blocks.is_checkpointed = True
 
-    with progress("measuring the plain step, and one with a checkpoint per block"):
-        held = _resident_bytes(plain, sample)
-        budgets = (
-            held + _measure(plain, sample).peak_bytes // 2,
-            held + _measure(blocks, sample).peak_bytes,
-        )
+    held = _resident_bytes(plain, sample)
+    budgets = _budgets(held, plain, blocks, sample)
     for model, budget_bytes in zip((half, equal), budgets, strict=True):
         with progress(f"planning for {format_bytes(budget_bytes)}"):
             _measure(checkpoint(model, budget_bytes), sample)
     reports = [report(model) for model in (half, equal)]
 
-    with progress("training four ways, step by step in turn"):
+    with progress("training four ways, one step of each in turn"):
         ways = [
             ("plain PyTorch", plain),
             ("checkpoint per block", blocks),
@@ -173,12 +169,20 @@ def run_demo(output: Path, steps: int = 20) -> None:
         unwrap(model)
 
 
+def _budgets(held: int, plain: GPT, blocks: GPT, sample: torch.Tensor) -> tuple[int, int]:
+    """Measures a plain and a checkpointed step, and returns the budgets of the two plans."""
+    with progress("measuring the plain step, and one with a checkpoint per block"):
+        half = held + _measure(plain, sample).peak_bytes // 2
+        return half, held + _measure(blocks, sample).peak_bytes
+
+
 def _plan_line(told: Report) -> str:
     solution = told.solution
     return (
-        f"In {format_bytes(solution.budget_bytes)} the plan costs {100 * solution.overhead:.1f} % "
-        "more compute; no schedule of this order costs less than "
-        f"{100 * solution.overhead_bound:.1f} % (proved). Planned in {solution.wall_s:.1f} s."
+        f"Within {format_bytes(solution.budget_bytes)}, the plan computes "
+        f"{100 * solution.overhead:.1f} % more. In this order of operators, every schedule "
+        f"computes at least {100 * solution.overhead_bound:.1f} % more ({solution.bound_source}). "
+        f"Planned in {solution.wall_s:.1f} s."
     )
 
 
@@ -199,7 +203,7 @@ def _draw(runs: list[Run], held: int, told: Report, pictures: tuple[Path, Path])
 
 
 def _record(runs: list[Run], reports: list[Report], device: str, steps: int) -> dict[str, object]:
-    """What `demo.json` has: machine, plans and runs."""
+    """Returns the content of `demo.json`: machine, plans and runs."""
     plans = [
         {
             "budget_bytes": told.solution.budget_bytes,
@@ -226,10 +230,7 @@ def _record(runs: list[Run], reports: list[Report], device: str, steps: int) -> 
 
 
 def _text() -> torch.Tensor:
-    """The documentation that Python carries for `help()`, as ASCII codes.
-
-    Shape (num_characters,).
-    """
+    """Returns Python's documentation for `help()` as ASCII codes; shape (num_characters,)."""
     from pydoc_data import topics
 
     characters = "".join(topics.topics.values()).encode("ascii", "replace")
@@ -256,9 +257,7 @@ def _model(device: str) -> GPT:
 
 
 def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Tensor) -> list[Run]:
-    """Trains all models at once, a step of each in turn, so that a busy machine disturbs them
-    alike.
-    """
+    """Trains all models, one step of each in turn, so that other load affects them equally."""
     optimizers = [torch.optim.AdamW(model.parameters(), LEARNING_RATE) for _, model in ways]
     times: list[list[float]] = [[] for _ in ways]
     losses = [0.0 for _ in ways]
@@ -267,7 +266,7 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
     for step in range(steps):
         batch = next(batches)
         for way, (_, model) in enumerate(ways):
-            torch.manual_seed(SEED + step)  # the same dropout for all of them
+            torch.manual_seed(SEED + step)  # the same dropout for all models
             start = time.perf_counter()
             losses[way] = _step(model, batch, device)
             times[way].append(time.perf_counter() - start)
@@ -310,7 +309,7 @@ def _step(model: GPT, batch: torch.Tensor, device: str) -> float:
 
 
 def _measure(model: GPT, batch: torch.Tensor) -> Measurement:
-    """Memory of one step. A step before warms up: a planned model is planned there."""
+    """Measures the memory of one step, after a first step, in which a model may be planned."""
     torch.manual_seed(SEED)
     _step(model, batch, batch.device.type)
     model.zero_grad(set_to_none=True)
@@ -338,7 +337,7 @@ def _table(runs: list[Run], budgets: tuple[int, int]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("")
-    for heading in ("measured peak", "step", "loss", "gradient off"):
+    for heading in ("measured peak", "step", "loss", "gradient difference"):
         table.add_column(heading, justify="right")
     for run in runs:
         share = f"{format_bytes(run.peak_bytes)}, {100 * run.peak_bytes / runs[0].peak_bytes:.0f} %"

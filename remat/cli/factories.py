@@ -1,8 +1,8 @@
-"""Models that the command line is given: `MODULE:CALLABLE` or `FILE.py:CALLABLE`, called here.
+"""Imports and calls factories of models, given as `MODULE:CALLABLE` or `FILE.py:CALLABLE`.
 
-What the callable returns: a model; (model, args); (model, args, kwargs); or (model, batch), where a
-dict is the model's keywords. In place of the model may stand a step function, which calls all that
-belongs to a step.
+A factory returns a model; (model, args); (model, args, kwargs); or (model, batch), where batch is a
+dict of keyword inputs. A step function, which calls everything that belongs to a step, may take the
+model's place.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from remat.core.errors import RematError
 _OUR_FOLDER = Path(__file__).parents[1]
 _HOW = (
     "return a model, (model, args), (model, args, kwargs) or (model, batch) with a dict of "
-    "keywords; a step function may stand in place of the model"
+    "keywords; a step function may take the model's place"
 )
-
 
 FACTORY_HELP = (
     "MODULE:CALLABLE or FILE.py:CALLABLE. It returns a model, (model, args), "
-    "(model, args, kwargs), or (model, batch) with a dict of keywords; a step function may stand "
-    "in place of the model."
+    "(model, args, kwargs), or (model, batch) with a dict of keywords; a step function may take "
+    "the model's place."
 )
 
 
 class FactoryFailed(Refused):
-    """Somebody's own code failed: its error, and the line where it happened, in a few lines."""
+    """The user's code failed; the message is its error and the line that raised it."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a factory made.
+    """A model and its inputs.
 
     Attributes:
         model: a module, or a step function.
-        args: what it is called with.
-        kwargs: the same, by name.
+        args: its inputs.
+        kwargs: its keyword inputs.
     """
 
     model: Any
@@ -57,11 +56,11 @@ class Made:
 
 
 def made_by(factory: str) -> Made:
-    """Returns what a factory makes, or refuses it.
+    """Calls a factory and returns its model and inputs.
 
     Raises:
-        Refused: there is no such factory, or it returned something else.
-        FactoryFailed: it failed.
+        Refused: there is no such factory, or its result can't be used.
+        FactoryFailed: its code raised.
     """
     module_name, _, name = factory.rpartition(":")
     if not (module_name and name):
@@ -89,19 +88,17 @@ def made_by(factory: str) -> Made:
 
 
 def _module(name: str) -> ModuleType:
-    sys.path.insert(0, "")  # the script `remat` does not see the working folder by itself
+    sys.path.insert(0, "")  # the script `remat` does not search the working folder
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as reason:
         if reason.name is None or not f"{name}.".startswith(f"{reason.name}."):
             raise
-        raise Refused(
-            f"there is no module {reason.name!r} here; for a file write {name}.py"
-        ) from None
+        raise Refused(f"there is no module {reason.name!r}; for a file write {name}.py") from None
 
 
 def _file(name: str) -> ModuleType:
-    """Imports a file, which finds what lies beside it as it does when it is run."""
+    """Imports a file; it can import its neighbours, as when it is run as a script."""
     path = Path(name)
     if not path.is_file():
         raise Refused(f"there is no file {name}")
@@ -118,21 +115,22 @@ def _file(name: str) -> ModuleType:
 
 @contextmanager
 def own_errors(factory: str) -> Iterator[None]:
-    """Turns what somebody's own code raises into `FactoryFailed`, with the line that raised it."""
+    """Turns errors of the user's code into `FactoryFailed`, with the line that raised them."""
     try:
         yield
     except Refused as reason:
         raise Refused(f"{factory}: {reason}") from None
-    # whatever it is, it is not ours; a script that parses its arguments exits
+    # anything may be raised here; a script that parses arguments raises SystemExit
     except (Exception, SystemExit) as error:  # noqa: BLE001
         raise FactoryFailed(f"{factory} failed: {_in_a_few_lines(error)}") from None
 
 
 @contextmanager
 def own_step(factory: str) -> Iterator[None]:
-    """Turns what the step itself raises while it is traced into `FactoryFailed`.
+    """Turns errors that the user's step raises while it is traced into `FactoryFailed`.
 
-    What is wrong with an option is refused; other errors of ours keep their traceback.
+    A `ValueError` or `TypeError` from remat or torch is refused; their other errors are raised
+    again.
     """
     try:
         yield
@@ -151,7 +149,7 @@ def own_step(factory: str) -> Iterator[None]:
 
 
 def _in_a_few_lines(error: BaseException) -> str:
-    """The error, and the innermost line of the code that is not installed."""
+    """Returns the error, and the innermost line outside of installed packages."""
     told = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not _is_installed(f.filename)]
@@ -169,7 +167,7 @@ def _is_installed(filename: str) -> bool:
 
 
 def _understood(factory: str, result: Any) -> Made:
-    """Returns what a factory returned, whichever form it has."""
+    """Returns a factory's result, whichever form it has."""
     if callable(result):
         return Made(result)
     if not isinstance(result, tuple | list) or not 1 <= len(result) <= 3 or not callable(result[0]):
@@ -182,8 +180,8 @@ def _understood(factory: str, result: Any) -> Made:
     kwargs = given[1] if len(given) == 2 else {}
     if not isinstance(args, tuple | list):
         raise Refused(
-            f"{factory} returned (model, {_named(args)}); the inputs are a tuple, also where there "
-            f"is one: (model, (x,)); {_HOW}"
+            f"{factory} returned (model, {_named(args)}); the inputs must be a tuple, even a "
+            f"single one: (model, (x,)); {_HOW}"
         )
     if not isinstance(kwargs, Mapping):
         raise Refused(f"{factory} returned {_named(kwargs)} as the keywords; {_HOW}")
@@ -191,7 +189,7 @@ def _understood(factory: str, result: Any) -> Made:
 
 
 def _named(value: Any) -> str:
-    """What a value is, for a person: a tuple by what is in it."""
+    """Returns the type of a value for a message; for a tuple, the types of its items."""
     if isinstance(value, tuple | list):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return f"a {type(value).__name__}" if value is not None else "nothing"
@@ -200,7 +198,7 @@ def _named(value: Any) -> str:
 def _check_call(
     what: str, function: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuses a call whose arguments are not those that the function takes."""
+    """Refuses a call with arguments that the function does not take."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # builtins have none
@@ -213,5 +211,5 @@ def _check_call(
         raise Refused(
             f"{what} can't be called with {given}: {reason}; it takes {signature}; {_HOW}"
             if kwargs is not None
-            else f"{what} takes {signature}, and is called with nothing: {reason}"
+            else f"{what} takes {signature}, but it is called without arguments: {reason}"
         ) from None

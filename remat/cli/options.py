@@ -1,4 +1,4 @@
-"""What options and arguments the commands share: their types, and what their help says."""
+"""Options and exit statuses that several commands share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from remat.core.solution import Status
 from remat.solvers import SOLVER_NAMES
 
-MOST_POINTS = 1000  # of a curve: more are no picture, and take hours
+EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
+MOST_POINTS = 1000  # of a curve; more take hours, and can't be told apart in a picture
 
 
 class Format(StrEnum):
@@ -21,7 +23,7 @@ class Format(StrEnum):
 
 
 class Picture(StrEnum):
-    """What `plot` draws."""
+    """The pictures that `plot` draws."""
 
     MEMORY = "memory"
     SCHEDULE = "schedule"
@@ -38,7 +40,7 @@ BudgetOption = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help='Bytes, or a text such as "8GiB", "7.5GB" or "60%" of keeping everything.',
+        help='Bytes, "8GiB", "7.5GB", or "60%" of the peak of keeping everything.',
     ),
 ]
 SolverOption = Annotated[
@@ -47,7 +49,7 @@ SolverOption = Annotated[
 TimeLimitOption = Annotated[
     float,
     typer.Option(
-        min=0.0, metavar="S", help="Seconds after which the best found so far is returned."
+        min=0.0, metavar="S", help="Seconds after which the best solution so far is returned."
     ),
 ]
 GapOption = Annotated[
@@ -55,12 +57,12 @@ GapOption = Annotated[
     typer.Option(
         min=0.0,
         metavar="FRACTION",
-        help="Stop as soon as the cost is proved this close to the least.",
+        help="Stop once the cost is proved to be within this fraction of the least.",
     ),
 ]
 WithoutOption = Annotated[
     list[str],
-    typer.Option(metavar="TECHNIQUE", help="Switch a technique of `auto` off; may be repeated."),
+    typer.Option(metavar="TECHNIQUE", help="Switch off a technique of `auto`; may be repeated."),
 ]
 FormatOption = Annotated[
     Format, typer.Option("--format", help="A table to read, or JSON for programs.")

@@ -16,7 +16,7 @@ def plot(
     instance: InstanceArgument,
     solutions: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PLAN.json]...", help="What solve or frontier saved."),
+        typer.Argument(metavar="[PLAN.json]...", help="Solutions saved by solve or frontier."),
     ] = None,
     picture: Annotated[Picture, typer.Option(help="What to draw.")] = Picture.MEMORY,
     output: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")] = Path("remat.png"),
@@ -40,7 +40,7 @@ def plot(
     ]
     if picture is Picture.TRADEOFF and len(loaded) < 2:
         raise Refused(
-            "--picture tradeoff needs at least two solutions; `remat frontier --output` makes them"
+            "--picture tradeoff needs at least two solutions; `remat frontier --output` saves them"
         )
     draw(graph, loaded, str(picture), output)
     typer.echo(f"saved to {output}")
@@ -48,11 +48,12 @@ def plot(
 
 def report(
     instance: InstanceArgument,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What solve saved.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A solution saved by solve.")],
     curve: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CURVE.json]", help="What frontier saved; without it, --points are solved."
+            metavar="[CURVE.json]",
+            help="Solutions saved by frontier; without them, --points budgets are solved.",
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
@@ -63,13 +64,14 @@ def report(
         ),
     ] = 8,
     time_limit: Annotated[
-        float, typer.Option(min=0.0, metavar="S", help="Seconds for each of them.")
+        float, typer.Option(min=0.0, metavar="S", help="Seconds for each of these budgets.")
     ] = 3.0,
-    title: Annotated[str, typer.Option(help="Of the page; the graph's name without one.")] = "",
+    title: Annotated[str, typer.Option(help="Of the page; by default the graph's name.")] = "",
 ) -> None:
-    """Write one HTML file that explains a plan.
+    """Write one HTML file that explains a plan, and needs no network.
 
-    Cost, memory over time, schedule, values and why. It needs no network.
+    It shows costs, memory over time, the schedule, and why each value is saved
+    or recomputed.
 
     Example:  remat report graph.json plan.json --output report.html
 
@@ -100,16 +102,14 @@ def export(
     plan: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[PLAN.json]", help="What solve saved; keeping everything without one."
+            metavar="[PLAN.json]", help="A solution saved by solve; by default everything is kept."
         ),
     ] = None,
     output: Annotated[
         Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")
     ] = Path("snapshot.pickle"),
 ) -> None:
-    """Export the predicted step.
-
-    A memory snapshot for PyTorch's viewer, or a trace for Perfetto and Chrome.
+    """Export the predicted step as a memory snapshot for PyTorch's viewer, or as a Chrome trace.
 
     Example:  remat export graph.json plan.json --output snapshot.pickle
 

@@ -196,7 +196,7 @@ def test_plot_draws_what_solve_saved(run: Run, plain: Path) -> None:
 def test_plot_refuses_what_does_not_belong(run: Run, plain: Path, tmp_path: Path) -> None:
     transformer(1).save(tmp_path / "graph.json")
     run("solve", "graph.json", "--budget", "100%", "--solver", "keep-all", "--output", "other.json")
-    assert_refused(run("plot", plain, "other.json"), "other.json", "another graph")
+    assert_refused(run("plot", plain, "other.json"), "other.json", "for another step")
     assert_refused(run("plot", plain, "none.json"), "none.json")
     assert_refused(run("plot", plain, plain), "chain.json")
     assert_refused(run("plot", plain, "--output", "picture.txt"), ".png")
@@ -359,7 +359,7 @@ def test_doctor_takes_keywords_and_step_functions(run: Run) -> None:
     ("name", "parts"),
     [
         ("only", ["missing a required argument: 'x'", "(model, args)"]),
-        ("needs", ["missing a required argument: 'path'", "called with nothing"]),
+        ("needs", ["missing a required argument: 'path'", "called without arguments"]),
         ("nothing", ["returned nothing", "(model, batch) with a dict"]),
         ("tensor", ["(model, a Tensor)", "(model, (x,))"]),
         ("four", ["(Model, tuple, dict, int)"]),
