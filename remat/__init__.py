@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What needs torch or a solver is imported when it is first asked for: `remat solve` on a plain
+# Names that need torch or a solver are imported on first use, so that `remat solve` on a plain
 # graph starts without torch.
 _LAZY = {
     **dict.fromkeys(

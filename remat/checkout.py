@@ -1,8 +1,8 @@
-"""`import solvers` from a checkout: the same module objects as `import remat.solvers`.
+"""`import solvers` in a checkout: gives the same module objects as `import remat.solvers`.
 
-The folders `solvers/` and `tracers/` lie beside `remat/` and are packages of it. From the root of
-a checkout they can also be imported by their folder's name; without care that would make a second
-copy of every class. Nothing here runs where the package is installed.
+The folders `solvers/` and `tracers/` are beside `remat/` and are packages of it. In the root of a
+checkout they can also be imported by the folder's name. Without this module that would make a
+second copy of every class. Nothing here runs in an installed package.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ class _Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import system put the alias's here; relative imports need the real one
+        # the import system set the alias's spec; relative imports need the module's own
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state

@@ -11,16 +11,17 @@ from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
 class RematCallback(TrainerCallback):
-    """Plans the model when training begins, and makes it plain again when it ends.
+    """Plans the model when training begins, and restores it when training ends.
 
     Args:
-        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
-            "60%". None for what the GPU has.
-        trainer: whose `compute_loss` is planned, for a loss that is computed outside of the model:
-            `trainer.add_callback(RematCallback("20GiB", trainer=trainer))`. The model alone if it
-            is not given.
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizer holds, and
-            `is_accumulating` what the trainer's arguments say, if they are not given.
+        budget: for everything on the device, with the optimizer's state: bytes, "20GiB" or "60%".
+            None for the memory that the GPU has.
+        trainer: plans this trainer's `compute_loss`, for a loss that is computed outside of the
+            model: `trainer.add_callback(RematCallback("20GiB", trainer=trainer))`. If None, only
+            the model is planned.
+        **options: those of `remat.checkpoint`. By default `reserve_bytes` is the size of the
+            optimizer's state (without a budget, only of state that does not exist yet), and
+            `is_accumulating` follows the trainer's arguments.
 
     Attributes:
         planned: the planned model or function, for `remat.report`; None before training begins.
@@ -33,7 +34,7 @@ class RematCallback(TrainerCallback):
         self.planned: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plans the step; called by the trainer once model and optimizer are where they train."""
+        """Plans the step; the trainer calls this after it placed model and optimizer."""
         optimizer = kwargs.get("optimizer")
         options = {
             "reserve_bytes": bytes_to_keep_free(optimizer, of_card=self.budget is None)
@@ -45,12 +46,12 @@ class RematCallback(TrainerCallback):
         if self.trainer is None:
             self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)
             return
-        vars(self.trainer).pop("compute_loss", None)  # of a training that was cut short
+        vars(self.trainer).pop("compute_loss", None)  # left by a training that was interrupted
         self.planned = remat.checkpoint(self.trainer.compute_loss, self.budget, **options)
         vars(self.trainer)["compute_loss"] = self.planned
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Makes the step plain again."""
+        """Restores the plain step."""
         if self.trainer is None:
             remat.unwrap(kwargs["model"])
         else:

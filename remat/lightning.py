@@ -11,16 +11,17 @@ from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
 class RematCallback(Callback):
-    """Plans the training step when training starts, and makes it plain again when it ends.
+    """Plans the training step when training starts, and restores it when training ends.
 
     Args:
-        budget: of everything on the device, the optimizer's state included: bytes, "20GiB" or
-            "60%". None for what the GPU has.
+        budget: for everything on the device, with the optimizers' state: bytes, "20GiB" or "60%".
+            None for the memory that the GPU has.
         module: the name of a module that `training_step` calls, such as "model" or "encoder.body",
-            which is planned alone; needed where `training_step` runs the backward itself (manual
-            optimization). All of `training_step` is planned if it is not given.
-        **options: those of `remat.checkpoint`; `reserve_bytes` is what the optimizers hold, and
-            `is_accumulating` what the trainer says, if they are not given.
+            to plan only this module; required if `training_step` runs the backward itself (manual
+            optimization). If None, all of `training_step` is planned.
+        **options: those of `remat.checkpoint`. By default `reserve_bytes` is the size of the
+            optimizers' state (without a budget, only of state that does not exist yet), and
+            `is_accumulating` follows the trainer's arguments.
 
     Attributes:
         planned: the planned function or module, for `remat.report`; None before training starts.
@@ -33,9 +34,7 @@ class RematCallback(Callback):
         self.planned: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plans the step.
-
-        Called by the trainer once model and optimizers are where they train.
+        """Plans the step; the trainer calls this after it placed model and optimizers.
 
         Raises:
             ValueError: there is no such module, or none was named and `training_step` runs the
@@ -55,16 +54,16 @@ class RematCallback(Callback):
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
-                f"{type(pl_module).__name__} optimizes by itself, so training_step is no step "
-                "that can be planned; name the module that it calls: module=..., one of "
+                f"{type(pl_module).__name__} uses manual optimization, so its training_step can't "
+                "be planned as a whole; name a module that it calls with module=..., one of "
                 f"{_children(pl_module)}"
             )
-        vars(pl_module).pop("training_step", None)  # of a training that was cut short
+        vars(pl_module).pop("training_step", None)  # left by a training that was interrupted
         self.planned = remat.checkpoint(pl_module.training_step, self.budget, **options)
         vars(pl_module)["training_step"] = self.planned
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the step plain again."""
+        """Restores the plain step."""
         if self.module is not None:
             remat.unwrap(pl_module.get_submodule(self.module))
         else:

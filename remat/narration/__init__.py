@@ -1,1 +1,1 @@
-"""What is told on stderr while work goes on; the table in README.md says what lives here."""
+"""The status line on stderr during work that takes over a second; see README.md."""

@@ -1,7 +1,8 @@
-"""What is being done, and since when: told while it takes over a second.
+"""The stages of work that are running; a thread shows the innermost one.
 
-Stages nest, and the innermost is told, with the time since the outermost began. A thread looks at
-them a few times a second, which begins with the first stage and ends with the last.
+Stages nest. The status line shows the text of the innermost stage, and the time since the outermost
+one began. The thread updates it a few times a second, from the first stage's begin to the last
+one's end.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ _BETWEEN_LOOKS_S = 0.25
 
 
 class Stage:
-    """One thing that is being done.
+    """A stage of work.
 
     Attributes:
-        text: what it is, such as "solving 594 operators".
-        began_s: of `time.perf_counter`.
+        text: what is done, such as "solving 594 operators".
+        began_s: when it began, by `time.perf_counter`.
     """
 
     def __init__(self, text: str) -> None:
-        """Begins now."""
+        """Begins the stage now."""
         self.text, self.began_s = text, time.perf_counter()
         self._detail = ""
 
     def say(self, detail: str) -> None:
-        """Says how far it is."""
+        """Sets the detail that is shown behind the text, such as the progress."""
         self._detail = detail
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the stage began."""
         return time.perf_counter() - self.began_s
 
     def __str__(self) -> str:
@@ -44,7 +45,7 @@ class Stage:
 
 
 class _Narrator:
-    """The stages of this process, and the thread that tells of them."""
+    """The running stages of this process, and the thread that shows them."""
 
     def __init__(self) -> None:
         self._stages: list[Stage] = []
@@ -57,7 +58,7 @@ class _Narrator:
             self._stages.append(stage)
             if self._thread is None:
                 thread = threading.Thread(target=self._tell, daemon=True, name="remat-status")
-                with suppress(RuntimeError):  # no memory for its stack: nothing is told
+                with suppress(RuntimeError):  # no memory for its stack: nothing is shown
                     thread.start()
                     self._thread = thread
 
@@ -81,7 +82,7 @@ _narrator = _Narrator()
 
 
 def _forget_stages() -> None:
-    """A forked process has none of its parent's threads, nor anything to tell of its stages."""
+    """Starts without stages in a forked process, which has none of its parent's threads."""
     global _narrator
     _narrator = _Narrator()
 
@@ -92,9 +93,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def stage(text: str) -> Iterator[Stage]:
-    """Tells what is done inside, as long as that takes over a second.
+    """Shows `text` on stderr while the block runs, if that takes over a second.
 
-    On a terminal in a line that is rewritten, elsewhere in a line every few seconds.
+    On a terminal it is one line that is rewritten, otherwise a new line every few seconds.
 
     >>> with stage("counting") as told:
     ...     told.say("1 of 2")

@@ -1,4 +1,4 @@
-"""One line on stderr: rewritten on a terminal, a line now and then where output is redirected."""
+"""A status line on stderr: rewritten in place on a terminal, printed now and then otherwise."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import sys
 import time
 from typing import TextIO
 
-FIRST_S = 1.0  # what takes less is not told
-_BETWEEN_LINES_S = 5.0  # where output is redirected
+FIRST_S = 1.0  # seconds before a line is shown
+_BETWEEN_LINES_S = 5.0  # at least, if stderr is not a terminal
 _CLEAR = "\r\x1b[K"
 
 
 def is_silent() -> bool:
-    """True where `REMAT_PROGRESS=0` asks for it, and in all ranks but the first."""
+    """True if `REMAT_PROGRESS=0` is set, and in all ranks but the first."""
     return os.environ.get("REMAT_PROGRESS", "1") == "0" or os.environ.get("RANK", "0") != "0"
 
 
 class StatusLine:
-    """Where a line is shown.
+    """Shows a line and clears it.
 
-    Looks for `sys.stderr` anew each time: programs and tests replace it.
+    It looks up `sys.stderr` each time, as programs and tests replace it.
     """
 
     def __init__(self) -> None:
-        """Shows nothing yet."""
+        """Begins with nothing shown."""
         self._shown_on: TextIO | None = None  # a terminal that shows a line now
         self._written_s = 0.0
 
     def show(self, text: str, elapsed_s: float) -> None:
-        """Shows `text`, if it is time for it."""
+        """Shows `text` if `elapsed_s` is long enough; off a terminal, only if a line is due."""
         output = sys.stderr
         if elapsed_s < FIRST_S or output is None or output.closed or is_silent():
             return
@@ -50,7 +50,7 @@ class StatusLine:
         return time.monotonic() - self._written_s >= _BETWEEN_LINES_S
 
     def clear(self) -> None:
-        """Takes the line off the terminal."""
+        """Removes the line from the terminal."""
         if self._shown_on is not None and not self._shown_on.closed:
             self._shown_on.write(_CLEAR)
             self._shown_on.flush()

@@ -304,7 +304,7 @@ def test_lightning_says_what_to_name_where_a_step_optimizes_itself(tmp_path: Pat
     class Manual(Regression):
         automatic_optimization = False
 
-    with pytest.raises(ValueError, match=r"Manual optimizes by itself.*module=.*model"):
+    with pytest.raises(ValueError, match=r"Manual uses manual optimization.*module=.*model"):
         with_lightning(tmp_path, LightningPlan("80%"), make=Manual)
 
 
