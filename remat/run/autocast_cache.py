@@ -1,9 +1,9 @@
-"""Autocast's cache, in a traced step: a parameter is cast once, however many operators read it.
+"""Autocast's cache in a traced step: a parameter is cast once, however many operators read it.
 
-Plain PyTorch sums the gradients of all that read the cast in the lower precision, and casts the sum
-back once. AOTAutograd (torch 2.13) turns the cache off, and traces its parameters as no leaves,
-which are not cached anyway: each reader's gradient would be cast back before the sum, and round
-otherwise. Here casts are remembered on the tensors that stand for leaves.
+Plain PyTorch sums the gradients of all readers of the cast in the lower precision, and casts the
+sum back once. AOTAutograd (torch 2.13) turns the cache off, and autocast caches casts of leaves
+only, which traced parameters are not. So each reader's gradient would be cast back before the sum,
+and would round differently. Here casts are stored on the tensors that stand for leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from remat.torch_border.autograd import autocast_cache_left_on, is_inside_autocast_cast
 from remat.torch_border.kernels import with_kernel
 
-_CASTS = "_remat_autocasts"  # attribute of a tensor that stands for a leaf: type -> its cast
+_CASTS = "_remat_autocasts"  # attribute of a tensor that stands for a leaf: dtype -> its cast
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def autocast_cache(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[No
     """Traces `module`, a captured forward, with autocast's cache.
 
     Args:
-        module: gets an operator that marks leaves, which runs while it is traced.
-        inputs: its example inputs, one a placeholder.
+        module: an operator that marks leaves is added to it, and runs while it is traced.
+        inputs: its example inputs, one per placeholder.
     """
     leaves: list[Any] = []
 
@@ -56,7 +56,7 @@ def autocast_cache(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[No
 
 
 def _mark_leaves(module: fx.GraphModule, inputs: Sequence[Any], mark: Callable[..., None]) -> None:
-    """Makes the module begin with `mark(*leaves)`, where autocast would cache the cast of any."""
+    """Makes the module begin with `mark(*leaves)`, if autocast would cache the cast of any leaf."""
     nodes = module.graph.find_nodes(op="placeholder")
     leaves = [node for node, value in zip(nodes, inputs, strict=True) if _is_cached(value)]
     if leaves:
@@ -66,7 +66,10 @@ def _mark_leaves(module: fx.GraphModule, inputs: Sequence[Any], mark: Callable[.
 
 
 def _is_cached(value: Any) -> bool:
-    """Autocast's own condition (aten/src/ATen/autocast_mode.cpp, `cached_cast`, torch 2.13)."""
+    """True where autocast would cache casts of `value`.
+
+    The condition is that of `cached_cast` in aten/src/ATen/autocast_mode.cpp (torch 2.13).
+    """
     is_trained_leaf = (
         isinstance(value, torch.Tensor)
         and value.requires_grad

@@ -1,6 +1,4 @@
-"""The quickest way to call an operator.
-
-Torch's own Python binding, where it provably is the same call.
+"""The fastest way to call an operator: torch's own Python binding, where it makes the same call.
 
 `torch.ops.aten.mm.default(a, b)` parses its arguments against the schema at run time; `torch.mm(a,
 b)` is generated code. The binding takes 1 to 2 microseconds less, which is a third of what running
@@ -21,16 +19,13 @@ from remat.torch_border.scalars import hint_of, is_symbol
 
 
 class Bindings:
-    """Finds bindings, and remembers them by operator and form of call."""
+    """Finds bindings, and caches them by operator and form of call."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Callable[..., Any]] = {}
 
     def of(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the binding to call with the node's arguments.
-
-        The operator itself where none is the same.
-        """
+        """Returns the binding to call with the node's arguments, or else the operator itself."""
         target: Any = node.target
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             return target  # type: ignore[no-any-return]
@@ -60,9 +55,9 @@ def _candidates(target: OpOverload) -> list[Callable[..., Any]]:
 
 
 def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
-    """Runs the candidate on the node's fake tensors.
+    """True where the candidate dispatches to the node's operator and arguments, and nothing else.
 
-    True where it dispatches to that operator, with those arguments, and no other.
+    It is run on the node's fake tensors to find out.
     """
     args, kwargs = fx.node.map_arg(
         (node.args, dict(node.kwargs)), lambda source: hint_of(source.meta["val"])
@@ -81,16 +76,16 @@ def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
 
 
 def _named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by name, tensors by identity, defaults left out."""
+    """Returns arguments by name, without defaults, tensors replaced by their identity."""
     named = {
         argument.name: value
         for argument, value in zip(target._schema.arguments, args, strict=False)
     } | dict(kwargs)
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    told = {name: _comparable(value) for name, value in named.items()}
+    comparable = {name: _comparable(value) for name, value in named.items()}
     return {
         name: value
-        for name, value in told.items()
+        for name, value in comparable.items()
         if name not in defaults or value != _comparable(defaults[name])
     }
 
@@ -109,6 +104,6 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # fake tensors ask for their device that way
+        if func.namespace != "prim":  # fake tensors look up their device by `prim.device`
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""The one capture path, for tracing and for running: `torch.compile` with AOTAutograd behind it.
+"""Captures a step, for tracing and for running: `torch.compile` with AOTAutograd behind it.
 
-Dynamo captures the forward as one graph; AOTAutograd makes the joint forward and backward graph and
-gives it to our partitioner, which reads it as a `Graph`, asks the planner, and returns the two
-halves.
+Dynamo captures the forward as one graph; AOTAutograd makes the joint graph of forward and backward
+and passes it to our partitioner, which reads it as a `Graph`, gets a plan from the planner, and
+returns the two halves.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from remat.tracers.recomputable import mark_inference_inputs
 
 
 class Step(Protocol):
-    """What is planned: a captured step, several joined, or kernels."""
+    """A step that can be planned: captured whole, joined from pieces, or fused."""
 
     @property
     def graph(self) -> Graph:
         """Its operators and storages."""
 
 
-# step -> solution; with `unplanned_bytes` it leaves room for so much that is no part of the step
+# step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step
 Planner = Callable[..., Solution]
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One captured step with its plan: what `report` shows.
+    """A step that was captured as one graph, with its plan and its halves.
 
-    `kernels` is the graph that was planned where operators are fused.
+    `kernels` is the graph that was planned, where that is one of fused operators.
     """
 
     step: TracedStep
@@ -80,7 +80,7 @@ class PlannedStep:
 
 
 class GraphBreak(TraceError):
-    """The step can't be captured as one graph; `place` says why, in a line."""
+    """The step can't be captured as one graph; `place` is the reason and the line of code."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -96,22 +96,23 @@ def make_backend(
     model_bytes: Callable[[], int] = lambda: 0,
     plain_steps: PlainSteps | None = None,
 ) -> Any:
-    """Returns a `torch.compile` backend that runs what `plan` answers for each captured step.
+    """Returns a `torch.compile` backend that runs each captured step by the plan of `plan`.
 
     Args:
         plan: step -> solution.
         costs: the cost model of the graph.
         on_planned: called with each captured step once it is planned.
         differentiate: "scalars": where the model returns scalars that need a gradient (losses),
-            gradients of its other outputs are not planned for, and asking for one is an error.
-            "all": every output.
-        model_bytes: of all parameters and buffers, read by the step or not; asked at each capture,
-            for a forward may register more.
-        plain_steps: runs the steps whose backward no plan can run; None: these are errors.
+            gradients of its other outputs are not planned, and asking for one is an error. "all":
+            gradients of every output are planned.
+        model_bytes: returns the bytes of all parameters and buffers, whether or not the step reads
+            them; called at each capture, since a forward may register more.
+        plain_steps: runs the steps whose backward no plan can run; if None, these are errors.
     """
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
+    # long, since AOTAutograd's three callbacks share what belongs to one capture
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_uncapturable(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
@@ -136,17 +137,9 @@ def make_backend(
                 static_inputs=tuple(static_lifetime_input_indices or ()),
                 model_bytes=model_bytes(),
             )
-            solution = plan(step, **(plain.room_beside(step) if plain else {}))
-            if solution.schedule is None:
-                raise TraceError(f"the planner found no schedule ({solution.status})")
-            halves = split(step, solution.schedule)
-            graph = step.graph
-            meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
-            if plain:
-                plain.forget = meter.forget
-            planned.append(PlannedStep(step, solution, halves, meter))
+            planned.append(_planned(step, plan, plain))
             on_planned(planned[-1])
-            return halves.forward, halves.backward
+            return planned[-1].split.forward, planned[-1].split.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
             run = compile_graph(graph)
@@ -167,6 +160,17 @@ def make_backend(
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+def _planned(step: TracedStep, plan: Planner, plain: PlainForward | None) -> PlannedStep:
+    solution = plan(step, **(plain.room_beside(step) if plain else {}))
+    if solution.schedule is None:
+        raise TraceError(f"the planner found no schedule ({solution.status})")
+    graph = step.graph
+    meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
+    if plain:
+        plain.forget = meter.forget
+    return PlannedStep(step, solution, split(step, solution.schedule), meter)
 
 
 def refuse_uncapturable(module: fx.GraphModule) -> None:
@@ -201,29 +205,29 @@ def compiled_by_aot(
 
 
 def cut_at_sizes(module: fx.GraphModule) -> None:
-    """Raises `GraphBreak` at the first size that data decides: pieces end there."""
+    """Raises `GraphBreak` at the first size that data decides, so that a piece ends there."""
     node = size_that_data_decides(module)
     if node is not None:
         line = source_of(node).split(": ")[0]
         raise GraphBreak(
-            f"data decides the size of what {named(node)} returns, so this step is no one graph "
+            f"data decides the size of what {named(node)} returns, so this step can't be one graph "
             "with sizes known beforehand; pad to a size that is known, such as by torch.where, or "
             "let remat.checkpoint plan the pieces before and after it",
-            f"Dynamic shape operator ({line})",  # as dynamo says where it cuts
+            f"Dynamic shape operator ({line})",  # in the words of dynamo's graph breaks
         )
 
 
 def runs_once(
     backward: BoxedFunction, step: TracedStep | None = None, plain: PlainForward | None = None
 ) -> BoxedFunction:
-    """Refuses to run where the graph is to be kept, and a second time.
+    """Returns a backward that refuses to keep the graph, and to run a second time.
 
-    What is saved may be overwritten in place, and dies at its last use.
+    What was saved may be overwritten in place, and is freed at its last use.
 
     Args:
         backward: the planned backward.
-        step: what it is the backward of, where that is a whole step.
-        plain: runs such backwards in its place, where it can.
+        step: the step, where it was captured whole; None for a piece.
+        plain: runs such backwards instead, where it can.
     """
     tangents = Tangents(step.module, step.num_forward_outputs) if step else None
 
@@ -231,16 +235,16 @@ def runs_once(
         if is_graph_kept():
             abandon_node()
             raise TraceError(
-                "a planned step runs its backward once: what it saved is gone afterwards, so "
-                "retain_graph=True and create_graph=True "
-                "(gradients of gradients) can't be had; add the losses up and call backward "
-                f"once, or use remat.unwrap(model){_advice(step, plain)}"
+                "a planned step runs its backward once: what it saved is freed, so "
+                "retain_graph=True and create_graph=True (gradients of gradients) are not "
+                "possible; add the losses up and call backward once, or use "
+                f"remat.unwrap(model){_advice(step, plain)}"
             )
         if tangents and any(map(is_batched, args[len(args) - tangents.num :])):
             raise TraceError(
-                "a planned step is differentiated by one gradient at a time, and many arrived at "
-                "once (is_grads_batched=True, vectorize=True or torch.vmap); ask for them one "
-                f"after the other of remat.unwrap(model){_advice(step, plain)}"
+                "a planned step takes one gradient at a time, and many arrived at once "
+                "(is_grads_batched=True, vectorize=True or torch.vmap); use "
+                f"remat.unwrap(model), with one gradient after the other{_advice(step, plain)}"
             )
         before_next_run(refuse_second_run)
         missing = tangents.fill(args) if tangents else frozenset()
@@ -248,37 +252,38 @@ def runs_once(
         return tangents.arriving(gradients, missing) if tangents and missing else gradients
 
     def refuse_second_run(gradients: Sequence[Any]) -> None:
-        """Says it in our words, before autograd advises retain_graph=True."""
+        """Raises our own error, before autograd's, which advises retain_graph=True."""
         if any(gradient is not None for gradient in gradients):
             raise TraceError(
-                "a second backward runs through one planned step, and what it saved is gone after "
+                "a second backward runs through one planned step, and what it saved was freed in "
                 "the first: a planned step runs its backward once; add its losses up and call "
                 "backward once, or plan a function that returns their sum, or use "
                 f"remat.unwrap(model){_advice(step, plain)}"
             )
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd then passes a list
     return run
 
 
 def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
     if step is None:
         return (
-            '; on_unsupported="plain" is for a step that is one graph, and this one runs in '
-            "pieces: remat.report says where it is cut"
+            '; on_unsupported="plain" works for a step that is one graph, and this one runs in '
+            "pieces: remat.report shows where it is cut"
         )
     if plain is None:
-        return ', or give on_unsupported="plain", which runs such a step as plain PyTorch'
+        return ', or use on_unsupported="plain", which runs such a step as plain PyTorch'
     return (
         f'; on_unsupported="plain" can\'t run this step: {plain.refusal}' if plain.refusal else ""
     )
 
 
 def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Callable[..., Any]:
-    """Returns `compiled`, whose backward is told which gradients did not arrive.
+    """Returns `compiled`, whose backward gets None for gradients that did not arrive.
 
-    Naive: autograd puts zeros in their place, and parameters that only they lead to get gradients
-    of zeros, to which an optimizer applies its weight decay; plain PyTorch leaves None there.
+    Autograd would put zeros in their place. Parameters that depend on them alone would then get
+    gradients of zeros, to which an optimizer applies its weight decay; in plain PyTorch these stay
+    None.
     """
     if Tangents(step.module, step.num_forward_outputs).num < 2:
         return compiled
@@ -292,10 +297,10 @@ def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Ca
 
 
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
-    """Cuts the gradient of every output that is no scalar, where there are scalars that have one.
+    """Detaches every output that is not a scalar, if there are scalar outputs with a gradient.
 
-    Returns pairs (place of the cut output, place of a scalar). AOTAutograd otherwise fills the
-    missing gradient of, say, logits with zeros, and runs the backward for them.
+    Returns pairs (index of a detached output, index of a scalar). Otherwise AOTAutograd would fill
+    the missing gradient of, say, logits with zeros, and run their backward.
     """
     output = module.graph.output_node()
     results = output.args[0]
@@ -326,7 +331,7 @@ def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
 
 
 class _RefuseGradient(torch.autograd.Function):
-    """Passes an output on; a gradient that arrives for it is an error, never silently dropped."""
+    """Returns an output unchanged; a gradient that arrives for it is an error, never dropped."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -336,10 +341,9 @@ class _RefuseGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape = tuple(gradients[0].shape)
         raise TraceError(
-            f"a gradient arrived for an output of shape {shape}, and the plan is for "
-            "gradients of the scalar outputs only; "
-            'pass differentiate="all" to remat.checkpoint, or call backward on the loss '
-            "that the model returns"
+            f"a gradient arrived for an output of shape {shape}, and only gradients of scalar "
+            'outputs are planned; pass differentiate="all" to remat.checkpoint, or call backward '
+            "on the loss that the model returns"
         )
 
 
@@ -349,9 +353,7 @@ _refuse: Any = _RefuseGradient.apply
 def refuse_gradients(
     compiled: Callable[..., Any], refused: list[tuple[int, int]]
 ) -> Callable[..., Any]:
-    """Returns `compiled` with an error for gradients of the outputs that `detach_non_scalars`
-    cut.
-    """
+    """Returns `compiled` with an error for gradients of outputs that were detached."""
 
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
@@ -364,29 +366,29 @@ def refuse_gradients(
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a parameter or an input asks for a gradient."""
+    """True where a parameter or an input requires a gradient."""
     return any(p.requires_grad for p in module.parameters()) or any(
         t.requires_grad for t in tensors
     )
 
 
 def device_type(module: nn.Module) -> str:
-    """The type of the device that a module's parameters and buffers are on, `cuda` where any is.
+    """Returns the device type of a module's parameters and buffers, `cuda` where any is there.
 
     Raises:
-        TraceError: on a kind of device that can't be planned for, or on several GPUs.
+        TraceError: the module is on a device that can't be planned for, or on several GPUs.
     """
     tensors = [*module.parameters(), *module.buffers()]
     types = {tensor.device.type for tensor in tensors}
     if others := types - {"cpu", "cuda", "meta"}:
         raise TraceError(
             f"{type(module).__name__} is on {', '.join(sorted(others))}; remat plans steps on a "
-            "CPU or a CUDA device: move the module there, or train it plainly"
+            "CPU or a CUDA device: move the module there, or train it without remat"
         )
     gpus = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     if len(gpus) > 1:
         raise TraceError(
             f"{type(module).__name__} is spread over {len(gpus)} GPUs of one process, and a budget "
-            "is for one; plan the part on each GPU by itself, or use one process per GPU"
+            "is for one GPU; plan the part on each GPU separately, or use one process per GPU"
         )
     return "cuda" if "cuda" in types else "cpu"

@@ -1,6 +1,6 @@
-"""Measuring the peaks of a step on the current GPU, by what torch's allocator counts.
+"""Measures the peaks of a step on the current GPU, from the statistics of torch's allocator.
 
-The keys of `torch.cuda.memory_stats` are those that its documentation names.
+Its documentation names the keys of `torch.cuda.memory_stats` that are used here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CudaMark:
 
     @classmethod
     def now(cls) -> CudaMark:
-        """Begins a measurement: earlier peaks are forgotten, unused memory is given back."""
+        """Begins a measurement: resets the peaks, and releases cached memory that is unused."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -31,7 +31,7 @@ class CudaMark:
         )
 
     def peaks(self) -> CudaPeaks:
-        """The peaks since, above what was held then."""
+        """Returns the peaks since then, less what was held then."""
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         return CudaPeaks(

@@ -1,7 +1,8 @@
-"""Running a rewritten graph operator by operator: one plain Python function, nothing of ours in it.
+"""Runs a rewritten graph operator by operator, as one plain Python function.
 
-Inputs arrive in a list that is emptied, so that they die as they are used; each variable is deleted
-right after its last use; several outputs are unpacked at once and the unneeded ones dropped.
+Inputs are passed in a list that is emptied, so that each is freed after its last use; each variable
+is deleted right after its last use; an operator's outputs are unpacked at once, and those that are
+not used are dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ BoxedFunction = Callable[[list[Any]], Any]
 
 
 def compile_graph(module: fx.GraphModule) -> BoxedFunction:
-    """Returns a function of one list of inputs, which it empties, that runs `module`'s graph.
+    """Returns a function that runs `module`'s graph on a list of inputs, which it empties.
 
-    Its peak is that of the values alive by the schedule's rules: no variable outlives its last use.
+    No variable outlives its last use, so its peak is the one that the simulator computes.
     """
     writer = _Source(module)
     namespace = writer.constants
@@ -29,12 +30,12 @@ def compile_graph(module: fx.GraphModule) -> BoxedFunction:
         namespace,
     )
     function: Any = namespace["run"]
-    function._boxed_call = True  # AOTAutograd hands its inputs over in a list
+    function._boxed_call = True  # tells AOTAutograd to pass the inputs in a list
     return function  # type: ignore[no-any-return]
 
 
 class _Source:
-    """Collects the source text of one function and the objects it names."""
+    """Collects the source text of one function and the objects that it refers to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
@@ -80,7 +81,7 @@ class _Source:
         self._delete([*dead, *([] if parts or node in self.last_user else [node])])
 
     def _unpack(self, node: fx.Node, parts: list[fx.Node], call: str) -> None:
-        """Names the parts that are used; the others go at once, together with the tuple."""
+        """Unpacks the parts that are used; the others are freed at once, like the tuple."""
         first: dict[Any, fx.Node] = {}
         for part in parts:
             first.setdefault(part.args[1], part)
@@ -137,7 +138,7 @@ def _variable(node: fx.Node) -> str:
 
 
 def _is_unpacked_part(node: fx.Node) -> bool:
-    """True for a `getitem` on the outputs of an operator, which are unpacked where it runs."""
+    """True for a `getitem` on an operator's outputs, which are unpacked when it runs."""
     source = node.args[0] if node.target is operator.getitem else None
     return (
         isinstance(source, fx.Node)

@@ -1,9 +1,10 @@
-"""Hooks that only ask for gradients of what a module returns, which a planned step does without.
+"""Removes hooks that only make a module's results require gradients, while a planned step runs.
 
-Reentrant `torch.utils.checkpoint` trains nothing where none of its inputs requires a gradient, so
-`transformers` and PEFT hook the embeddings of a model whose checkpointing is enabled. A planned
-step recomputes by its plan. The hook would cut it in two (dynamo captures no `requires_grad_` of a
-value in between), and compute gradients that nobody reads.
+Reentrant `torch.utils.checkpoint` trains nothing if none of its inputs requires a gradient, so
+`transformers` and PEFT put such a hook on the embeddings of a model with checkpointing enabled. A
+planned step recomputes by its plan and does not need it. The hook would cut the step in two (dynamo
+does not capture `requires_grad_` of an intermediate value), and compute gradients that nobody
+reads.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from remat.torch_border.modules import forward_hooks
 
 
 class IdleHooks:
-    """The hooks of a module's parts that do nothing else."""
+    """Hooks of a module's parts that do nothing but call `requires_grad_`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._registered = -1  # how many hooks there had been anywhere, when they were looked for
+        self._registered = -1  # number of hooks registered in the process at the last search
         self._found: list[dict[int, Any]] = []
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Takes the hooks away, and puts them back in their places."""
+        """Removes the hooks inside of a `with` block, and restores them in their order."""
         before = [(hooks, dict(hooks)) for hooks in self._hooks()]
         for hooks, _ in before:
             for number in [number for number, hook in hooks.items() if _only_asks(hook)]:
@@ -49,9 +50,7 @@ class IdleHooks:
 
 
 def _only_asks(hook: Callable[..., Any]) -> bool:
-    """True for a Python function of (module, arguments, result) that calls nothing but
-    `requires_grad_`.
-    """
+    """True for a Python function of (module, args, result) that only calls `requires_grad_`."""
     code = getattr(hook, "__code__", None)
     return (
         code is not None

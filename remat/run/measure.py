@@ -1,6 +1,6 @@
-"""Measured memory.
+"""Measures memory: the peak and timeline of a callable, and the peak of a first planned step.
 
-The peak and timeline of a callable, on the CPU's allocator or a CUDA device's.
+It counts on the CPU's allocator or on that of a CUDA device.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Measurement:
 
     Attributes:
         peak_bytes: the most it held at once.
-        end_bytes: what it left behind.
+        end_bytes: what was still held at its end.
         times_s: when each allocation or release happened, from the first one on; shape
             (num_events,).
         bytes_held: bytes held after each; shape (num_events,).
         device: `cpu` or `cuda`.
-        cuda_peaks: on CUDA what tensors asked for, were allocated, and what was reserved for them.
+        cuda_peaks: on CUDA, the peaks of requested, allocated and reserved bytes.
     """
 
     peak_bytes: int
@@ -60,13 +60,13 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
     """Runs `fn` once and returns the memory it held, on one device's allocator.
 
     Args:
-        fn: what to run, such as `lambda: model(x).backward()`. Its result is dropped.
+        fn: the callable, such as `lambda: model(x).backward()`. Its result is dropped.
         device: "cpu" or "cuda"; by default CUDA where it is available.
 
-    On the CPU every allocation of torch is counted to the byte (libraries with allocators of their
-    own, such as oneDNN's scratch memory, are not seen). On CUDA allocations are read from the
-    memory history, in the allocator's rounded sizes, and what it reserved without need is given
-    back before.
+    On the CPU every allocation of torch is counted to the byte. Memory that libraries allocate
+    themselves, such as oneDNN's scratch memory, is not seen. On CUDA allocations are read from the
+    memory history, in the allocator's rounded sizes; cached memory that is unused is released
+    before.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -76,7 +76,10 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
-    """Measures `fn`, and planned steps that first run inside, which can't count for themselves."""
+    """Measures `fn`, and planned steps that run inside of it for the first time.
+
+    Those can't be profiled on their own, since one profiler runs already.
+    """
     outer, _MEASURED.now = _MEASURED.now, _Measured()
     measured = _MEASURED.now
     try:
@@ -101,12 +104,12 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
         (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
     ]
     measured = from_events(events, "cuda")
-    peaks = mark.peaks()  # the allocator's own word
+    peaks = mark.peaks()  # as the allocator counted them
     return replace(measured, peak_bytes=peaks.allocated_bytes, cuda_peaks=peaks)
 
 
 def from_events(events: Events, device: str) -> Measurement:
-    """Returns what (seconds, bytes allocated or, negative, released) in order add up to."""
+    """Returns the measurement of events in order: (seconds, bytes allocated, negative if freed)."""
     held, history, times = 0, [], []
     for time_s, change in events:
         held += change
@@ -116,25 +119,25 @@ def from_events(events: Events, device: str) -> Measurement:
 
 
 class _Measured:
-    """A measurement that runs: of parts of it, told by marks, others want to know as well."""
+    """A running measurement, which also measures parts of itself that are delimited by marks."""
 
     def __init__(self) -> None:
         self.marks: dict[str, int] = {}
         self._asked: list[tuple[Sequence[_Span], Callable[[list[Events]], None]]] = []
 
     def run(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, _Span]:
-        """Runs a part, and returns its result and which part it is."""
+        """Runs a part, and returns its result and its marks."""
         first = mark_moment()
         with garbage_left_alone():
             result = run(args)
         return result, (first, mark_moment())
 
     def ask(self, spans: Sequence[_Span], answer: Callable[[list[Events]], None]) -> None:
-        """Calls `answer` with what happened in the parts, once all is measured."""
+        """Calls `answer` with the events of the parts at the end of the measurement."""
         self._asked.append((spans, answer))
 
     def tell(self, events: Events) -> None:
-        """Answers what was asked."""
+        """Passes the events of each part to the callbacks."""
         for spans, answer in self._asked:
             if all(name in self.marks for span in spans for name in span):
                 answer([events[self.marks[first] : self.marks[last]] for first, last in spans])
@@ -152,22 +155,22 @@ _MEASURED = _OfThread()
 
 @dataclass(eq=False)
 class FirstStepMeter:
-    """Measures the first step that really runs: a forward, and the backward that belongs to it.
+    """Measures the first planned step: a forward, and the backward that belongs to it.
 
-    Each forward is measured until one of them has had its backward: what the profiler did not see
-    allocated it does not see released. A backward belongs to the forward that saved what it is
-    given. So a forward without a backward, several before one, and an error or Ctrl-C in either
-    leave no number rather than a wrong one.
+    Each forward is measured until one of them has had its backward, since the profiler only sees
+    the release of memory whose allocation it saw. A backward belongs to the forward that saved its
+    inputs. So there is no number, rather than a wrong one, after a forward without a backward,
+    several forwards before one, or an error or Ctrl-C in either half.
 
     Attributes:
         device: `cpu` or `cuda`.
-        resident_bytes: what the step holds throughout, added to what is measured.
+        resident_bytes: what the step holds throughout; it is added to what is measured.
         num_results: how many of the forward's results the model returns; the others are saved.
-        peak_bytes: the measured peak of the step, None until both halves ran.
-        cuda_peaks: the same on CUDA, counted in three ways.
-        whole: the same with all else that the step held, such as its loss; None where that was not
+        peak_bytes: the measured peak of the step; None until forward and backward ran.
+        cuda_peaks: the peak on CUDA, counted in three ways.
+        whole: the measured whole step, with its loss and other calls; None where that was not
             measured.
-        waiting: the last forward that was measured, while its backward is waited for.
+        waiting: the last forward that was measured, until its backward runs.
         num_backwards: how many planned backwards ran.
     """
 
@@ -181,7 +184,7 @@ class FirstStepMeter:
     num_backwards: int = 0
 
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Returns `run`, measured until a step is."""
+        """Returns `run`, measured at each call until a whole step has been measured."""
         return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -194,7 +197,7 @@ class FirstStepMeter:
         return _boxed(counted)
 
     def forget(self) -> None:
-        """Drops what was measured of a forward whose step does not run as planned."""
+        """Drops the measured forward, whose step does not run as planned."""
         self.waiting = None
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -222,7 +225,7 @@ class FirstStepMeter:
         return results
 
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        # taken out first: an error below, or another forward's backward, leaves nothing of it
+        # removed first, so that nothing is left after an error or another forward's backward
         forward, self.waiting = self.waiting, None
         is_its_own = forward is not None and forward.saved.keys() <= storages_of(args).keys()
         if forward is None or not is_its_own:
@@ -253,7 +256,7 @@ class FirstStepMeter:
         self._add(measured.peak_bytes, measured.end_bytes, backward, gone)
 
     def _add(self, peak_bytes: int, held_bytes: int, backward: Events, gone: list[int]) -> None:
-        """Adds the backward to the forward; gradients that arrived are no part of either."""
+        """Sets the peak from forward and backward, without the release of arrived gradients."""
         events = list(backward)
         for size_bytes in gone:
             place = next((i for i, (_, change) in enumerate(events) if change == -size_bytes), None)
@@ -264,7 +267,7 @@ class FirstStepMeter:
 
 
 def _gone(storages: Iterable[Storage]) -> list[int]:
-    """The sizes of those that were released."""
+    """Returns the sizes of the storages that were released."""
     return [storage.size_bytes for storage in storages if storage.is_gone()]
 
 
@@ -280,10 +283,10 @@ def _profiled(run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[Any, Ev
 
 @contextmanager
 def garbage_left_alone() -> Iterator[None]:
-    """Runs no garbage collection inside.
+    """Disables garbage collection inside of a `with` block.
 
-    What an interrupted step left in a cycle would be released within the step that is measured,
-    and be taken for memory that this one gave back.
+    It could release what an earlier, interrupted step left in a cycle, and this would be counted as
+    memory that the measured step released.
     """
     is_on = gc.isenabled()
     gc.disable()

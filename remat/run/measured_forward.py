@@ -1,4 +1,4 @@
-"""A planned forward that was measured and waits for its backward, and what a whole step held."""
+"""A planned forward that was measured and waits for its backward; the result for a whole step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from remat.torch_border.kernels import StorageWeakRef
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage that is followed: the reference keeps its address from being given to another one,
-    not its memory.
+    """A storage that is followed by a weak reference.
+
+    While the reference exists, no other storage gets its address; its memory may be released.
     """
 
     reference: StorageWeakRef
@@ -37,7 +38,7 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
     found: Storages = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-            with suppress(NotImplementedError):  # it has none, as within `torch.func`
+            with suppress(NotImplementedError):  # inside of `torch.func` tensors have no storage
                 storage = tensor.untyped_storage()
                 followed = Storage(StorageWeakRef(storage), storage.nbytes(), tensor.device.type)
                 found[storage._cdata] = followed
@@ -46,20 +47,19 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
 
 @dataclass(eq=False)
 class MeasuredForward:
-    """A forward that was measured, and had no backward yet.
+    """A forward that was measured, and whose backward did not run yet.
 
     Attributes:
-        args: what it was given.
+        args: storages of its inputs.
         mark: on CUDA, what was held when it began.
-        peak_bytes: the most it held. On CUDA the most that was allocated while it or its backward
-            ran.
+        peak_bytes: its peak. On CUDA the most that was allocated while it or its backward ran.
         outside_bytes: on CUDA, the most that was allocated since, while neither ran.
-        held_bytes: what it left behind.
-        saved: what it saved for its backward.
-        results: what the model returns of it, and what it saved, but for what it was given.
+        held_bytes: what it held at its end.
+        saved: storages that it saved for its backward.
+        results: storages that it returned or saved, without those of its inputs.
         returned: the storages that the model returns.
-        span: which part of a measurement it is that runs already, which then knows the bytes.
-        is_new: nobody asked yet which step it is part of.
+        span: inside of `measure`, which part of that measurement it is.
+        is_new: it is not registered yet as part of a whole step.
     """
 
     args: Storages
@@ -74,7 +74,7 @@ class MeasuredForward:
     is_new: bool = True
 
     def end(self, results: Sequence[Any], num_results: int) -> None:
-        """Notes what it returned and saved."""
+        """Notes the forward's results: those that the model returns, then those that are saved."""
         self.returned = storages_of(results[:num_results]).keys()
         self.saved = storages_of(results[num_results:])
         self.results = {k: s for k, s in storages_of(results).items() if k not in self.args}
@@ -86,7 +86,7 @@ class MeasuredForward:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what it made and saved, and did not return."""
+        """Bytes that it made and saved, without those that it returned."""
         made = self.saved.keys() & self.results.keys() - self.returned
         return sum(self.saved[key].size_bytes for key in made)
 
@@ -98,9 +98,9 @@ class WholeStep:
     Attributes:
         planned_bytes: the most it held while a planned forward or backward ran, the module's
             parameters, buffers and inputs included.
-        outside_bytes: the most it held otherwise, without what one planned forward saved.
-        saved_bytes: what that saved.
-        num_calls: how many planned forwards it had.
+        outside_bytes: the most it held at other times, without `saved_bytes`.
+        saved_bytes: what the first planned forward saved.
+        num_calls: number of planned forwards in the step.
     """
 
     planned_bytes: int
@@ -110,7 +110,7 @@ class WholeStep:
 
     @property
     def peak_bytes(self) -> int:
-        """The most it held."""
+        """The most that the step held."""
         return max(self.planned_bytes, self.outside_bytes + self.saved_bytes)
 
 
@@ -118,18 +118,18 @@ _ON_CUDA: weakref.WeakSet[MeasuredForward] = weakref.WeakSet()
 
 
 def keep_peak_for(forward: MeasuredForward) -> None:
-    """Notes peaks of CUDA's allocator in a forward from now on."""
+    """Makes `note_peak` note peaks of CUDA's allocator in this forward from now on."""
     _ON_CUDA.add(forward)
 
 
 def note_peak(planned: MeasuredForward | None = None) -> None:
     """Notes a new peak of CUDA's allocator in the forwards that wait for their backward.
 
-    Its statistics are reset where a forward begins only, for others read them as well: what is not
-    above the peak before is not known, and not needed.
+    The allocator's statistics are reset only where a forward begins, since others read them too. So
+    a peak below an earlier one is not known, and not needed.
 
     Args:
-        planned: the one that ran since the last time, or whose backward did.
+        planned: the forward that ran since the last call, itself or its backward.
     """
     peak_bytes = torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0)
     for forward in _ON_CUDA:

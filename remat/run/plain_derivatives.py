@@ -1,12 +1,12 @@
-"""Derivatives that look at their data, traced as the operator that plain PyTorch runs.
+"""Derivatives whose formula depends on the data, traced as one operator that decides at run time.
 
-The backward of a product has a short form for factors of which none is zero, and one for all. Plain
-PyTorch counts the zeros. On the tensors of a trace nothing can be counted, and torch (2.13) takes
-the other form: `prod` rounds otherwise, and `cumprod` becomes a loop over its elements that holds
-the square of their number. Here such a backward is one operator, which looks when it runs.
+The backward of a product has a short formula for factors without zeros, and a general one. Plain
+PyTorch counts the zeros. The tensors of a trace have no data, so torch (2.13) traces the general
+formula: `prod` rounds differently, and `cumprod` becomes a loop over its n elements that holds n^2
+of them. Here such a backward is one operator, which looks at the data when it runs.
 
-It computes the forward again instead of saving its result. Its memory is that of factors which are
-zero, the most it can need.
+It computes the forward again instead of saving its result. Its memory is planned for factors with
+zeros, which need the most.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _cumprod_backward(
 def _looked_at(
     operator: Callable[..., torch.Tensor], gradient: torch.Tensor, x: torch.Tensor, options: Any
 ) -> torch.Tensor:
-    """Returns the gradient that eager PyTorch computes, in the layout that was traced."""
+    """Returns the gradient as eager PyTorch computes it, in the layout that was traced."""
     with without_python_kernels(), torch.enable_grad():
         leaf = x.detach().requires_grad_()
         result = operator(leaf, *options)
@@ -72,7 +72,7 @@ for _name, _function in {
 
 
 class _Differentiated(torch.autograd.Function):
-    """An operator whose backward is one operator too."""
+    """An operator whose backward is one operator as well."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ _TRACED = {
 
 @contextmanager
 def plain_derivatives() -> Iterator[None]:
-    """Traces these derivatives as plain PyTorch computes them."""
+    """Traces these derivatives as the operators above."""
     with ExitStack() as stack:
         for operator, kernel in _TRACED.items():
             stack.enter_context(with_autograd_kernel(operator, kernel))

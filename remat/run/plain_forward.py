@@ -1,8 +1,8 @@
 """A captured forward that can be run again as plain PyTorch, with autograd.
 
-What dynamo captured are the calls of plain PyTorch, before AOTAutograd made operators of them. What
-runs them again has to give them what the first run found: inputs that it changed, from a copy; the
-states of generators; autocast.
+Dynamo captures the calls of plain PyTorch, before AOTAutograd turns them into operators. To run
+them again, everything has to be as in the first run: inputs that it changed, which are copied
+before; the states of random generators; autocast.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from remat.tracers.storages import tensors_of
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward finds beside its inputs.
+    """What a forward depends on besides its inputs.
 
     Attributes:
-        states: of the generators that it draws from.
-        autocast: what `torch.autocast` is entered with to have it as it was.
+        states: states of the generators that it draws from.
+        autocast: arguments of `torch.autocast` that restore its state.
     """
 
     states: dict[torch.device, torch.Tensor]
@@ -45,7 +45,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Has everything as it was, and as it is now again afterwards."""
+        """Restores this state inside of a `with` block, and the present state after it."""
         gpus = [device for device in self.states if device.type == "cuda"]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(gpus, enabled=bool(self.states)))
@@ -63,15 +63,15 @@ class PlainForward:
     """A captured forward that can be run again as plain PyTorch.
 
     Attributes:
-        refusal: why it can't be, empty where it can.
-        forget: called where a step ran plain: what was measured of it is not the plan's.
+        refusal: why it can't be run again; empty where it can.
+        forget: called when a step runs plain, to drop what was measured of it.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         for node in graph.nodes:
-            node.meta = {}  # of the capture, which is over
+            node.meta = {}  # used only during the capture
         self.module = fx.GraphModule(module, graph)
         self._trained = frozenset(
             i for i, value in enumerate(inputs) if getattr(value, "requires_grad", False)
@@ -81,13 +81,14 @@ class PlainForward:
         self.refusal = _refusal_of_inputs(inputs) or _refusal_of_operators(operators)
         self.has_custom_functions = any(map(is_custom_function, operators))
         self._changed: frozenset[int] = frozenset()
-        self._devices: tuple[torch.device, ...] = ()  # of generators that it draws from
+        self._devices: tuple[torch.device, ...] = ()  # of the generators that it draws from
         self._read_by: dict[int, frozenset[int]] = {}  # result -> the inputs that it depends on
 
     def room_beside(self, step: TracedStep) -> dict[str, int]:
-        """Finds what the step changes and draws, and what its results depend on.
+        """Returns how much memory the copies for another run take, as an argument of the planner.
 
-        Returns how much is kept of it beside what a planned step holds, for the planner.
+        Finds which inputs the step changes, which generators it draws from, and which inputs its
+        results depend on.
         """
         nodes = list(step.module.graph.nodes)
         places = {node: _place_of(node, "PlainAOTInput") for node in nodes}
@@ -99,7 +100,7 @@ class PlainForward:
         self._read_by = _dependences(step, places)
         self.refusal = self.refusal or _refusal_of_changes(step, changed, self._trained)
         if self.refusal:
-            return {}  # nothing is kept
+            return {}  # nothing is copied
 
         kept_bytes = sum(_held_bytes(t, step) for n in copied for t in tensors_of(n))
         if step.graph.device == "cpu":
@@ -107,12 +108,12 @@ class PlainForward:
         return {"unplanned_bytes": kept_bytes} if kept_bytes else {}
 
     def dependences(self, results: Sequence[int], num_inputs: int) -> frozenset[int]:
-        """The inputs that some results depend on, all where that is unknown."""
+        """Returns the inputs that some results depend on; all of them where that is unknown."""
         everything = frozenset(range(num_inputs))
         return frozenset().union(*(self._read_by.get(place, everything) for place in results))
 
     def copies(self, args: Sequence[Any]) -> list[Any]:
-        """What a forward is given, to be kept: aliases, and copies of what it changes."""
+        """Returns a forward's inputs for another run: aliases, and copies of those it changes."""
         return [
             arg.detach().clone()
             if place in self._changed
@@ -123,11 +124,11 @@ class PlainForward:
         ]
 
     def surroundings(self) -> Surroundings:
-        """What a forward that is about to run finds beside its inputs."""
+        """Returns what a forward depends on besides its inputs, as it is now."""
         return Surroundings({device: take_state(device) for device in self._devices}, _autocast())
 
     def run(self, operands: Sequence[Any], surroundings: Surroundings) -> Any:
-        """Runs it by autograd, as it ran in these surroundings."""
+        """Runs the forward again, with autograd, as in these surroundings."""
         with surroundings.restored():
             return run_unpacked(self.module, operands)
 
@@ -162,7 +163,7 @@ def _refusal_of_changes(
 
 
 def _place_of(node: Any, kind: str) -> int | None:
-    """The place of a joint graph's input among those of the captured forward."""
+    """Returns the index of a joint graph's input among the captured forward's inputs."""
     return descriptor_of(node.meta.get("desc"), kind)
 
 

@@ -1,17 +1,14 @@
-"""What plain PyTorch runs is what is traced.
-
-Its own kernels, and the layouts that they really return.
+"""Traces the operators that plain PyTorch runs, with the layouts that their kernels return.
 
 AOTAutograd (torch 2.13) differs from eager PyTorch in two ways that change results in the last bit,
 or break the step:
 
-- it replaces some operators that have kernels by sums of simpler ones, such as bilinear
-  interpolation, an LSTM, or the shrinkage functions. The kernels are traced here, except those
-  named below;
-- the strides that some operators have on fake tensors are not those that their kernels return, for
-  inputs that are not contiguous. All that follows is traced for the wrong strides: a view can't be
-  made, or the next product reads another layout and rounds otherwise. Results are traced here in
-  the layout that `tracers/layouts.py` finds by running each call once.
+- it decomposes some operators that have kernels, such as bilinear interpolation, an LSTM, or the
+  shrinkage functions. Here the kernels are traced, except for those named below;
+- for inputs that are not contiguous, some operators have other strides on fake tensors than their
+  kernels return. Everything after them is traced for the wrong strides: a view can't be made, or
+  the next product reads another layout and rounds differently. Here results are traced in the
+  layout that `tracers/layouts.py` finds by running each call once.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ from remat.tracers.retarget import is_for_cuda
 
 aten = torch.ops.aten
 
-# Replaced by torch's tracing all the same: the fused dropout draws the same mask and keeps a byte
-# an element instead of a float; batch norm in functional form; and what only moves data or makes
-# indices.
+# Operators that torch's tracing may still decompose: dropout, whose fused form draws the same mask
+# and saves one byte per element instead of a float; batch norm, in functional form; and operators
+# that only move data or make indices.
 _KEPT = frozenset({
     aten.dropout.default, aten.native_batch_norm.default, aten.cudnn_batch_norm.default,
     aten.one_hot.default, aten.empty.out,
@@ -47,7 +44,7 @@ _KEPT = frozenset({
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Traces as plain PyTorch runs; see above."""
+    """Traces operators and layouts as in plain PyTorch inside of a `with` block; see above."""
     with (
         with_python_kernels(_KEPT, {aten.dropout.default: _plain_where_it_rounds}),
         corrected_fakes(as_the_kernel_lays_out),
@@ -57,9 +54,9 @@ def plain_kernels() -> Iterator[None]:
 
 
 def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Dropout on the CPU in bfloat16 or float16 as eager computes it.
+    """Returns dropout that on the CPU, in bfloat16 or float16, is computed as in eager mode.
 
-    The fused one rounds its scale otherwise. It is what CUDA runs.
+    The fused dropout rounds its scale differently there. On CUDA, eager mode runs the fused one.
     """
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> Any:
@@ -77,18 +74,18 @@ def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator on fake tensors, in the layout that its kernel returns."""
+    """Returns an operator's result on fake tensors in the layout that its kernel returns."""
     if not _may_differ(operator, result, args, kwargs):
         return result
     found = layouts_of(Call.made(operator, args, kwargs, result))
-    if found is None or len(found) != len(_tensors(result)):  # it could not be run, or not alike
+    if found is None or len(found) != len(_tensors(result)):  # it can't be run, or returns others
         return result
     layouts = iter(found)
     return tree_map_only(torch.Tensor, lambda t: _laid_out(t, next(layouts)), result)
 
 
 def _may_differ(operator: Any, result: Any, args: Any, kwargs: Any) -> bool:
-    """False where a layout is certain, or is not the kernel's own to choose."""
+    """False where the layout is certain, or the kernel can't choose it."""
     if not isinstance(operator, OpOverload) or operator.namespace != "aten" or operator.is_view:
         return False
     if operator._schema.is_mutable:
@@ -108,17 +105,17 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True for numbers side by side on a device, of sizes that are known."""
+    """True for a strided tensor on the CPU or CUDA whose sizes are known."""
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
         return False
     return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor in that layout; in its own where nothing would be read elsewhere.
+    """Returns the tensor in that layout, or unchanged where this makes no difference.
 
-    With gaps between its elements a result lies in a copy of all its input's memory, of which a
-    layout says nothing.
+    A result with gaps between its elements is left alone as well where shape and strides agree: it
+    lies in a copy of all its input's memory, which a layout does not describe.
     """
     promised = Layout.of(tensor)
     is_same = replace(promised, size_bytes=layout.size_bytes) == layout

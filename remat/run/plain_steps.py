@@ -1,12 +1,13 @@
-"""Steps whose backward no plan can run, as plain PyTorch (`on_unsupported="plain"`).
+"""Runs steps as plain PyTorch whose backward no plan can run (`on_unsupported="plain"`).
 
-A planned step runs its backward once, and what it saves is gone then. A backward that keeps its
-graph, is differentiated itself, or is the second one, is known as such when it runs, with the
-forward over. So the forward that dynamo captured is run again then, by autograd, from what the
-planned one was given: inputs that it changed are copied before, generators go back to the state
-they were in, autocast is as it was. From there on everything is what plain PyTorch does.
+A planned step runs its backward once, and what it saved is freed. Whether a backward keeps its
+graph, is differentiated itself, or is a second one, is known only when it runs, after the forward.
+So then the forward that dynamo captured runs again, with autograd, on the inputs of the planned
+one: inputs that it changed are copied before, random generators and autocast are restored. From
+there on everything is plain PyTorch.
 
-An autograd node around the planned step decides. Otherwise it hands its gradients on.
+An autograd node around the planned step decides between the two; a backward that the plan can run
+gets its gradients unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def check_on_unsupported(given: str) -> None:
 
 
 class PlainSteps:
-    """What one planned model does with a backward that no plan can run; it says so once."""
+    """Runs the steps of one planned model plain where no plan can; warns once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,24 +53,24 @@ class PlainSteps:
 
     @classmethod
     def asked(cls, on_unsupported: str, name: str) -> PlainSteps | None:
-        """Returns None where such a backward is an error."""
+        """Returns None where the option makes such a backward an error."""
         check_on_unsupported(on_unsupported)
         return cls(name) if on_unsupported == "plain" else None
 
     def warn(self, why: str) -> None:
-        """Says in the log that a step runs plain, the first time."""
+        """Warns that a step runs plain, the first time."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
                 "a step of %s ran as plain PyTorch, with its forward run again: %s, which no plan "
-                "can run; the memory of such a step is not the plan's. Steps with one backward run "
-                "planned as before. This is said once",
+                "can run; such a step is not held to the budget. Steps with one backward run "
+                "planned as before. This warning is given once",
                 self.name,
                 why,
             )
 
     def around(self, forward: PlainForward, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `compiled`, the planned step, with the node that decides how backwards run."""
+        """Returns `compiled`, the planned step, with a node around it that may run it plain."""
 
         def run(*args: Any) -> Any:
             is_run = not any(isinstance(arg, FakeTensor) for arg in args)
@@ -85,19 +86,19 @@ class PlainSteps:
 
 @dataclass
 class _Given:
-    """What one planned forward was given, kept for as long as it may have to be run again.
+    """The inputs of one planned forward, kept as long as it may have to be run again.
 
     Attributes:
-        forward: which forward.
-        steps: of the model that it belongs to.
+        forward: the forward.
+        steps: the plain steps of its model.
         args: the inputs themselves.
         kept: aliases of the inputs, and copies of those that the forward changes.
-        versions: of the aliases, None where none are counted.
-        surroundings: what the forward found beside them.
-        places: of the results that are differentiated.
-        inputs: places of the inputs that need a gradient.
-        spent: results that had their backward, with no graph kept.
-        is_planned_spent: the planned backward ran, or may not run any more.
+        versions: versions of the aliases; None for tensors without a version.
+        surroundings: what the forward depends on besides them.
+        places: indices of the results that are differentiated.
+        inputs: indices of the inputs that need a gradient.
+        spent: indices of results whose backward ran without keeping the graph.
+        is_planned_spent: a backward ran without keeping the graph, so the plan's may not run.
     """
 
     forward: PlainForward
@@ -129,14 +130,14 @@ class _Given:
         )
 
     def watch(self, results: list[Any]) -> None:
-        """Puts the node that decides behind the results that the planned step made."""
+        """Puts the node that decides how a backward runs behind the planned step's results."""
         memory = {_memory(arg) for arg in self.args if isinstance(arg, torch.Tensor)}
         places = [
             place
             for place, result in enumerate(results)
             if isinstance(result, torch.Tensor)
             and result.requires_grad
-            and _memory(result) not in memory  # a view of an input leads to it, not to the plan
+            and _memory(result) not in memory  # a view of an input: not made by the plan
         ]
         watched = [results[place] for place in places]
         nodes = [compiled_node(result) for result in watched]
@@ -152,7 +153,7 @@ class _Given:
             results[place] = result
 
     def backward(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns gradients for the planned results, or for the inputs in their place."""
+        """Returns gradients for the planned results, or, after a plain run, for the inputs."""
         none = [None] * len(self.inputs)
         arrived = {
             i for i, tangent in zip(self.places, tangents, strict=True) if tangent is not None
@@ -162,9 +163,9 @@ class _Given:
             return (*tangents, *none)
         if arrived & self.spent:
             raise TraceError(
-                "a second backward runs through one result of a planned step, and the first was "
-                "told to keep nothing; pass retain_graph=True to the first, as in plain PyTorch, "
-                "or add the losses up and call backward once"
+                "a second backward runs through one result of a planned step, and the first did "
+                "not keep the graph; pass retain_graph=True to the first, as in plain PyTorch, or "
+                "add the losses up and call backward once"
             )
 
         are_batched = any(map(is_batched, tangents))
@@ -175,12 +176,12 @@ class _Given:
         if not is_kept:
             self.is_planned_spent = True
             self.spent |= arrived
-            if self.spent >= set(self.places):  # nothing of it can be asked for any more
+            if self.spent >= set(self.places):  # no further backward is possible
                 self.args, self.kept = [], []
         return tuple(gradients)
 
     def _plain(self, tangents: Sequence[Any]) -> list[Any]:
-        """Runs the forward again, and returns the gradients of the inputs that are asked for."""
+        """Runs the forward again, and returns gradients of the inputs that need them."""
         creates_graph = torch.is_grad_enabled()
         pairs = zip(self.places, tangents, strict=True)
         arrived = [(place, tangent) for place, tangent in pairs if tangent is not None]
@@ -202,12 +203,12 @@ class _Given:
         return [gradients.get(place) for place in self.inputs]
 
     def _check(self, results: Sequence[int], *, creates_graph: bool) -> None:
-        """Raises where the gradients would not be those of the step that ran."""
+        """Raises `TraceError` where the gradients would not be those of the step that ran."""
         if creates_graph and self.forward.has_custom_functions:
             raise TraceError(
-                "create_graph=True can't be had of a planned step with a custom "
-                "torch.autograd.Function in it: torch.compile captures what it saves without the "
-                "gradients of it; use remat.unwrap(model) for this step"
+                "create_graph=True does not work for a planned step with a custom "
+                "torch.autograd.Function in it: torch.compile captures what the function saves "
+                "without its gradients; use remat.unwrap(model) for this step"
             )
         for place in self.forward.dependences(results, len(self.kept)):
             kept, version = self.kept[place], self.versions[place]
@@ -221,13 +222,13 @@ class _Given:
                 )
 
     def _is_itself(self, place: int) -> bool:
-        """False for an input that was trained, and is frozen or has other memory since."""
+        """False for an input that needed a gradient, and was frozen or got other memory since."""
         tensor = self.args[place]
         is_same = place not in self.inputs or tensor.data_ptr() == self.kept[place].data_ptr()
         return is_same and (place not in self.inputs or tensor.requires_grad)
 
     def _leaves(self) -> list[Any]:
-        """The inputs as leaves of a graph of their own: autocast caches the casts of leaves."""
+        """Returns the inputs as leaves of a new graph, since autocast caches casts of leaves."""
         operands = [
             kept.clone() if self.forward.is_changed(place) else kept
             for place, kept in enumerate(self.kept)
@@ -237,17 +238,17 @@ class _Given:
         return operands
 
     def _linked(self) -> list[Any]:
-        """The inputs themselves, by which gradients of gradients go on.
+        """Returns the inputs themselves, so that gradients of gradients reach what made them.
 
-        Each has to be differentiated by itself. One that others are made from, or that has hooks,
-        is so through a view of its own.
+        Each is differentiated separately. An input that other inputs are made from, or that has
+        hooks, is replaced by a view, so that its gradient is that of this operand alone.
         """
         operands = self._leaves()
         own = [self.args[place] for place in self.inputs]
         before = _nodes_before(own)
         for place, tensor in zip(self.inputs, own, strict=True):
             if not self._is_itself(place):
-                continue  # none that matters, or it was refused
+                continue  # the results don't depend on it, or `_check` raised
 
             is_alone = gradient_node(tensor) not in before and not tensor._backward_hooks
             is_alone &= not tensor.retains_grad or tensor.is_leaf
@@ -256,7 +257,7 @@ class _Given:
 
 
 def _nodes_before(tensors: Sequence[torch.Tensor]) -> set[Any]:
-    """The autograd nodes that lead to what made the tensors."""
+    """Returns the autograd nodes before those that made the tensors."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     found: set[Any] = set()
     while nodes:
@@ -267,7 +268,7 @@ def _nodes_before(tensors: Sequence[torch.Tensor]) -> set[Any]:
 
 
 class _Watched(torch.autograd.Function):
-    """Passes the planned results on; a backward goes to the plan, or to the inputs directly."""
+    """Returns the planned results; its backward leads to the plan, or directly to the inputs."""
 
     @staticmethod
     def forward(ctx: Any, given: _Given, num_results: int, *tensors: torch.Tensor) -> Any:

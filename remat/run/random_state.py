@@ -1,12 +1,10 @@
-"""Replaying random operators.
+"""Replays random operators: each draws from the generator state taken before its first run.
 
-Each draws from the generator's state that was taken before its first run.
-
-On the CPU both runs draw from a generator of their own that starts in that state, and the first run
-hands its end on to the default generator. So what other threads draw at the same time, from the one
-default generator of the process, cannot come between a state and the numbers drawn from it. CUDA's
-fused kernels know the default generator only: its state is set for the replay and put back, by one
-thread at a time.
+On the CPU both runs draw from a new generator that starts in that state, and the first run sets the
+default generator to the state where it ends. So other threads, which draw from the same default
+generator, can't change the numbers between taking a state and drawing from it. CUDA's fused kernels
+use the default generator only: for a replay its state is set and restored afterwards, by one thread
+at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ _CUDA_REPLAYS = threading.Lock()
 def take_state(device: torch.device) -> torch.Tensor:
     """Returns the state of the device's default generator as a CPU tensor of bytes.
 
-    It is read from a copy. `Generator.get_state` makes a Python tensor while it holds the
-    generator's mutex and the GIL; where that starts the garbage collector, a finalizer can hand the
-    GIL to a thread that then waits for the mutex, for good (torch 2.13). A copy's mutex is nobody
-    else's, and copying makes no object that Python's garbage collector counts.
+    It is read from a copy, to avoid a deadlock. `Generator.get_state` makes a Python tensor while
+    it holds the generator's mutex and the GIL. If that starts the garbage collector, a finalizer
+    can pass the GIL to a thread that then waits for the mutex forever (torch 2.13). Nobody else
+    waits for a copy's mutex, and copying creates no object that the garbage collector tracks.
     """
     return _default_generator(device).clone_state().get_state()
 
@@ -43,8 +41,9 @@ def _default_generator(device: torch.device) -> torch.Generator:
 def draw(
     operator: Any, state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs `operator` for the first time, from `state`, which was just taken, and moves the default
-    generator on.
+    """Runs `operator` for the first time, from the state just taken.
+
+    The default generator ends where the operator ends.
     """
     if device.type != "cpu":
         return operator(*args, **kwargs)
@@ -80,8 +79,9 @@ def _move_default_on(generator: torch.Generator) -> None:
 
 @cache
 def _with_generator(operator: Any) -> Callable[..., Any]:
-    """Returns the operator as a function that draws from `generator`, and with `move_on` leaves the
-    default one where that ends.
+    """Returns the operator as a function that draws from `generator`.
+
+    With `move_on`, it sets the default generator to the state where `generator` ends.
     """
     if operator is torch.ops.aten.native_dropout.default:
         return _native_dropout
@@ -115,9 +115,9 @@ def _types(operator: Any) -> dict[str, str]:
 def _native_dropout(
     x: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator, move_on: bool
 ) -> Any:
-    """What `native_dropout` does on the CPU (ATen/native/Dropout.cpp, torch 2.13), to the bit.
+    """Computes the same bits as `native_dropout` on the CPU, which takes no generator.
 
-    It takes no generator.
+    See ATen/native/Dropout.cpp, torch 2.13.
     """
     if train is False or not x.numel():
         return torch.ops.aten.native_dropout.default(x, p, train)
@@ -129,5 +129,5 @@ def _native_dropout(
 
 @cache
 def _scale(p: float, dtype: torch.dtype) -> float:
-    """What dropout multiplies by, rounded to the type of what it multiplies."""
+    """Returns the factor of dropout, rounded to the dtype of its input."""
     return torch.tensor(0.0 if p == 1 else 1 / (1 - p), dtype=dtype).item()

@@ -1,7 +1,7 @@
-"""What can't be planned, found when a step is captured, and said with the line it comes from.
+"""Errors for steps that can't be planned, raised at capture, with the line of code.
 
-A plan needs every size beforehand. Sizes that data decides, sparse and nested tensors, and memory
-that a library keeps for itself have none.
+A plan needs every size beforehand. It is not known where data decides a size, for sparse and nested
+tensors, and for memory that a library allocates itself.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from remat.tracers.storages import tensors_of
 
 
 def refuse_modes(modes: list[str]) -> None:
-    """Refuses to run a planned step under dispatch modes: dynamo would leave it plain, and remember
-    to do so after them.
+    """Refuses to run a planned step under dispatch modes.
+
+    Dynamo would leave the step plain, and would do so after the mode ended too.
     """
     if modes:
         raise TraceError(
-            f"a planned step can't run under {', '.join(modes)}, a TorchDispatchMode: "
-            "torch.compile leaves everything plain there. Run the step outside of it, or use it "
-            "around the plain model (remat.unwrap, or torch.no_grad(), under which it is plain)"
+            f"a planned step can't run under {', '.join(modes)}, a TorchDispatchMode, since "
+            "torch.compile compiles nothing there. Run the step outside of the mode, or use the "
+            "mode with the plain model (remat.unwrap, or under torch.no_grad())"
         )
 
 
 def refuse_scans(module: fx.GraphModule) -> None:
-    """Refuses a scan that is one operator, which runs where Inductor compiled it and nowhere
-    else.
-    """
+    """Refuses a scan that is one operator, which runs only where Inductor compiles it."""
     if any(
         is_associative_scan(node)
         for part in module.modules()
@@ -46,11 +45,10 @@ def refuse_scans(module: fx.GraphModule) -> None:
 
 
 def size_that_data_decides(module: fx.GraphModule) -> fx.Node | None:
-    """Returns the operator of a captured forward whose result only data can tell the size of, None
-    where there is none.
+    """Returns the first operator of a captured forward whose result has a size that data decides.
 
-    Dynamo captures these where a step is to be one graph (`fullgraph=True`, torch 2.13), and cuts
-    there otherwise.
+    None where there is none. Dynamo captures such operators where a step has to be one graph
+    (`fullgraph=True`, torch 2.13), and cuts the step there otherwise.
     """
     for node in module.graph.nodes:
         if node.target is SIZE_CHECK or is_decided_by_data(node.meta.get("example_value")):
@@ -59,22 +57,22 @@ def size_that_data_decides(module: fx.GraphModule) -> fx.Node | None:
 
 
 def _first_source(node: fx.Node) -> fx.Node:
-    """The operator whose size a check is about."""
+    """Returns the operator whose size a check tests."""
     while node.all_input_nodes and not _returns_a_tensor(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _returns_a_tensor(node: fx.Node) -> bool:
-    """True for a node of what dynamo captured that returns a tensor."""
+    """True for a node of a captured forward that returns a tensor."""
     return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def refuse_what_has_no_size(joint: fx.GraphModule) -> None:
-    """Refuses tensors whose memory is no storage of a size known beforehand.
+    """Refuses tensors whose memory has no size that is known beforehand.
 
     Raises:
-        TraceError: it names the operator and its line.
+        TraceError: for the first such tensor, with its operator and line.
     """
     for node in joint.graph.nodes:
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
@@ -88,8 +86,8 @@ def refuse_what_has_no_size(joint: fx.GraphModule) -> None:
 
 
 _ONEDNN = (
-    "an LSTM on the CPU runs in oneDNN, which keeps memory of its own that can't be planned; build "
-    "and train the model with `torch.backends.mkldnn.set_flags(False)`, or on a GPU"
+    "an LSTM on the CPU runs in oneDNN, which allocates memory of its own that can't be planned; "
+    "build and train the model with `torch.backends.mkldnn.set_flags(False)`, or on a GPU"
 )
 
 
@@ -109,7 +107,7 @@ def _no_storage(joint: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> s
 
 
 def _has_sparse_gradient(node: fx.Node) -> bool:
-    """True for an embedding that was asked for one, the forward's operator."""
+    """True for the forward operator of an embedding with `sparse=True`."""
     target: Any = node.target
     if "embedding" not in str(target) or "backward" in str(target):
         return False
@@ -126,15 +124,15 @@ def _no_size(node: fx.Node, tensor: torch.Tensor) -> str:
 
 
 def nested_is_refused(what: str) -> str:
-    """The message for a nested tensor."""
+    """Returns the message for a nested tensor."""
     return (
         f"{what} is a nested tensor, and data decides the sizes of its parts, which a plan needs "
-        "beforehand; pad it (torch.nested.to_padded_tensor), or plan what gets its values"
+        "beforehand; pad it (torch.nested.to_padded_tensor), or plan the part that gets its values"
     )
 
 
 def refuse_nested(module: fx.GraphModule) -> None:
-    """Refuses nested tensors in what dynamo captured, made in it or given to it."""
+    """Refuses nested tensors in a captured forward, whether inputs or results."""
     for node in module.graph.nodes:
         value: Any = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.is_nested:
@@ -142,7 +140,7 @@ def refuse_nested(module: fx.GraphModule) -> None:
 
 
 def named(node: fx.Node) -> str:
-    """An input by its name, an operator with the line of code it comes from."""
+    """Returns the name of an input, or an operator with the line of code that it comes from."""
     if node.op == "placeholder":
         return f"the input {node.name}"
     target: Any = node.target

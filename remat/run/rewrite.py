@@ -1,10 +1,8 @@
-"""A schedule becomes two `torch.fx` graphs.
+"""Turns a schedule into two `torch.fx` graphs: a forward that saves, a backward that recomputes.
 
-The forward, which saves, and the backward, which recomputes.
-
-Both run the operators in exactly the schedule's order. Views are made again from the storage they
-belong to, right before the operator that reads them. What the backward reads of the forward is
-handed over as whole storages; parameters and inputs go along untouched.
+Both run the operators in exactly the schedule's order. Views are made again from their storage,
+right before the operator that reads them. What the backward reads from the forward is saved as
+whole storages; parameters and inputs are saved as they are.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ class SplitStep:
 
     Attributes:
         forward: takes the joint graph's inputs, returns its forward results, then what is saved.
-        backward: takes the numbers among the inputs (AOTAutograd hands them over first), what is
-            saved, then the incoming gradients; returns the gradients.
-        saved: what is handed over, in order: nodes of the joint graph, and values of snapshots.
-            The numbers follow it.
+        backward: takes the numbers among the inputs (AOTAutograd passes them first), what is saved,
+            then the gradients that arrive; returns the gradients.
+        saved: what is saved, in order: nodes of the joint graph, and values of snapshots. The
+            numbers follow it.
     """
 
     forward: fx.GraphModule
@@ -48,8 +46,8 @@ class SplitStep:
 def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) -> SplitStep:
     """Returns the forward and backward graph modules that run `schedule`.
 
-    `is_free_order` lets first computations leave the step's order, which is right where nothing is
-    random or changed in between.
+    `is_free_order` allows first computations in another order than the step's, which is correct
+    only where no operator is random or changes its inputs.
 
     Raises:
         ScheduleError: the schedule is not valid for the step's graph.
@@ -89,7 +87,7 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
 
 
 class _Plan:
-    """What both halves need to know about the schedule."""
+    """Facts about the schedule that both halves need."""
 
     def __init__(self, step: TracedStep, schedule: Schedule) -> None:
         self.step, self.schedule = step, schedule
@@ -113,18 +111,18 @@ class _Plan:
 
 
 class _Writer:
-    """Writes one half: an `fx.Graph` under construction and where each joint node lives in it."""
+    """Writes one half: an `fx.Graph` under construction, and the copy of each joint node in it."""
 
     def __init__(self, plan: _Plan, *, is_forward: bool) -> None:
         self.plan, self.step, self.is_forward = plan, plan.step, is_forward
         self.graph = fx.Graph()
         self.where: dict[fx.Node, fx.Node] = {}
-        # value -> view nodes made from its present computation
+        # value -> views of its latest computation
         self.views_of: dict[int, list[fx.Node]] = {}
         # value of a snapshot or generator state -> its node
         self.snapshot_at: dict[int, fx.Node] = {}
         self.saved: dict[fx.Node | int, fx.Node] = {}
-        # the first gradient that arrives: what is saved comes before it
+        # the first gradient that arrives: saved inputs come before it
         self.head: fx.Node | None = None
 
     def open(self, inputs: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> None:
@@ -180,7 +178,7 @@ class _Writer:
         }
 
     def _receive(self, key: Any, name: str, meta: dict[str, Any]) -> fx.Node:
-        """A placeholder of the backward for something that the forward hands over."""
+        """Returns an input of the backward for something that the forward saves."""
         assert not self.is_forward, f"the forward reads {name} before it is computed"
         with self.graph.inserting_before(self.head):
             received = self._placeholder(name, meta)
@@ -191,7 +189,7 @@ class _Writer:
         return self._snapshot(key) if isinstance(key, int) else self.read(key)
 
     def read(self, node: fx.Node) -> fx.Node:
-        """Returns where `node` is now, making views again and receiving what the forward saved."""
+        """Returns the copy of `node` in this half; adds views and inputs for what was saved."""
         if node in self.where:
             return self.where[node]
         if node.op == "get_attr":
@@ -208,7 +206,7 @@ class _Writer:
         return made
 
     def _is_view(self, node: fx.Node) -> bool:
-        """True for what is made again from its storage: neither an operator nor a part of one."""
+        """True for nodes that are made again from a storage: no operator, and no part of one."""
         operators = self.step.operator_of
         return node not in operators and not (is_part(node) and node.args[0] in operators)
 
@@ -239,7 +237,7 @@ class _Writer:
                 self.where[part] = self.graph.node_copy(part, self.read)
 
     def _call(self, position: int, index: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The call to make: in place where an input that may be taken over dies here."""
+        """Returns the call: in place if it may reuse an input whose last use is here."""
         node = self.step.nodes[index]
         for value in self.step.graph.operators[index].reuses:
             if (position, value) in self.plan.dying:
@@ -248,9 +246,9 @@ class _Writer:
         return node.target, node.args, dict(node.kwargs)
 
     def _replacements(self, index: int, is_first: bool) -> dict[fx.Node, fx.Node]:
-        """Inputs that the step changes.
+        """Returns, for inputs that the step changes, the snapshots to read instead.
 
-        Read from their snapshot once the change may have happened.
+        The first forward run of an operator reads the inputs themselves.
         """
         op = self.step.graph.operators[index]
         if is_first and op.phase is Phase.FORWARD:

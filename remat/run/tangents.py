@@ -1,7 +1,7 @@
 """The gradients that arrive for a captured step, some of which may be missing.
 
-Autograd would put zeros in their place, and what is computed from these alone is no gradient: plain
-PyTorch leaves None there, and an optimizer leaves such a parameter as it is.
+Autograd would put zeros in their place. In plain PyTorch a parameter's gradient stays None where it
+would be computed from missing gradients alone, and optimizers skip that parameter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from remat.tracers.phases import is_backward_input
 
 
 class Tangents:
-    """What a joint graph takes for its backward, and which gradients follow from which of it."""
+    """The tangents of a joint graph, and which returned gradients depend on which of them."""
 
     def __init__(self, joint: fx.GraphModule, num_forward: int) -> None:
         self.joint, self.num_forward = joint, num_forward
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Puts zeros where no gradient arrived for a backward, which ends in its tangents.
+        """Puts zeros into `args` for missing tangents, and returns which ones were missing.
 
-        Returns which of these that were.
+        The tangents are the last of `args`.
         """
         first = len(args) - self.num
         missing = frozenset(place for place in range(self.num) if args[first + place] is None)
@@ -37,9 +37,9 @@ class Tangents:
         return missing
 
     def arriving(self, gradients: Sequence[Any], missing: frozenset[int]) -> list[Any]:
-        """Returns the gradients, none for what is computed from nothing but `missing` ones.
+        """Returns the gradients, with None for those computed from `missing` tangents alone.
 
-        So it is in plain PyTorch: no zeros, to which an optimizer would apply its weight decay.
+        As in plain PyTorch: an optimizer would apply its weight decay to zeros.
         """
         return [
             gradient if self._arrives(place, missing) else None
@@ -48,7 +48,7 @@ class Tangents:
 
     @property
     def num(self) -> int:
-        """How many gradients arrive."""
+        """The number of tangents."""
         return len(self._nodes)
 
     @cached_property
@@ -57,7 +57,7 @@ class Tangents:
 
     @cached_property
     def _leading_to(self) -> list[frozenset[int]]:
-        """For each gradient that the backward returns, the tangents that it is computed from."""
+        """For each gradient that the backward returns, the tangents that it depends on."""
         leading: dict[fx.Node, frozenset[int]] = {
             node: frozenset({place}) for place, node in enumerate(self._nodes)
         }
@@ -76,7 +76,7 @@ class Tangents:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """True for a gradient that arrives from outside, before phases are marked too."""
+    """True for a gradient that arrives from outside, whether or not phases are marked yet."""
     return (
         "tangents" in node.name if "partitioner_tag" not in node.meta else is_backward_input(node)
     )

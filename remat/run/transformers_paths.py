@@ -1,9 +1,9 @@
-"""What `transformers` does otherwise while it is compiled, captured as plain PyTorch runs it.
+"""Makes models of `transformers` take the same path when captured as in plain PyTorch.
 
-The models ask whether they are compiled, and then take another path: they keep a causal mask that
-plain attention does without, and so another attention kernel; Mamba takes an associative scan in
-place of its loop, which rounds otherwise. While a planned step is captured they take the path of
-the plain step. Names of `transformers` 5.23 that are not public are used in this module only.
+The models check whether they are being compiled, and then take another path: they make a causal
+mask that plain attention does not need, and so use another attention kernel; Mamba uses an
+associative scan instead of its loop, which rounds differently. While a planned step is captured,
+they take the path of the plain step. Only this module uses private names of `transformers` (5.23).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from remat.torch_border.dynamo import SCANS, at_capture, decided_at_capture, sca
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _PREFIX = "transformers."
-_LOOP_STEPS = 32  # of a sequence; a loop has some 19 operators per step and layer
+_LOOP_STEPS = 32  # longest sequence captured as a loop, of some 19 operators per step and layer
 
 
 @contextmanager
 def plain_paths() -> Iterator[None]:
-    """Has what is captured inside take the paths of plain PyTorch.
+    """Makes models captured inside of a `with` block take the paths of plain PyTorch.
 
-    Threads may be inside at the same time: the last one out puts the library back.
+    Several threads may be inside at the same time: the last one restores the library.
     """
     with _LOCK:
         _PATHS.enter()
@@ -49,7 +49,7 @@ class _Paths:
         self.replaced: list[tuple[Any, str, Any]] = []
 
     def enter(self) -> None:
-        """Replaces them for the first one inside."""
+        """Replaces the functions for the first thread inside."""
         self.num_inside += 1
         if self.num_inside > 1:
             return
@@ -66,14 +66,14 @@ class _Paths:
             setattr(module, function, make(plain))
 
     def leave(self) -> None:
-        """Puts them back after the last one inside."""
+        """Restores the functions after the last thread inside."""
         self.num_inside -= 1
         while self.num_inside == 0 and self.replaced:
             setattr(*self.replaced.pop())
 
 
 def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
-    """Dynamo says that it exports, always (torch 2.13), and exported models keep their masks."""
+    """Dynamo always reports that it exports (torch 2.13), and exported models make masks."""
 
     def is_exporting() -> bool:
         return not torch.compiler.is_dynamo_compiling() and plain()
@@ -84,8 +84,9 @@ def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
 def _packed_where_plain_finds_any(
     plain: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Plain PyTorch looks at the positions whether several sequences share a row; a captured step
-    can, where no input decides them.
+    """Plain PyTorch checks by the positions whether several sequences share a row.
+
+    A captured step can check it as well, where the positions don't depend on an input.
     """
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -100,8 +101,9 @@ def _packed_where_plain_finds_any(
 
 
 def _looping_where_short(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain step loops over the sequence, whatever `use_associative_scan` says. So does a
-    captured one where the sequence is short; where it is long, the loop is too many operators.
+    """A plain step loops over the sequence, whatever `use_associative_scan` is.
+
+    A captured step does so for short sequences; for long ones the loop has too many operators.
     """
 
     def mamba_selective_scan(
@@ -120,7 +122,7 @@ def _looping_where_short(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _say_that_it_scans(_: Any) -> None:
     _LOG.warning(
         "a state space model's loop over more than %d steps is captured as the associative scan "
-        "that transformers takes under torch.compile, which rounds otherwise than the loop; to "
+        "that transformers uses under torch.compile, which rounds differently from the loop; to "
         "capture the loop, operator by operator, set config.use_associative_scan=False",
         _LOOP_STEPS,
     )
@@ -143,8 +145,9 @@ _PATHS = _Paths()
 
 
 def install_capturing_hooks(module: nn.Module) -> None:
-    """Does what models of `transformers` 5 do in their first call, under a lock that dynamo can't
-    enter; once a model.
+    """Installs the hooks that models of `transformers` 5 install in their first call.
+
+    They do it under a lock, which dynamo can't trace.
     """
     library, models = (
         sys.modules.get(_PREFIX + name) for name in ("utils.output_capturing", "modeling_utils")

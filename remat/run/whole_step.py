@@ -1,10 +1,10 @@
-"""Measures what a step holds beside the planned call: the loss outside of it, other calls.
+"""Measures a whole step, with what it holds outside of the planned call: its loss, other calls.
 
-A planned forward waits for the backward of the step that it is part of. While one waits, backwards
-are met (`watch_backwards`): where one runs through the forward's node, all that its graph holds is
-counted, and the backward is measured, on the CPU node by node. Nothing is left on between the
-calls, and nothing once the step was measured. A step that more than one plan takes part in has no
-number: each has a budget of its own.
+A planned forward waits for the backward of its step. While one waits, backwards are intercepted
+(`watch_backwards`): if one runs through the forward's node, all that its graph holds is counted,
+and the backward is measured, on the CPU node by node. No profiler runs between the calls, and none
+after the step was measured. A step with calls of several plans is not measured, since each plan has
+its own budget.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from remat.torch_border.backwards import (
     watch_backwards,
 )
 
-_MOST_PASSES = 64  # backwards of other steps, after which a forward's own is not waited for
+_MOST_PASSES = 64  # backwards of other steps, after which a forward no longer waits for its own
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A planned forward whose backward did not come yet.
+    """A planned forward whose backward did not run yet.
 
     Attributes:
-        meter: of the piece that ran.
-        forward: what was measured of it.
-        node: its node in autograd's graph, which dies with the graph.
-        number: the node's place in the order of forwards.
-        owner: the planned call.
-        num_passes: backwards of others since.
+        meter: meter of the planned step.
+        forward: the measured forward.
+        node: its node in autograd's graph, which is freed with the graph.
+        number: sequence number of the node, which rises along forwards.
+        owner: identifies the planned call.
+        num_passes: number of backwards of other steps since.
     """
 
     meter: FirstStepMeter
@@ -70,9 +70,9 @@ class _Waiting:
     num_passes: int = 0
 
 
-_LOCK = threading.RLock()  # a forward is dropped by the garbage collector as well
+_LOCK = threading.RLock()  # reentrant: the garbage collector may drop a forward at any time
 _WAITING: list[_Waiting] = []
-# the class of a compiled piece -> the planned call that it belongs to
+# the class of a compiled node -> the planned call that it belongs to
 _OWNERS: weakref.WeakKeyDictionary[type, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -82,13 +82,13 @@ def await_backward(
     inputs: Iterable[torch.Tensor],
     owner: Any,
 ) -> None:
-    """Waits for the backward of a planned forward that just ran.
+    """Registers a planned forward that just ran, so that its whole step is measured.
 
     Args:
-        meters: of the pieces that `owner` has planned; one of them measured the forward, or none.
+        meters: meters of the steps that `owner` has planned; at most one measured the forward.
         results: what the module returned.
-        inputs: what it was given, whose own graph is none of this step's.
-        owner: the planned call.
+        inputs: the module's inputs; the graph that made them is not part of this call.
+        owner: identifies the planned call.
     """
     made_inputs = {tensor.grad_fn for tensor in inputs}
     nodes = [
@@ -113,7 +113,7 @@ def await_backward(
 
 
 def note_planned(node: Any, owner: weakref.ref[Any]) -> None:
-    """Notes that a compiled piece's node is one of a plan, so that no other plan counts it."""
+    """Notes which plan a compiled piece's node belongs to, so that no other plan counts it."""
     cls = compiled_class(node)
     if cls is not None:
         _OWNERS.setdefault(cls, owner)
@@ -131,7 +131,7 @@ def _drop(is_over: Callable[[_Waiting], bool]) -> None:
 
 
 def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """Runs a backward, measured where a forward that waits is part of its step."""
+    """Runs a backward, and measures it if a waiting forward is part of its graph."""
     if not _WAITING or is_in_backward() or is_profiling() or is_compiled_autograd_on():
         return run()
     nodes = list(nodes_behind(roots))
@@ -142,7 +142,7 @@ def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], An
         if any(w.forward.span for w in met) or not _is_of_one_plan(nodes, met[0]):
             return run()
         step = _Step(met, nodes, [*roots, *gradients])
-        del nodes  # what the engine lets go goes
+        del nodes  # so that nodes are freed as soon as the engine releases them
         return step.run(run)
     finally:
         done = {waiting.meter for waiting in met}
@@ -154,8 +154,9 @@ def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], An
 
 
 def _met_by(nodes: set[Any]) -> list[_Waiting]:
-    """The forwards that a backward's graph has, in the order in which they ran; the others waited
-    in vain once more.
+    """Returns the waiting forwards in a backward's graph, in the order in which they ran.
+
+    For the others it counts one more backward of another step.
     """
     with _LOCK:
         met = [waiting for waiting in _WAITING if waiting.node() in nodes]
@@ -172,7 +173,7 @@ def _is_of_one_plan(nodes: Iterable[Any], waiting: _Waiting) -> bool:
 
 
 class _Step:
-    """The backward of a step that planned forwards are part of."""
+    """The backward of a step with planned forwards."""
 
     def __init__(self, met: list[_Waiting], nodes: list[Any], roots: list[Any]) -> None:
         self.met, self.nodes = met, nodes
@@ -180,7 +181,7 @@ class _Step:
         self.held = _Held(met, nodes, roots) if met[0].meter.device == "cpu" else None
 
     def run(self, run: Callable[[], Any]) -> Any:
-        """Runs the backward, and tells the meters what the whole step held."""
+        """Runs the backward, and passes what the whole step held to the meters."""
         if self.held is None:
             self.nodes.clear()
             result = run()
@@ -214,17 +215,17 @@ class _Step:
 
 
 class _Held:
-    """What a step holds on the CPU during its backward, beside what it holds throughout.
+    """What a step holds on the CPU during its backward, without what it holds throughout.
 
-    At the beginning that is what autograd's graph holds, and what the planned forwards returned. In
-    each node allocations are counted; what went between two nodes is told by weak references. Left
-    out are the first forward's parameters and inputs, which the step holds throughout, parameters
-    of others, and gradients that were there before. What a node from before that forward saved
-    counts only where it goes.
+    At first that is what autograd's graph holds, and what the planned forwards returned. In each
+    node allocations are counted; weak references show what was freed between two nodes. Left out
+    are the first forward's parameters and inputs, which the step holds throughout, parameters of
+    other modules, and gradients that existed before. What nodes from before that forward saved is
+    subtracted as well, so that only its release counts.
 
     Attributes:
         planned_bytes: the most so far in planned forwards, and in their nodes.
-        outside_bytes: the most so far otherwise.
+        outside_bytes: the most so far at other times.
     """
 
     def __init__(self, met: list[_Waiting], nodes: list[Any], roots: list[Any]) -> None:
@@ -233,9 +234,9 @@ class _Held:
         self._left_out = storages_of(present) | met[0].forward.args
         self._planned = {waiting.node() for waiting in met}
         self._counted: set[int] = set()  # storages whose release the profiler sees
-        self._kept: list[torch.Tensor] = []  # while a node runs
+        self._kept: list[torch.Tensor] = []  # kept alive while a node runs
         self._followed: Storages = {}
-        self._births: dict[int, int] = {}  # storage -> the number of the first node that holds it
+        self._births: dict[int, int] = {}  # storage -> number of the first node that holds it
 
         for forward, number in ((waiting.forward, waiting.number) for waiting in met):
             self._note(forward.args | forward.results, number)
@@ -251,16 +252,16 @@ class _Held:
             w.forward.peak_bytes + self._bytes_born(first, w.number) for w in met
         )
         self.outside_bytes = self._held_bytes(roots)
-        self._begun_bytes = 0  # held when the node began that is counted
+        self._begun_bytes = 0  # held when the node that is measured now began
 
     @contextmanager
     def counting(self, nodes: list[Any]) -> Iterator[None]:
-        """Counts what the nodes allocate while they run inside; empties the list of them."""
+        """Counts what the nodes allocate inside of a `with` block; empties the list of nodes."""
         handles = []
         while nodes:
             node = nodes.pop()
             if not hasattr(node, "variable"):
-                # of the others what is saved goes after the node has ended
+                # only nodes in Python may release what they saved before they end
                 in_python = weakref.ref(node) if isinstance(node, FunctionCtx) else None
                 is_planned = node in self._planned
                 handles.append(node.register_prehook(partial(self._begin, in_python, is_planned)))
@@ -282,7 +283,7 @@ class _Held:
         if is_planned and all(gradient is None for gradient in gradients):
             return  # its backward does not run
         self._begun_bytes = self._held_bytes(gradients)
-        # what the profiler did not see allocated is not to go while it runs, or it complains
+        # the profiler warns of the release of memory whose allocation it did not see
         found = [*gradients, *(held_tensors(node()) if node is not None else ())]
         self._kept = [tensor for tensor in found if not self._is_counted(tensor)]
         start_counting_node(self._end_planned if is_planned else None)
@@ -294,7 +295,7 @@ class _Held:
         self.outside_bytes = max(self.outside_bytes, self._ended_bytes(made))
 
     def _ended_bytes(self, made: Sequence[Any]) -> int:
-        """The most that was held in the node that ends."""
+        """Returns the most that was held in the node that ends."""
         counted = from_events(stop_counting_node(), "cpu")
         self._counted |= storages_of(made).keys()
         self._follow(storages_of(made))
@@ -324,7 +325,7 @@ class _Held:
                 self._followed.setdefault(key, storage)
 
     def _bytes_born(self, first: int, last: int) -> int:
-        """What nodes from `first` to before `last` brought along, and there is still."""
+        """Returns the bytes, still held, that nodes from `first` to before `last` brought."""
         return sum(
             storage.size_bytes
             for key, storage in self._followed.items()
