@@ -1,4 +1,1 @@
-"""Every private name of torch, by subject, with the version it was checked with.
-
-And fake copies of tensors.
-"""
+"""All uses of private names of torch, by subject; and fake copies of tensors."""

@@ -1,4 +1,4 @@
-"""Private names of torch that measure: its profiler counts allocations on the CPU.
+"""Private names of torch's profiler, which counts allocations on the CPU.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -18,11 +18,11 @@ Events = list[tuple[float, int]]  # (seconds since a start, bytes allocated or r
 
 
 class _Node(threading.local):
-    """The autograd node that this thread counts the allocations of.
+    """The autograd node whose allocations this thread counts.
 
     Attributes:
-        events: those so far; None where none is counted.
-        on_end: called with what the node returns by what runs inside of it, see `end_node`.
+        events: its allocations so far; None while no node is measured.
+        on_end: called by `end_node` with what the node returns.
     """
 
     events: Events | None = None
@@ -33,9 +33,9 @@ _NODE = _Node()
 
 
 def is_profiling() -> bool:
-    """True where a profiler runs already, but for a node's count of ours, which gives way.
+    """True where another profiler runs, so that ours can't (`_profiler_enabled`, 2.13).
 
-    A second one can't (`torch.autograd._profiler_enabled`, 2.13).
+    Our own count of a node is not meant: it is interrupted by the next measurement.
     """
     return bool(torch._C._autograd._profiler_enabled()) and _NODE.events is None
 
@@ -43,8 +43,9 @@ def is_profiling() -> bool:
 def run_counting_allocations(
     fn: Callable[[], Any], marks: dict[str, int] | None = None
 ) -> tuple[Any, Events]:
-    """Runs `fn` and returns its result, and what was allocated as `stop_counting_allocations`
-    does.
+    """Runs `fn`, and returns its result and what `stop_counting_allocations` returns.
+
+    A node's count that runs already includes the allocations of `fn`.
     """
     of_node = _NODE.events
     if of_node is not None:
@@ -63,21 +64,22 @@ def run_counting_allocations(
 
 
 def start_counting_node(on_end: Callable[[Sequence[Any]], None] | None = None) -> None:
-    """Counts the allocations of an autograd node that begins.
+    """Starts counting the allocations of the autograd node that begins.
 
-    It has to end within the node: autograd gives each a copy of the thread's settings.
+    The count has to end within the node, since autograd gives each node a copy of the thread's
+    settings.
 
     Args:
-        on_end: what `end_node` calls.
+        on_end: called by `end_node`.
     """
     _NODE.events, _NODE.on_end = [], on_end
     start_counting_allocations()
 
 
 def end_node(made: Any) -> Any:
-    """Returns what a node made, which ends where it is counted and waits for this.
+    """Ends a node whose count waits for this call, and returns what the node made.
 
-    A hook on the node would keep the gradients that arrived, which go within it otherwise.
+    A hook on the node would keep alive the gradients that arrived, which the node frees otherwise.
     """
     on_end = _NODE.on_end
     if on_end is not None:
@@ -94,23 +96,23 @@ def stop_counting_node() -> Events:
 
 
 def abandon_node() -> None:
-    """Ends the count of the node that runs, which is about to fail."""
+    """Ends the count of the running node, which is about to fail."""
     if _NODE.events is not None:
         stop_counting_node()
         no_node_runs()
 
 
 def no_node_runs() -> None:
-    """Says that none does: one that fails does not reach its end, and its settings end with it."""
+    """Forgets a node that failed before its end; its settings ended with it."""
     _NODE.events = _NODE.on_end = None
 
 
 def start_counting_allocations() -> None:
-    """Counts every allocation of this thread on the CPU from here on.
+    """Starts counting every allocation of this thread on the CPU.
 
-    The event profiler of torch's first years (`_enable_profiler_legacy`, 2.13): unlike the present
-    one it says nothing on stderr, and starts in microseconds. What is released is seen where its
-    allocation was.
+    It uses torch's legacy profiler (`_enable_profiler_legacy`, 2.13), which unlike the present one
+    writes nothing to stderr and starts in microseconds. It only sees the release of memory whose
+    allocation it saw.
     """
     _enable_profiler_legacy(
         ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
@@ -118,10 +120,12 @@ def start_counting_allocations() -> None:
 
 
 def stop_counting_allocations(marks: dict[str, int] | None = None) -> Events:
-    """Returns (seconds since the start, bytes allocated or, negative, released) in order.
+    """Stops counting, and returns (seconds since the start, bytes allocated or freed) in order.
+
+    Freed bytes are negative.
 
     Args:
-        marks: gets the moments that were marked: name -> how many events came before.
+        marks: filled with the marked moments: name -> number of events before.
     """
     threads = _disable_profiler_legacy()
     start = next(
@@ -137,14 +141,12 @@ def stop_counting_allocations(marks: dict[str, int] | None = None) -> Events:
 
 
 def forget_cublas_workspaces() -> None:
-    """Gives back what cuBLAS keeps for each handle and stream (`_cuda_clearCublasWorkspaces`,
-    2.13).
-    """
+    """Releases the workspaces of cuBLAS (`_cuda_clearCublasWorkspaces`, 2.13)."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def mark_moment() -> str:
-    """Marks this moment in what is counted, and returns its name."""
+    """Marks this moment among the counted events, and returns the mark's name."""
     name = f"{_MARK}{next(_MARKS)}"
     with torch.profiler.record_function(name):
         return name

@@ -17,10 +17,10 @@ __all__ = ["OpOverload", "below_autocast", "operators_cast_for", "with_cpu_autoc
 
 
 def operators_cast_for(device_type: str) -> dict[str, OpOverload]:
-    """Returns name ("softmax.int") -> operator that autocast does something for on a device of that
-    type (`_dispatch_get_all_op_names`, `_dispatch_has_kernel_for_dispatch_key`, 2.13).
+    """Returns name ("softmax.int") -> operator that autocast has a kernel for on a device type.
 
-    A build for the CPU knows what it would be on CUDA.
+    A build of torch for the CPU knows those for CUDA too (`_dispatch_get_all_op_names`,
+    `_dispatch_has_kernel_for_dispatch_key`, 2.13).
     """
     key = _key(device_type)
     found: dict[str, OpOverload] = {}
@@ -37,8 +37,9 @@ def operators_cast_for(device_type: str) -> dict[str, OpOverload]:
 
 
 def below_autocast(device_type: str) -> Any:
-    """Runs what is inside as autocast runs what it has cast for (`_ExcludeDispatchKeyGuard`,
-    2.13).
+    """Excludes autocast inside of a `with` block, as autocast does itself after it has cast.
+
+    It uses `_ExcludeDispatchKeyGuard` (2.13).
     """
     key = getattr(torch._C.DispatchKey, _key(device_type))
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
@@ -46,11 +47,10 @@ def below_autocast(device_type: str) -> Any:
 
 @contextmanager
 def with_cpu_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """Makes autocast on the CPU run other kernels, everywhere in this process
-    (`Library._destroy`, 2.13).
+    """Makes autocast on the CPU run other kernels, in all of this process (`_destroy`, 2.13).
 
     Args:
-        kernels: name of an operator -> its kernel; None where autocast shall leave it alone.
+        kernels: name of an operator -> its kernel; None for operators that autocast must not cast.
     """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:

@@ -1,4 +1,4 @@
-"""Private names of torch's autograd: the joint trace, the backward that runs, what its nodes keep.
+"""Private names of torch's autograd: the joint trace, the running backward, what its nodes save.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -36,8 +36,9 @@ __all__ = [
 
 @contextmanager
 def backward_without_autocast() -> Iterator[None]:
-    """Traces the backward outside of autocast, as plain PyTorch runs it (`backward_pass_autocast`,
-    2.13).
+    """Traces the backward without autocast, as plain PyTorch runs it.
+
+    It sets `backward_pass_autocast` (2.13).
     """
     with functorch_config.patch(backward_pass_autocast="off"):
         yield
@@ -45,8 +46,9 @@ def backward_without_autocast() -> Iterator[None]:
 
 @contextmanager
 def autocast_cache_left_on() -> Iterator[None]:
-    """Traces the joint graph with autocast's cache on where it is on
-    (`proxy_tensor.disable_autocast_cache`, 2.13).
+    """Leaves autocast's cache as it is while the joint graph is traced.
+
+    AOTAutograd turns it off otherwise (`proxy_tensor.disable_autocast_cache`, 2.13).
     """
     private: Any = proxy_tensor
     plain = private.disable_autocast_cache
@@ -58,53 +60,56 @@ def autocast_cache_left_on() -> Iterator[None]:
 
 
 def is_inside_autocast_cast(device_type: str) -> bool:
-    """True in what autocast itself calls, below its own dispatch key
-    (`_dispatch_tls_is_dispatch_key_excluded`, 2.13).
+    """True in operators that autocast itself calls, with its own dispatch key excluded.
+
+    It uses `_dispatch_tls_is_dispatch_key_excluded` (2.13).
     """
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 def is_graph_kept() -> bool:
-    """True inside of a backward with `retain_graph=True` or `create_graph=True`
-    (`_get_current_graph_task_keep_graph`, 2.13).
+    """True inside of a backward with `retain_graph=True` or `create_graph=True`.
+
+    It uses `_get_current_graph_task_keep_graph` (2.13).
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def before_next_run(check: Callable[[Sequence[Any]], None]) -> None:
-    """Calls `check` with the gradients that arrive, should the node that runs now ever run again
-    (`_current_autograd_node`, 2.13).
+    """Calls `check` with the arriving gradients if the node that runs now ever runs again.
+
+    It uses `_current_autograd_node` (2.13).
     """
     node: Any = torch._C._current_autograd_node()
-    if node is not None:  # somebody runs a backward by hand
+    if node is not None:  # None where a backward is called directly, without autograd
         node.register_prehook(check)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once the backward that runs is over, as DDP and FSDP2 do (`queue_callback`,
-    2.13).
+    """Calls `callback` at the end of the running backward, as DDP and FSDP2 do.
+
+    It uses `queue_callback` (2.13).
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def sequence_number(node: Any) -> int:
-    """The place of an autograd node in the order of the forward (`Node._sequence_nr`, 2.13)."""
+    """Returns a node's number in the order of the forward (`Node._sequence_nr`, 2.13)."""
     return int(node._sequence_nr())
 
 
 def is_compiled_node(node: Any) -> bool:
-    """True for the autograd node of a piece that AOTAutograd compiled (`CompiledFunction`,
-    2.13).
-    """
+    """True for the autograd node of what AOTAutograd compiled (`CompiledFunction`, 2.13)."""
     return hasattr(node, "_aot_id") or type(node).__name__ == "CompiledFunctionBackward"
 
 
 def compiled_node(result: torch.Tensor) -> Any:
-    """Returns the autograd node of the compiled step that made `result`, None where there is none.
+    """Returns the autograd node of the compiled step that made `result`; None where there is none.
 
-    AOTAutograd makes views that it returns again outside of what it compiled (2.13).
+    It looks behind views, since AOTAutograd makes returned views outside of what it compiled
+    (2.13).
     """
     node: Any = result.grad_fn
     while node is not None and not is_compiled_node(node):
@@ -113,8 +118,10 @@ def compiled_node(result: torch.Tensor) -> Any:
 
 
 def keep_missing_gradients(results: Iterable[Any]) -> None:
-    """Has the backward of the compiled step that made `results` find None where no gradient
-    arrives, and no zeros.
+    """Makes the backward of a compiled step get None, not zeros, where no gradient arrives.
+
+    Args:
+        results: what the step returned.
     """
     made = (t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)
     node = next(filter(None, map(compiled_node, made)), None)
@@ -126,10 +133,10 @@ _SKIPS = "_remat_skips"
 
 
 def skip_without_gradients(node: Any) -> None:
-    """Makes the node of a compiled step do nothing in a backward in which no gradient arrives for
-    it, and leaves its saved values alone (`_forward_cls`; `boxed_grads_call` from 2.13 on).
+    """Makes the node of a compiled step do nothing in a backward where no gradient arrives for it.
 
-    Without this it would be given zeros, and compute all gradients of zeros.
+    What it saved is kept. Without this it would get zeros, and compute all gradients from zeros
+    (`_forward_cls`; `boxed_grads_call` from 2.13 on).
     """
     node.set_materialize_grads(False)
     compiled = type(node)._forward_cls
@@ -148,8 +155,10 @@ def skip_without_gradients(node: Any) -> None:
 
 
 def is_batched(gradient: Any) -> bool:
-    """True for one that stands for many, as with `is_grads_batched=True`
-    (`is_legacy_batchedtensor`, 2.13) or `torch.vmap` (`is_batchedtensor`, 2.13).
+    """True for a gradient that stands for many.
+
+    So it is with `is_grads_batched=True` (`is_legacy_batchedtensor`, 2.13) and `torch.vmap`
+    (`is_batchedtensor`, 2.13).
     """
     functorch = torch._C._functorch
     return isinstance(gradient, torch.Tensor) and (
@@ -158,15 +167,15 @@ def is_batched(gradient: Any) -> bool:
 
 
 def gradient_node(tensor: torch.Tensor) -> Any:
-    """Returns the autograd node that a tensor's gradient arrives at, of a leaf the one that
-    accumulates it.
-    """
+    """Returns the autograd node where a tensor's gradient arrives; a leaf's accumulates it."""
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def is_wanted(tensor: torch.Tensor) -> bool:
-    """True where the backward that runs goes on to what made `tensor`, or stops at it and returns
-    its gradient (`_will_engine_execute_node`, 2.13, which fails for a leaf in `autograd.grad`).
+    """True where the running backward needs the gradient of `tensor`.
+
+    It continues to what made the tensor, or returns the gradient (`_will_engine_execute_node`,
+    2.13, which fails for a leaf in `autograd.grad`).
     """
     try:
         return bool(torch._C._will_engine_execute_node(gradient_node(tensor)))
@@ -175,16 +184,15 @@ def is_wanted(tensor: torch.Tensor) -> bool:
 
 
 def descriptor_of(descriptor: Any, kind: str) -> int | None:
-    """The place that AOTAutograd notes at an input or a result of its graph, where it is of that
-    kind (`PlainAOTInput`, `PlainAOTOutput`, 2.13).
+    """Returns the index in AOTAutograd's descriptor of an input or a result of its graph.
+
+    None for another kind of descriptor (`PlainAOTInput`, `PlainAOTOutput`, 2.13).
     """
     return int(descriptor.idx) if type(descriptor).__name__ == kind else None
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Returns the tensors that an autograd node keeps for its backward (attributes `_saved_*`,
-    2.13).
-    """
+    """Returns the strided tensors that an autograd node saved (attributes `_saved_*`, 2.13)."""
     found: list[torch.Tensor] = []
     for name in dir(node):
         if name == "saved_tensors" or (

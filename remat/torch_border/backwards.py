@@ -1,4 +1,4 @@
-"""Private names of torch's autograd by which a whole backward is met: its call, its nodes.
+"""Private names of torch's autograd for intercepting a whole backward: its call, its nodes.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -17,9 +17,9 @@ Around = Callable[[Sequence[Any], Sequence[Any], Callable[[], Any]], Any]
 
 
 def watch_backwards(around: Around) -> None:
-    """Runs every backward that is called from Python as `around(roots, gradients, run)` does.
+    """Runs every backward that is called from Python by `around(roots, gradients, run)`.
 
-    `torch.autograd.backward` and `grad` call the engine by a name of their module
+    `torch.autograd.backward` and `grad` call the engine through a function of their module
     (`_engine_run_backward`, 2.13), which is replaced until `stop_watching_backwards`.
     """
     private: Any = torch.autograd
@@ -30,9 +30,9 @@ def watch_backwards(around: Around) -> None:
 
 
 def stop_watching_backwards() -> None:
-    """Puts torch's own function back.
+    """Restores torch's own function.
 
-    Where somebody else replaced it since, theirs stays, and calls ours.
+    If other code replaced it since, that replacement stays, and still calls ours.
     """
     private: Any = torch.autograd
     if isinstance(private._engine_run_backward, _Watched):
@@ -57,7 +57,7 @@ def is_in_backward() -> bool:
 
 
 def is_compiled_autograd_on() -> bool:
-    """True where backwards are captured, hooks and all (`compiled_autograd_enabled`, 2.13)."""
+    """True where backwards are captured with their hooks (`compiled_autograd_enabled`, 2.13)."""
     return bool(compiled_autograd.compiled_autograd_enabled)
 
 
@@ -76,18 +76,19 @@ def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def compiled_class(node: Any) -> type | None:
-    """The class of a compiled piece's autograd node, one for each piece that AOTAutograd compiled
-    (`_forward_cls`, 2.13); None for other nodes.
+    """Returns the class of a compiled node; None for other nodes.
+
+    AOTAutograd makes one class for each graph that it compiles (`_forward_cls`, 2.13).
     """
     found = getattr(node, "_forward_cls", None)
     return found if isinstance(found, type) and hasattr(found, "compiled_fw") else None
 
 
 def held_tensors(node: Any) -> list[torch.Tensor]:
-    """Returns the tensors that a node holds for its backward, as they are held.
+    """Returns the tensors that a node holds for its backward.
 
-    What hooks packed is not unpacked, which may compute it (`_raw_saved_*`, `SavedTensor.data`,
-    2.13). A node whose backward ran holds nothing.
+    What hooks packed is not unpacked, since that may compute something (`_raw_saved_*`,
+    `SavedTensor.data`, 2.13). A node whose backward ran holds nothing.
     """
     found: list[Any] = list(getattr(node, "__dict__", {}).values())
     for name in dir(node):

@@ -35,15 +35,15 @@ _NOT_THE_MODEL = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 
 @contextmanager
 def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
-    """Dynamo's settings for capturing and running a planned step (config names of 2.13).
+    """Sets dynamo's options for capturing and running a planned step (config names of 2.13).
 
-    One module may be compiled for any number of shapes, each with its plan, and anew where a hook
-    came or went. Recurrent networks are captured. Logging is no reason to break a graph:
-    `logger.warning` in a forward says nothing there.
+    A module may be compiled for any number of shapes, each with its plan, and again after a hook
+    was added or removed. Recurrent networks are captured. Calls of loggers do not break a graph:
+    they are left out of it.
 
     Args:
-        numbers_are_inputs: a float or an int that changed since the last capture becomes an
-            input, an attribute of a module too; otherwise each number is a capture of its own.
+        numbers_are_inputs: a float or an int that changed since the last capture becomes an input,
+            attributes of modules included; otherwise each number is captured separately.
     """
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "optimize_ddp": False}
     settings = {
@@ -72,8 +72,9 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
 def without_settings_in_log(version: str = torch.__version__) -> Iterator[None]:
     """Leaves dynamo's settings out of its metrics on torch 2.11 and 2.12.
 
-    There it writes them as JSON, a set of functions among them, and each compilation logs a
-    traceback (`_get_dynamo_config_for_logging`, removable once 2.13 is the least version).
+    These versions write the settings as JSON, which fails for the set of functions in them, so that
+    each compilation logs a traceback (`_get_dynamo_config_for_logging`; can be removed once 2.13 is
+    the oldest supported version).
     """
     if tuple(map(int, version.split(".")[:2])) >= (2, 13):
         yield
@@ -90,10 +91,10 @@ def without_settings_in_log(version: str = torch.__version__) -> Iterator[None]:
 
 @contextmanager
 def _telling_of_captures() -> Iterator[None]:
-    """Tells on stderr while dynamo captures something inside (`callback_handler`, 2.13).
+    """Reports on stderr while dynamo captures (`callback_handler`, 2.13).
 
-    It calls back as it begins and as it ends, whatever it came to; `torch._dynamo.reset()` forgets
-    who asked for that.
+    Dynamo calls back at the beginning and at the end of a capture, even a failed one;
+    `torch._dynamo.reset()` removes the callbacks.
     """
     captures = ExitStack()
 
@@ -103,14 +104,14 @@ def _telling_of_captures() -> Iterator[None]:
     def end(_: Any) -> None:
         captures.close()
 
-    asked = ((callback_handler.start_callbacks, begin), (callback_handler.end_callbacks, end))
-    for callbacks, callback in asked:
+    added = ((callback_handler.start_callbacks, begin), (callback_handler.end_callbacks, end))
+    for callbacks, callback in added:
         callbacks.append(callback)
     try:
         yield
     finally:
         captures.close()
-        for callbacks, callback in asked:
+        for callbacks, callback in added:
             if callback in callbacks:
                 callbacks.remove(callback)
 
@@ -122,15 +123,19 @@ def compile_frame(
     is_whole: bool,
     on_recapture: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """Compiles a function as `torch.compile` does through `optimize` (2.13).
+    """Compiles a function as `torch.compile` does, through `optimize` (2.13).
 
-    As one graph where `is_whole`, but without counting frames as `fullgraph=True` does.
-    `on_recapture` is told, where a frame is captured again, why each earlier capture does not do.
+    It is one graph where `is_whole`, but without counting frames as `fullgraph=True` does. While
+    such a function runs, dynamo counts the frames it compiled, with one count for all threads, and
+    compiles none below them. So steps in pieces would run plain in other threads, and functions
+    there could fail when the count ends ("found no compiled frames").
 
-    While a function with `fullgraph=True` runs, dynamo counts the frames it compiled and compiles
-    none below them, and has one count for all threads: meanwhile steps in pieces would run plain in
-    other threads, and the one that ends the count would make others fail ("found no compiled
-    frames").
+    Args:
+        function: the function.
+        backend: the backend that compiles its graphs.
+        is_whole: a graph break is an error.
+        on_recapture: called, when a frame is captured again, with the reason why each earlier
+            capture does not fit.
     """
     context: Any = torch._dynamo.optimize(
         backend=backend,
@@ -144,9 +149,9 @@ def compile_frame(
 
 @contextmanager
 def without_leaf_warnings() -> Iterator[None]:
-    """Dynamo looks at `.grad` of what one piece hands to the next, which is no leaf (2.13).
+    """Hides a warning that dynamo causes and the model can't avoid (2.13).
 
-    No fault of the model's.
+    Dynamo reads `.grad` of tensors passed from one piece to the next, which are no leaves.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -157,15 +162,14 @@ def without_leaf_warnings() -> Iterator[None]:
         yield
 
 
-# the module; the package's attribute of that name is its function (2.13)
+# import_module, since the attribute of that name is the function and not the module (2.13)
 SCANS: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 
 def scan_as_operators(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what captures an associative scan (`associative_scan`, 2.13) as the operators that it
-    consists of.
+    """Returns `associative_scan` (2.13), captured as the operators that it consists of.
 
-    On a GPU it else is an operator of its own, which runs compiled by Inductor only.
+    Otherwise it is one operator on a GPU, which only Inductor can run.
     """
 
     def associative_scan(
@@ -178,19 +182,19 @@ def scan_as_operators(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_associative_scan(node: fx.Node) -> bool:
-    """True for an associative scan that is an operator of its own (`associative_scan_op`, 2.13)."""
+    """True for an associative scan captured as one operator (`associative_scan_op`, 2.13)."""
     return bool(node.target is SCANS.associative_scan_op)
 
 
-at_capture = comptime  # what it is given runs while dynamo captures the line, and never else (2.13)
-_DECIDED = threading.local()  # what the thread that captures decided last
+at_capture = comptime  # runs a function while dynamo captures the line, and only then (2.13)
+_DECIDED = threading.local()  # the last decision of the thread that captures
 
 
 def decided_at_capture(holds: torch.Tensor) -> bool:
-    """Inside of what dynamo captures: True where `holds`, a single truth, is true whatever the
-    step is given; False where it is not, or where an input decides it or chance does.
+    """True in captured code where `holds`, a single bool, is true for all inputs.
 
-    Its value is computed while the step is captured (`comptime`, 2.13), on the CPU.
+    False where it is false, or depends on an input or on random numbers. Its value is computed on
+    the CPU while the step is captured (`comptime`, 2.13).
     """
     comptime(_decide)
     return bool(_decision())
@@ -211,7 +215,7 @@ def _decision() -> bool:
 
 
 class _Undecided(Exception):
-    """An input or chance decides the value."""
+    """The value depends on an input or on random numbers."""
 
 
 class _RefuseChance(TorchDispatchMode):
@@ -225,7 +229,7 @@ class _RefuseChance(TorchDispatchMode):
 
 
 def _computed(node: fx.Node) -> Any:
-    """Returns the value of a node that depends on nothing but constants."""
+    """Returns the value of a node that depends on constants only."""
     if node.op not in ("call_function", "call_method"):
         raise _Undecided
     operands: Any = fx.node.map_arg((node.args, dict(node.kwargs)), _computed)
@@ -248,8 +252,9 @@ _MARKS = (
 
 
 def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13);
-    empty where none was.
+    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13).
+
+    It is empty where none was declared.
     """
     largest = {
         mark.dim: mark.max
@@ -261,7 +266,7 @@ def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hides what `mark_dynamic` noted on tensors (2.13): each shape is captured with its sizes."""
+    """Hides marks of `mark_dynamic` (2.13), so that each shape is captured separately."""
     marked = [
         (vars(t), name)
         for t in tensors
@@ -278,8 +283,9 @@ def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def is_ddp_optimizer_on() -> bool:
-    """True where dynamo cuts graphs inside of `DistributedDataParallel` along its buckets
-    (`get_optimize_ddp_mode`, 2.13).
+    """True where dynamo cuts graphs inside of DDP at the borders of its buckets.
+
+    It uses `get_optimize_ddp_mode` (2.13).
     """
     return torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
@@ -293,12 +299,14 @@ def _logging_functions() -> set[Callable[..., Any]]:
     return public | {warnings.warn}
 
 
-SIZE_CHECK: Any = torch.ops.aten._assert_scalar.default  # what dynamo adds where data decides
+SIZE_CHECK: Any = torch.ops.aten._assert_scalar.default  # dynamo adds it where data decides a size
 
 
 def is_decided_by_data(value: Any) -> bool:
-    """True for a tensor whose shape is known at run time only, and for such a whole number, which
-    may be one (`free_unbacked_symbols`, 2.13). A float is no size, and read anew in each step.
+    """True for a tensor whose shape is known only at run time, and for such an int.
+
+    An int may be a size; a float can't, and is read again in each step (`free_unbacked_symbols`,
+    2.13).
     """
     if isinstance(value, torch.Tensor):
         return not value.is_nested and any(map(is_decided_by_data, value.shape))
@@ -306,17 +314,16 @@ def is_decided_by_data(value: Any) -> bool:
 
 
 def unwrap_failure(error: BaseException) -> BaseException:
-    """Returns what a backend raised, out of what dynamo makes of it (`BackendCompilerFailed`,
-    2.13).
-    """
+    """Returns the error of a backend that dynamo wrapped (`BackendCompilerFailed`, 2.13)."""
     while isinstance(error, dynamo_exc.BackendCompilerFailed):
         error = error.inner_exception
     return error
 
 
 def is_graph_break(error: BaseException) -> bool:
-    """True where dynamo could not capture the step as one graph (`exc.Unsupported` and kin, 2.13),
-    or only data can tell what it does.
+    """True where dynamo could not capture the step as one graph, or where data decides its path.
+
+    These are `exc.Unsupported` and other errors of dynamo (2.13).
     """
     if isinstance(unwrap_failure(error), GuardOnDataDependentSymNode):
         return True
@@ -326,11 +333,11 @@ def is_graph_break(error: BaseException) -> bool:
 
 
 def failure_text(error: BaseException) -> tuple[str, str]:
-    """Returns what ended a capture, and where as ` (file.py:12)`, for the one who wrote the step.
+    """Returns what ended a capture, and where, as ` (file.py:12)`.
 
     Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13) or raises
-    (`ObservedException`), that error and the line of the model, in place of dynamo's account of
-    what it was doing; else dynamo's first paragraph, and the line that it names.
+    (`ObservedException`), it is that error and the model's line; otherwise the first paragraph of
+    dynamo's message, and the line in it.
     """
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
@@ -348,7 +355,7 @@ def failure_text(error: BaseException) -> tuple[str, str]:
 
 
 class _SaidOnce(logging.Filter):
-    """Drops what torch logs of an error on fake tensors, which it raises as well (2.13)."""
+    """Drops torch's log of an error on fake tensors, since torch raises it as well (2.13)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("failed while attempting to run meta")
@@ -365,5 +372,5 @@ def _failures_said_once() -> Iterator[None]:
 
 
 def compile_reason(module: fx.GraphModule) -> Any:
-    """Returns why dynamo ended this graph where it did (`compile_subgraph_reason`, 2.13)."""
+    """Returns why dynamo ended this graph (`compile_subgraph_reason`, 2.13)."""
     return getattr(module, "compile_subgraph_reason", None)

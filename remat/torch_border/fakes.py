@@ -1,8 +1,8 @@
-"""A model on fake tensors: nothing is allocated, and nothing of the model changes.
+"""A model on fake tensors: nothing is allocated, and the model is not changed.
 
 Parameters, buffers and inputs may be real, on the meta device, or fake already (built under
-`torch.device("meta")` or a `FakeTensorMode`): what has no memory yet is placed on the device to
-plan for.
+`torch.device("meta")` or a `FakeTensorMode`). Those without memory are placed on the device to plan
+for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.torch_border.kernels import FakeTensor, FakeTensorMode
 
 
 class _Fakes:
-    """Makes one fake tensor of each tensor, however often it is met."""
+    """Makes one fake tensor for each tensor."""
 
     def __init__(self, device_type: str) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -59,15 +59,16 @@ def _type_of(tensor: torch.Tensor) -> str:
 def on_fakes(
     model: nn.Module, args: Any, kwargs: Any, device_type: str = ""
 ) -> Iterator[tuple[Any, Any]]:
-    """Lends the model fake parameters and buffers, yields fake arguments, and gives all back
-    whatever happens.
+    """Replaces the model's parameters and buffers by fake ones, and yields fake arguments.
+
+    Afterwards the originals are put back, also after an error.
 
     Args:
         model: any module.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        device_type: where the fakes are, `cpu` or `cuda`; where each tensor is if empty, and on the
-            CPU what is on no device yet.
+        device_type: where the fake tensors are, `cpu` or `cuda`. If empty, each is where its tensor
+            is, or on the CPU for a meta tensor.
     """
     fakes = _Fakes(device_type)
     lent: list[tuple[Any, str, Any]] = []
@@ -83,7 +84,7 @@ def on_fakes(
                 for name, tensor in own.items():
                     if tensor is not None:
                         lend(own, name, tensor, fakes.of(tensor))
-        # lists that hold parameters a second time, such as a recurrent network's; plain attributes
+        # lists of parameters, such as a recurrent network's, and meta tensors as plain attributes
         for module in model.modules():
             for name, value in list(vars(module).items()):
                 if isinstance(value, list) and any(id(item) in fakes.known for item in value):

@@ -17,7 +17,7 @@ _CUSTOM_FUNCTION = "autograd_function_apply"  # 2.13
 
 
 def higher_order_operators(module: fx.GraphModule) -> Iterator[str]:
-    """Yields the names of those that a captured forward calls, inside of others too."""
+    """Yields the names of higher-order operators in a captured forward, nested ones included."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
@@ -36,14 +36,14 @@ def is_checkpointed_region(name: str) -> bool:
 
 
 class Unpacked(fx.Interpreter):
-    """Runs a captured forward without the checkpoints in it.
+    """Runs a captured forward with its checkpointed regions as plain calls.
 
-    Run as it is, a checkpointed region is computed again in the backward with other random numbers:
-    it is made for a compiler that takes care of these (`tag_activation_checkpoint`, 2.13).
+    A region run as captured would be recomputed in the backward with other random numbers, since it
+    is made for a compiler that handles these (`tag_activation_checkpoint`, 2.13).
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a checkpointed region as what it consists of."""
+        """Runs a checkpointed region as the operators that it consists of."""
         if target is not tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         region, *operands = args

@@ -35,8 +35,9 @@ __all__ = [
 def with_kernel(
     operator: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Traces what `make` makes of a composite operator's kernel in its place (`py_kernels`,
-    `_op_dk`, 2.13).
+    """Traces `make(kernel)` in place of the kernel of a composite operator.
+
+    It uses `py_kernels` and `_op_dk` (2.13).
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     before = operator.py_kernels.get(key)
@@ -52,8 +53,9 @@ def with_kernel(
 
 @contextmanager
 def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Traces `kernel` in place of the one of an operator that autograd knows the derivative of
-    (`py_kernels`, 2.13); inside of `torch.func.grad` and its like, torch's own.
+    """Traces `kernel` in place of that of an operator with a derivative (`py_kernels`, 2.13).
+
+    Inside of `torch.func.grad` and similar functions torch's own kernel runs.
     """
     key = torch._C.DispatchKey.Autograd
 
@@ -79,30 +81,34 @@ def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> It
 
 
 def below_autograd() -> Any:
-    """Runs what is inside as autograd runs an operator whose derivative it knows
-    (`_AutoDispatchBelowAutograd`, 2.13).
+    """Excludes autograd inside of a `with` block, as for the body of an operator with a derivative.
+
+    It uses `_AutoDispatchBelowAutograd` (2.13).
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def without_python_kernels() -> Any:
-    """Runs torch's own kernels inside, also where a trace has others
-    (`_DisablePythonDispatcher`, 2.13).
+    """Runs torch's own kernels inside of a `with` block, even during a trace that replaces them.
+
+    It uses `_DisablePythonDispatcher` (2.13).
     """
     return torch._C._DisablePythonDispatcher()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True where a tensor fills its memory without gaps or overlaps, in any order
-    (`is_non_overlapping_and_dense`, 2.13).
+    """True where a tensor's elements have no gaps or overlaps, in any order of dimensions.
+
+    It uses `is_non_overlapping_and_dense_or_false` (2.13).
     """
     return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Runs what is inside for real where fake tensors are traced around it
-    (`_disable_current_modes`, 2.13).
+    """Runs operators for real inside of a `with` block, even during a trace on fake tensors.
+
+    It uses `_disable_current_modes` (2.13).
     """
     with _disable_current_modes():
         yield
@@ -112,12 +118,11 @@ def without_modes() -> Iterator[None]:
 def with_python_kernels(
     kept: Set[OpOverload], wrapped: Mapping[OpOverload, Callable[..., Any]]
 ) -> Iterator[None]:
-    """Traces torch's own kernels where Python ones stand in their place (`OpOverload.py_kernels`,
-    2.13).
+    """Traces torch's own kernels of operators that have Python ones (`py_kernels`, 2.13).
 
     Args:
         kept: operators whose Python kernels stay.
-        wrapped: operator -> what makes another kernel of its Python kernel.
+        wrapped: operator -> function that makes another kernel from its Python kernel.
     """
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     packets = [
@@ -147,15 +152,14 @@ def with_python_kernels(
 
 @contextmanager
 def corrected_fakes(correct: Callable[[OpOverload, Any, Any, Any], Any]) -> Iterator[None]:
-    """Gives the results of operators on fake tensors another layout (`FakeTensorMode.dispatch`,
-    2.13).
+    """Corrects the layouts of operators' results on fake tensors (`FakeTensorMode.dispatch`, 2.13).
 
-    What lies in more memory than it reads is not taken from the cache of fake tensors, which
-    forgets how much that was.
+    A result whose storage is larger than what it reads is not put into the cache of fake tensors,
+    since the cache does not store that size.
 
     Args:
         correct: function of an operator, its result and its arguments that returns the result to
-            take instead.
+            use instead.
     """
     plain: Any = FakeTensorMode.dispatch
 
@@ -184,8 +188,7 @@ def corrected_fakes(correct: Callable[[OpOverload, Any, Any, Any], Any]) -> Iter
 
 
 def _has_slack(tensor: torch.Tensor) -> bool:
-    # known at run time only
     if not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
-        return False
+        return False  # sizes that are known only at run time
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(tensor.numel() and tensor.untyped_storage().nbytes() > (last + 1) * tensor.itemsize)

@@ -17,9 +17,9 @@ _COMPRESSED = {
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensor itself where it is dense; indices and values of a sparse one.
+    """Returns a dense tensor itself, or the indices and values of a sparse one.
 
-    Empty where a library keeps its memory to itself, as oneDNN does.
+    It is empty for tensors whose memory only a library can reach, such as oneDNN's.
     """
     if tensor.layout is torch.strided:
         return [tensor]

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import (  # 2.13
 
 
 def active_modes() -> list[str]:
-    """Returns the names of the `TorchDispatchMode`s that are active, the fake tensors' and other
-    own ones of torch left out (`is_infra_mode`, 2.13).
+    """Returns the names of the active `TorchDispatchMode`s.
+
+    Torch's own, such as that of fake tensors, are left out (`is_infra_mode`, 2.13).
     """
     if not is_in_torch_dispatch_mode(include_infra_modes=False):
         return []

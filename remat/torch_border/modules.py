@@ -1,4 +1,4 @@
-"""Private names of torch by which `module(...)` is made to run something else.
+"""Private names of torch for making `module(...)` run something else.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -13,17 +13,16 @@ from torch import nn
 
 
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls `module` as `module(...)` does where it was not compiled (`nn.Module._call_impl`,
-    2.13).
-    """
+    """Calls `module` as `module(...)` does without compilation (`_call_impl`, 2.13)."""
     return module._call_impl(*args, **kwargs)
 
 
 def call_with_forward(
     module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Calls `module` plainly, hooks and all, with another forward (`nn.Module._call_impl` calls
-    `self.forward`, 2.13).
+    """Calls `module` with its hooks, but another forward.
+
+    `_call_impl` (2.13) calls `self.forward`.
     """
     own = vars(module)
     before = own.get("forward")
@@ -38,41 +37,38 @@ def call_with_forward(
 
 
 class OwnCall(ABC):
-    """What `module(...)` runs in place of the plain call, put there by `set_call`."""
+    """What `module(...)` runs instead of the plain call, once `set_call` has set it."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copied or pickled it is None.
+        """Makes a copy or a pickle of it None.
 
-        `nn.Module` leaves it out, a module with a `__getstate__` of its own does not.
+        `nn.Module` does not copy it, but a module with its own `__getstate__` may.
         """
         return type(None), ()
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Makes `module(...)` run `call`, as `nn.Module.compile` does (`_compiled_call_impl`, 2.13; not
-    pickled).
+    """Makes `module(...)` run `call`, as `nn.Module.compile` does.
+
+    It sets `_compiled_call_impl` (2.13), which is not pickled.
     """
     module._compiled_call_impl = call
 
 
 def get_call(module: nn.Module) -> Any:
-    """Returns what `set_call` set, None where nothing was."""
+    """Returns what `set_call` set; None where it set nothing."""
     return module._compiled_call_impl
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Returns a module's forward hooks by number, to be changed in place (`_forward_hooks`,
-    2.13).
-    """
+    """Returns a module's forward hooks by number, which may be changed (`_forward_hooks`, 2.13)."""
     return module._forward_hooks
 
 
 def has_backward_hook(module: nn.Module) -> bool:
-    """True for a module with a hook around its backward, before or after it (`_backward_hooks`,
-    2.13).
-    """
+    """True for a module with a hook before or after its backward (`_backward_hooks`, 2.13)."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,8 +1,8 @@
-"""A planned module inside of another `torch.compile`: its plan stays.
+"""Keeps the plan of a module inside of another `torch.compile`.
 
-Dynamo looks through a module's call into its forward, past whatever stands behind `module(...)`,
-and `nn.Module.compile` puts itself there in its place. Supported: torch 2.11 to 2.15; each name
-below was checked with the version beside it.
+Dynamo traces a module's forward, whatever `module(...)` runs instead, and `nn.Module.compile`
+replaces what it runs. Supported: torch 2.11 to 2.15; each name below was checked with the version
+beside it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LOG = logging.getLogger(__name__)
 _CAPTURING = threading.local()
 _SAID: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 _WHY = (
-    "remat planned this module, and its step runs as it is planned. Leave out fullgraph=True "
-    "around it, or plan the outer module in its place; remat.unwrap(module) drops the plan"
+    "remat planned this module, and its step runs as planned. Leave out fullgraph=True around it, "
+    "or plan the outer module instead; remat.unwrap(module) drops the plan"
 )
 
 
 @contextmanager
 def own_capture() -> Iterator[None]:
-    """Marks what is captured inside, in this thread, as a planned step."""
+    """Marks what this thread captures inside of a `with` block as a planned step."""
     before = getattr(_CAPTURING, "is_own", False)
     _CAPTURING.is_own = True
     try:
@@ -45,19 +45,19 @@ def own_capture() -> Iterator[None]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_own_capture() -> bool:
-    """True while a planned step is captured or runs in this thread; fixed in what is captured."""
+    """True while this thread captures or runs a planned step; a constant in captured code."""
     return bool(getattr(_CAPTURING, "is_own", False))
 
 
 def is_met_by_another_compile() -> bool:
-    """True in what dynamo captures for another compilation, with gradients."""
+    """True where dynamo captures for another `torch.compile`, with gradients enabled."""
     is_captured = torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling()
     return is_captured and not is_own_capture()
 
 
 @torch.compiler.disable(reason=_WHY)  # type: ignore[untyped-decorator]
 def uncompiled(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `call` outside of the compilation that met it: a graph break there."""
+    """Calls `call` as a graph break in the other compilation."""
     _say_that_it_stays(call)
     return call(*args, **kwargs)
 
@@ -69,8 +69,9 @@ def original_module(module: nn.Module) -> nn.Module:
 
 @functools.cache
 def keep_plans() -> None:
-    """Makes dynamo and `nn.Module.compile` leave planned modules as they are, for good: others are
-    compiled as ever (`UnspecializedNNModuleVariable.call_function`, 2.13).
+    """Makes dynamo and `nn.Module.compile` leave planned modules alone, permanently.
+
+    Other modules are compiled as before (`UnspecializedNNModuleVariable.call_function`, 2.13).
     """
     variable: Any = UnspecializedNNModuleVariable
     module: Any = nn.Module
@@ -110,7 +111,7 @@ def _say_that_it_stays(call: Callable[..., Any]) -> None:
     if call not in _SAID:
         _SAID.add(call)
         _LOG.warning(
-            "torch.compile meets a module that remat planned: it stays as it is planned, and is "
-            'not compiled; for compiled kernels within the plan write executor="inductor", and '
+            "torch.compile was called on a module that remat planned: it stays as planned, and is "
+            'not compiled; for compiled kernels within the plan use executor="inductor", and '
             "remat.unwrap(model) drops the plan"
         )

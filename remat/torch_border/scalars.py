@@ -1,9 +1,9 @@
 """Private names of torch's symbols: Python numbers that change from step to step.
 
-Dynamo makes an input of a number that was another one at the last capture (`automatic dynamic`),
-and of sizes that were. Sizes stay fixed here: a plan is for one shape. AOTAutograd then turns
-arithmetic on such floats into operators on tensors, which round otherwise than plain PyTorch does
-and cost time; that is left out, and the numbers go to the operators as Python numbers.
+Dynamo makes a number or a size that changed since the last capture an input of the graph
+(`automatic dynamic`). Here only numbers become inputs and sizes stay fixed, since a plan is for one
+shape. AOTAutograd would turn arithmetic on such floats into operators on tensors, which round
+differently from plain PyTorch and cost time. This is switched off: operators get Python numbers.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -32,20 +32,20 @@ from torch._functorch._aot_autograd import graph_compile  # 2.13
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _ACTIVE = threading.local()
 _Frame = tuple[str, int, str]  # a code object: its file, first line and name
-# frame and the number's source in it: what decides sizes, and is no input
+# frame and source of the numbers that are constants, because they decide sizes or can't be inputs
 _FIXED: set[tuple[_Frame, str]] = set()
 _REASON = "a number of the step has to be a constant"
 
 
 def is_symbol(value: Any) -> bool:
-    """True for a number that is known when a step runs, and not before."""
+    """True for a number that is known only when a step runs."""
     return isinstance(value, _SYMBOLS)
 
 
 def hint_of(value: Any) -> Any:
-    """Returns the number that a symbol had when it was captured, and anything else as it is.
+    """Returns the value that a symbol had at capture (`SymNode.hint`, 2.13); others unchanged.
 
-    `int(symbol)` would say the same, and tie the capture to it (`SymNode.hint`, 2.13).
+    `int(symbol)` would return the same, but make the capture valid for that value only.
     """
     if not is_symbol(value):
         return value
@@ -55,8 +55,9 @@ def hint_of(value: Any) -> Any:
 
 @contextmanager
 def fixed_sizes() -> Iterator[None]:
-    """Numbers become inputs in what this thread captures, sizes do not
-    (`builder.process_automatic_dynamic`, 2.13).
+    """Makes numbers but not sizes inputs of what this thread captures in a `with` block.
+
+    It uses `builder.process_automatic_dynamic` (2.13).
     """
     before = vars(_ACTIVE).copy()
     _ACTIVE.has_fixed_sizes, _ACTIVE.frame_of, _ACTIVE.inputs = True, {}, set()
@@ -68,13 +69,13 @@ def fixed_sizes() -> Iterator[None]:
 
 
 def refuse_changing_sizes(graph: fx.Graph) -> None:
-    """Has dynamo capture a frame anew where a number that became an input decides a size.
+    """Makes dynamo capture a frame again where a number that became an input decides a size.
 
-    The number is a constant then: each of its values is another shape, and has a plan of its own
+    The number is then a constant: each of its values gives another shape, with its own plan
     (`TensorifyScalarRestartAnalysis`, `ShapeEnv.var_to_sources`, 2.13).
 
     Raises:
-        TensorifyScalarRestartAnalysis: what dynamo captures a frame anew for.
+        TensorifyScalarRestartAnalysis: on which dynamo captures the frame again.
     """
     deciding = {symbol for size in _symbolic_sizes(graph) for symbol in _symbols_in(size)}
     frame_of = getattr(_ACTIVE, "frame_of", {})
@@ -103,7 +104,7 @@ def _symbols_in(size: Any) -> Iterator[str]:
 def python_numbers() -> Iterator[None]:
     """Leaves arithmetic on floats to Python (`_apply_tensorify_python_scalars`, 2.13).
 
-    For the call of a backend: dynamo lets one run at a time.
+    To be used around a backend's call, of which dynamo runs one at a time.
     """
     private: Any = graph_compile
     plain = private._apply_tensorify_python_scalars
@@ -119,7 +120,7 @@ def _is_active() -> bool:
 
 
 def _decides_by_itself(plain: Any) -> Any:
-    """Dynamo's question which numbers and sizes changed (`process_automatic_dynamic`, 2.13)."""
+    """Returns `process_automatic_dynamic` (2.13), which decides what becomes an input, replaced."""
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         if not _is_active():
@@ -137,10 +138,10 @@ def _decides_by_itself(plain: Any) -> Any:
 
 
 def _falls_back_to_constants(plain: Any) -> Any:
-    """Dynamo's capture of a frame (`trace_frame`, 2.13).
+    """Returns dynamo's capture of a frame (`trace_frame`, 2.13) with a second attempt.
 
-    What dynamo can't do with a symbol and can with a constant, such as `"%.2f" % number`, makes it
-    give a frame up: where numbers became inputs, it is captured anew without.
+    Dynamo gives up a frame for code that works with a constant but not with a symbol, such as
+    `"%.2f" % number`. Where numbers became inputs, the frame is captured again without that.
     """
 
     def trace(*args: Any, **kwargs: Any) -> Any:
@@ -166,14 +167,14 @@ def _falls_back_to_constants(plain: Any) -> Any:
 
 
 def _forget_speculations(args: Any) -> None:
-    """Where dynamo would break the graph depends on what is a constant (`SpeculationLog`, 2.13)."""
+    """Clears dynamo's log of graph breaks (`SpeculationLog`, 2.13): they depend on constants."""
     next(arg for arg in args if isinstance(arg, SpeculationLog)).clear()
 
 
 def _writes_constants(plain: Any) -> Any:
-    """Dynamo's f-strings (`InstructionTranslatorBase._format_value`, 2.13).
+    """Returns dynamo's code for f-strings (`_format_value`, 2.13) with symbols made constants.
 
-    A text with a symbol in it that a graph break cuts off would be the number itself.
+    At a graph break, an f-string with a symbol would otherwise become the number itself.
     """
 
     def format_value(self: Any, *args: Any) -> None:
@@ -186,7 +187,7 @@ def _writes_constants(plain: Any) -> Any:
 
 
 def _install() -> None:
-    """Wraps the functions above, for good: settings of other threads are theirs."""
+    """Wraps dynamo's functions, permanently; they only act in threads inside of `fixed_sizes`."""
     for home, name, wrap in (
         (builder, "process_automatic_dynamic", _decides_by_itself),
         (convert_frame, "trace_frame", _falls_back_to_constants),

@@ -31,16 +31,18 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank has of a tensor, all of it where it is not sharded
-    (`DTensor._local_tensor`, 2.13).
+    """Returns this rank's part of a tensor, or all of a tensor that is not sharded.
+
+    It uses `DTensor._local_tensor` (2.13).
     """
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory behind a tensor.
+    """Returns the bytes of the storage of a tensor.
 
-    Of a sharded one the largest part that a rank has, so that all ranks agree (`DTensor`, 2.13).
+    For a sharded tensor it is the largest part of any rank, so that all ranks agree (`DTensor`,
+    2.13).
     """
     if not is_sharded(tensor):
         return tensor.untyped_storage().nbytes()
@@ -59,8 +61,9 @@ def rank_store(prefix: str) -> Any:
 
 
 def active_ddps() -> list[nn.Module]:
-    """Returns each `DistributedDataParallel` whose forward runs now (`_get_active_ddp_module`,
-    2.13), or stands around a step function.
+    """Returns each `DistributedDataParallel` whose forward runs now, or is around a step function.
+
+    It uses `_get_active_ddp_module` (2.13).
     """
     inner = DistributedDataParallel._get_active_ddp_module()
     found = {id(ddp): ddp for ddp in (*_AROUND_STEPS, inner) if ddp is not None}
@@ -71,13 +74,13 @@ _AROUND_STEPS: list[nn.Module] = []
 
 
 def ddps_in(module: nn.Module) -> list[DistributedDataParallel]:
-    """Returns what is wrapped in `DistributedDataParallel` inside of a module."""
+    """Returns the `DistributedDataParallel` modules inside of a module."""
     return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
 
 
 @contextmanager
 def called_directly(ddps: list[DistributedDataParallel]) -> Iterator[None]:
-    """Has each call what it wraps, to be captured together with what is around it."""
+    """Makes each call its wrapped module directly, so that it is captured with its surroundings."""
     for ddp in ddps:
         vars(ddp)["forward"] = MethodType(_forward_alone, ddp)
     try:
@@ -88,15 +91,16 @@ def called_directly(ddps: list[DistributedDataParallel]) -> Iterator[None]:
 
 
 def _forward_alone(ddp: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if ddp.device_ids:  # it moves its inputs there
+    if ddp.device_ids:  # DDP moves its inputs to its device
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
     return ddp.module(*args, **kwargs)
 
 
 def inside_ddp(ddp: Any, run: Callable[[], Any]) -> Any:
-    """Does around `run()` what `DistributedDataParallel` does around its module's forward: sends
-    buffers, and makes ready to reduce gradients (`_pre_forward` and `_post_forward`, 2.13).
+    """Does around `run()` what DDP does around its module's forward.
+
+    It sends buffers and prepares to reduce gradients (`_pre_forward` and `_post_forward`, 2.13).
     """
     ddp._pre_forward(None)
     _AROUND_STEPS.append(ddp)
