@@ -1,7 +1,7 @@
 """Measurements on disk: numbers by key, one JSON file in the user's cache folder.
 
-A cache is never a reason to fail: an unreadable file is ignored and an unwritable folder leaves
-the numbers in memory, with a warning each.
+A cache never makes a step fail: a file that can't be read is ignored, and if the folder can't be
+written the numbers stay in memory, each with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_WRITES = 1.0
 
 
 def cache_path(name: str) -> Path:
-    """Returns where the cache `name` lies: `$XDG_CACHE_HOME/remat/NAME-v1.json` on Linux."""
+    """Returns the file of the cache `name`: `$XDG_CACHE_HOME/remat/NAME-v1.json` on Linux."""
     return platformdirs.user_cache_path("remat") / f"{name}-{_FORMAT}.json"
 
 
@@ -31,9 +31,9 @@ def cache_path(name: str) -> Path:
 class DiskCache:
     """Tuples of numbers by key, in memory and in the JSON file `path`.
 
-    New entries reach the disk at most once a second, when the cache is dropped and at exit. A
-    write merges with what other processes wrote meanwhile and replaces the file whole, so that
-    a reader never sees half of one; of two writes at the same instant, the last one wins.
+    New entries are written at most once per second, when the cache is dropped and at exit. A write
+    merges with what other processes wrote meanwhile and replaces the file whole, so that a reader
+    never sees half of one; of two writes at the same instant, the last one wins.
     """
 
     path: Path
@@ -50,8 +50,8 @@ class DiskCache:
 
         Args:
             key: what was measured.
-            ranges: the least and most that each number can be; others are a damaged file's, and
-                are measured again.
+            ranges: the least and the largest possible value of each number. Other numbers come from
+                a damaged file, and are measured again.
         """
         numbers = self._entries.get(key)
         if numbers is None or len(numbers) != len(ranges):
@@ -62,13 +62,13 @@ class DiskCache:
         return numbers if is_possible else None
 
     def put(self, key: str, numbers: tuple[float, ...]) -> None:
-        """Keeps the numbers of `key`, and writes them when the last write is a second ago."""
+        """Stores the numbers of `key`; writes them if the last write is over a second ago."""
         self._entries[key] = self._fresh[key] = numbers
         if time.monotonic() - self._written_s > _SECONDS_BETWEEN_WRITES:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is new."""
+        """Writes the new entries."""
         _write(self.path, self._fresh)
         self._written_s = time.monotonic()
 
@@ -79,7 +79,7 @@ def _read(path: Path) -> dict[str, tuple[float, ...]]:
             return {}
         return serialize.load(dict[str, tuple[float, ...]], path, TraceError)
     except (TraceError, OSError) as reason:
-        _LOG.warning("ignoring a cache that can't be read; it will be written anew: %s", reason)
+        _LOG.warning("a cache can't be read; it is ignored and will be written again: %s", reason)
         return {}
 
 
@@ -90,5 +90,5 @@ def _write(path: Path, fresh: dict[str, tuple[float, ...]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         serialize.save({**_read(path), **fresh}, path)
     except OSError as reason:
-        _LOG.warning("measurements stay in memory, their cache can't be written: %s", reason)
+        _LOG.warning("measurements can't be written to the cache, and stay in memory: %s", reason)
     fresh.clear()

@@ -1,7 +1,7 @@
-"""The signature of an operator call: all that its cost and its workspace depend on.
+"""Operator calls without their data: all that cost and workspace of an operator depend on.
 
-A `Call` is what an fx node looks like without its values: the operator, the shapes, strides and
-types of its tensors, and its other arguments. Equal calls cost the same, so costs are kept by call.
+A `Call` is an fx node without data: the operator, the shapes, strides and types of its tensors, and
+its other arguments. Equal calls cost the same, so costs are stored by call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.torch_border.scalars import hint_of, is_symbol
 aten = torch.ops.aten
 OpOverload: Any = type(aten.mm.default)
 
-# Operators that return a view and whose schema does not say so.
+# Operators that return a view although their schema does not declare it.
 _UNDECLARED_VIEWS = {aten._unsafe_view.default}
 
 
@@ -27,8 +27,7 @@ _UNDECLARED_VIEWS = {aten._unsafe_view.default}
 class TensorSpec:
     """A tensor without its data. `shape` and `stride` count elements.
 
-    `is_conj` and `is_neg` say that what is read is the conjugate or the negative of what lies in
-    memory.
+    With `is_conj` or `is_neg`, the tensor is the conjugate or the negative of what is in memory.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +94,7 @@ class TensorSpec:
 
     @property
     def is_channels_last(self) -> bool:
-        """True where it is a batch of images with the channels of a pixel side by side."""
+        """True for a batch of images in which the channels of a pixel are contiguous."""
         return len(self.shape) == 4 and self.permuted(0, 2, 3, 1).is_contiguous
 
     def permuted(self, *order: int) -> TensorSpec:
@@ -117,7 +116,7 @@ class Call:
     """One operator call. Tensors in `args` and `kwargs` are `TensorSpec`s, lists are tuples.
 
     Attributes:
-        target: what is called: an `OpOverload`, a higher-order operator, a Python function.
+        target: an `OpOverload`, a higher-order operator or a Python function.
         args: the positional arguments.
         kwargs: the keyword arguments, as pairs.
         outputs: the tensors it returns, flat.
@@ -130,9 +129,7 @@ class Call:
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> Call:
-        """Returns the call of an fx node that has a fake tensor in `meta["val"]`, as its inputs
-        have.
-        """
+        """Returns the call of an fx node; it and its inputs have fake tensors in `meta["val"]`."""
         args: Any = torch.fx.node.map_arg(node.args, _spec_of_node)
         kwargs: Any = torch.fx.node.map_arg(node.kwargs, _spec_of_node)
         outputs = tuple(_tensors_in(_freeze(node.meta.get("val"))))
@@ -145,7 +142,7 @@ class Call:
 
     @classmethod
     def made(cls, target: Any, args: Any, kwargs: Any, result: Any) -> Call:
-        """Returns the call of an operator that was given these tensors, real or fake ones."""
+        """Returns the call of an operator with these arguments and result, real or fake."""
         return cls(
             target,
             _freeze(args),
@@ -155,7 +152,7 @@ class Call:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors it is given, flat."""
+        """The tensors among its arguments, flat."""
         return tuple(_tensors_in((self.args, self.kwargs)))
 
     @property
@@ -205,7 +202,7 @@ def _freeze(value: Any) -> Any:
         return tuple(map(_freeze, value))
     if is_symbol(value):
         number = hint_of(value)
-        return 1.0 if is_symbol(number) else number  # read off a tensor: it is not known yet
+        return 1.0 if is_symbol(number) else number  # not known before it is read from a tensor
     if isinstance(
         value,
         (

@@ -1,7 +1,4 @@
-"""Cleaning a traced step.
-
-What computes nothing goes, so that keeping everything needs no more than plain PyTorch.
-"""
+"""Cleans a traced step, so that keeping everything needs no more memory than plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,13 +21,16 @@ _DETACHES = frozenset({aten.detach.default, aten.alias.default})
 def clean(module: fx.GraphModule, storages: Storages) -> None:
     """Cleans a joint graph in place; every result stays the same to the bit.
 
-    1. `detach` and `alias` go. 2. Copies that change nothing go (dropout with p = 0 leaves a
-    `clone`, autocast redundant casts), except where a result would come to share memory with
-    another, and of inputs that autograd can't keep for the backward. 3. Constant parts of operators
-    (lengths that attention kernels return) become constants. 4. Equal computations of one phase
-    merge where that prolongs no lifetime. 5. Views of views become one. 6. The backward of batch
-    norm no longer holds the new running statistics, which it does not use in training. 7. What
-    nobody reads goes, except random operators: they advance the generator.
+    1. `detach` and `alias` are removed.
+    2. Copies that change nothing are removed (dropout with p = 0 leaves a `clone`, autocast
+       redundant casts), except where a result would then share memory with another one, and copies
+       of inputs that autograd can't save.
+    3. Constant parts of operators (lengths that attention kernels return) become constants.
+    4. Views of views become one view.
+    5. The backward of batch norm no longer reads the new running statistics, which it does not use
+       in training.
+    6. Nodes that nobody reads are removed, except random operators, which advance the generator.
+    7. Equal computations of one phase are merged, unless a value would live longer.
     """
     graph = module.graph
     output = graph.output_node()
@@ -65,15 +65,13 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _reads_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """True where two tensors in the same memory would be the same tensor."""
+    """True where two tensors would be equal if they were in the same memory."""
     marks = [(t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in (one, two)]
     return marks[0] == marks[1]
 
 
 def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
-    """True where the copy is a result (or a view of it is) and its source is one too, or an
-    input.
-    """
+    """True where a result would share memory with another result or an input without the copy."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     key, copied = storages.of(source), storages.of(node)
@@ -110,9 +108,9 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def _shorten_views(graph: fx.Graph) -> None:
-    """A view of a view is made from the first.
+    """Makes a view of a view from the first one's source, and removes views that change nothing.
 
-    One that changes nothing goes. Outside autograd `_unsafe_view` is `view`.
+    `_unsafe_view` becomes `view`: outside of autograd they are the same.
     """
     output = graph.output_node()
     for node in graph.nodes:
@@ -136,7 +134,7 @@ def _views_alike(node: fx.Node, source: Any) -> bool:
     value = node.meta["val"]
     try:
         return bool(source.meta["val"].view(value.shape).stride() == value.stride())
-    except RuntimeError:  # not contiguous enough for one step
+    except RuntimeError:  # these strides need both steps
         return False
 
 

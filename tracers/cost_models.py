@@ -1,4 +1,4 @@
-"""The cost models by name: what `costs=` means."""
+"""The cost models by name: the values of `costs=`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def flops() -> Flops:
 def roofline(device: str | devices.Device = "") -> Roofline:
     """Returns the roofline model of a device: a name of the table; this machine's if empty.
 
-    Whether float32 products use TF32 is what torch's settings say now.
+    Whether float32 products use TF32 follows torch's present settings.
     """
     if isinstance(device, str):
         device = devices.device(device) if device else devices.device_at_hand()
@@ -38,8 +38,8 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
 
     Args:
         spec: a model, or "flops", "roofline", "roofline:DEVICE", "profile".
-        device_type: the type of this machine's device that "roofline" and "profile" mean,
-            `cpu` or `cuda`; its GPU, where there is one, if empty.
+        device_type: for "roofline" and "profile", the type of this machine's device, `cpu` or
+            `cuda`; if empty, its GPU where it has one.
 
     Raises:
         ValueError: there is no such model or device.

@@ -1,8 +1,8 @@
-"""Cost models: what it costs to compute an operator once, and the memory it needs meanwhile.
+"""Cost models: the time to compute an operator once, and the memory that it needs meanwhile.
 
 - `flops()` counts floating-point operations and has no unit of time.
 - `roofline(device)` is the longer of arithmetic at the device's peak rate and bytes moved at its
-  bandwidth, plus a launch. It plans for a device that is not there.
+  bandwidth, plus a launch. It needs no such device on this machine.
 - `profile()` runs every distinct operator call on this machine's device.
 """
 
@@ -32,21 +32,21 @@ _FREE = OperatorCost(0.0, 0)
 
 @dataclass(eq=False)
 class CostModel(ABC):
-    """What an operator costs. Equal calls are measured once."""
+    """Returns the costs of operators. Equal calls are measured once."""
 
     _known: dict[Call, OperatorCost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The model and its device, as `resolve_costs` reads it."""
+        """The name of the model and its device."""
 
     @abstractmethod
     def cost_of(self, call: Call) -> OperatorCost:
         """Returns the cost of a call that runs a kernel."""
 
     def measure(self, node: torch.fx.Node) -> OperatorCost:
-        """Returns the cost of an fx node; `meta["val"]` of it and of its inputs are fake tensors.
+        """Returns the cost of an fx node; it and its inputs have fake tensors in `meta["val"]`.
 
         Views, `getitem`, arithmetic on sizes, placeholders and outputs cost nothing.
         """
@@ -61,7 +61,7 @@ class CostModel(ABC):
 @final
 @dataclass(eq=False)
 class Flops(CostModel):
-    """Floating-point operations; elementwise operators count one an element."""
+    """Floating-point operations; elementwise operators count one per element."""
 
     name = "flops"
 
@@ -73,9 +73,9 @@ class Flops(CostModel):
 @final
 @dataclass(eq=False)
 class Roofline(CostModel):
-    """Williams, Waterman, Patterson (2009).
+    """Arithmetic or memory traffic, whichever takes longer, plus a launch.
 
-    Arithmetic or memory traffic, whichever takes longer, plus a launch.
+    Source: Williams, Waterman, Patterson (2009).
 
     Attributes:
         device: the device to plan for.

@@ -25,8 +25,8 @@ def bytes_moved(call: Call) -> int:
 def flop_of(call: Call) -> int:
     """Returns the floating-point operations of a call.
 
-    Products and convolutions are counted by torch's own formulas where they are right and by
-    those below where it has none; everything else counts one an element of its largest tensor.
+    Products and convolutions are counted by torch's own formulas, or by those below where torch has
+    none or a wrong one; everything else counts one per element of its largest tensor.
     """
     packet = call.packet
     if packet in _FORMULAS:
@@ -62,10 +62,10 @@ def _as_meta(value: Any) -> Any:
 
 
 def _convolution_backward_flop(call: Call) -> int:
-    """One convolution's worth for each of the input's and the weight's gradient.
+    """As much as the forward for each of the input's and the weight's gradient.
 
-    torch's formula for the weight's gradient ignores groups (torch 2.13: 960 times too much for a
-    depthwise convolution of 960 channels).
+    Torch's formula for the weight's gradient ignores groups (torch 2.13): for a depthwise
+    convolution of 960 channels it is 960 times too large.
     """
     grad_output, _, weight = call.args[:3]
     pixels = grad_output if not call.argument("transposed") else call.args[1]
@@ -81,10 +81,7 @@ def _attention_forward_flop(call: Call) -> int:
 
 
 def _attention_backward_flop(call: Call) -> int:
-    """Scores again, then the gradients of scores, values, queries and keys.
-
-    The mask is not counted.
-    """
+    """The scores again, and the gradients of scores, values, queries and keys, but not of masks."""
     _, query, key, value = call.args[:4]
     return int(
         2
@@ -95,7 +92,7 @@ def _attention_backward_flop(call: Call) -> int:
 
 
 def _product_flop(call: Call) -> int:
-    """2 k an element of the output, where k is the last dimension of the first matrix."""
+    """2 k per element of the output, where k is the last dimension of the first matrix."""
     left = call.args[1 if call.packet is aten.addmv else 0]
     return int(2 * left.shape[-1] * sum(t.numel for t in call.outputs))
 
@@ -112,7 +109,7 @@ _FORMULAS: dict[Any, Callable[[Call], int]] = {
     ),
 }
 CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
-# They allocate and write nothing.
+# These operators allocate, and write nothing.
 _UNINITIALISED = {
     aten.empty,
     aten.empty_strided,
@@ -121,5 +118,5 @@ _UNINITIALISED = {
     aten.new_empty_strided,
     aten.empty_permuted,
 }
-# They read as much of the first input as they write.
+# These operators read as much of the first input as they write.
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten._unsafe_index}

@@ -1,4 +1,4 @@
-"""Formulas for the workspace of torch's operators on the CPU, each with the source it follows.
+"""Formulas for the workspace of torch's operators on the CPU, each with its source in torch.
 
 Checked against the allocator with torch 2.13. The files named are below `aten/src/ATen/native`.
 """
@@ -15,7 +15,7 @@ from .calls import Call, TensorSpec, aten
 
 
 def formula_bytes(call: Call) -> int | None:
-    """Returns the workspace on the CPU that follows from torch's source; None where it does not."""
+    """Returns the workspace on the CPU by formula; None where there is no formula."""
     packet = call.packet
     if any(t.is_neg or (t.is_conj and packet not in _PRODUCTS) for t in call.inputs):
         return None
@@ -27,15 +27,12 @@ def formula_bytes(call: Call) -> int | None:
 
 
 def _copy_bytes(*tensors: TensorSpec) -> int:
-    """Bytes of contiguous copies of those tensors that are not contiguous."""
+    """Returns the bytes of contiguous copies of the tensors that are not contiguous."""
     return sum(t.nbytes for t in tensors if not t.is_contiguous)
 
 
 def _pointwise(call: Call) -> int | None:
-    """TensorIterator.cpp, `compute_types`.
-
-    Inputs of another type than the common one are cast to it first.
-    """
+    """TensorIterator.cpp, `compute_types`: inputs are cast to the common type first."""
     packet = call.packet
     if not call.outputs[0].dtype.is_complex and any(t.dtype.is_complex for t in call.inputs):
         return _real_of_complex(call)
@@ -62,7 +59,7 @@ def _pointwise(call: Call) -> int | None:
 
 
 def _real_of_complex(call: Call) -> int | None:
-    """UnaryOps.cpp, `unary_op_impl_with_complex_to_float_out`: complex first, real then."""
+    """UnaryOps.cpp, `unary_op_impl_with_complex_to_float_out`: a complex result, made real."""
     spec = call.args[0]
     return int(spec.nbytes) if call.packet in (aten.abs, aten.angle) else None
 
@@ -87,12 +84,12 @@ def _dtype_of(number: complex) -> torch.dtype:
 
 
 def _product(call: Call) -> int | None:
-    """LinearAlgebra.cpp: BLAS wants one stride of 1.
+    """LinearAlgebra.cpp: BLAS needs one stride of 1.
 
-    Other matrices are copied, in a batch one by one. So is the conjugate of one, as BLAS takes the
-    conjugate of a transposed matrix only, and of no batch (`_suits_blas_conjugated`).
+    Other matrices are copied, those of a batch one by one. Conjugates are copied too, since BLAS
+    only conjugates a transposed matrix, and none of a batch (`_suits_blas_conjugated`).
 
-    Reduced precision goes to oneDNN (`use_mkldnn_bf16_matmul`).
+    Reduced precision is computed by oneDNN (`use_mkldnn_bf16_matmul`).
     """
     left, right = (
         t
@@ -110,7 +107,7 @@ def _product(call: Call) -> int | None:
 
 
 def _conjugate_product(left: TensorSpec, right: TensorSpec) -> int | None:
-    if 1 in (*left.shape[-2:], *right.shape[-2:]):  # which one counts as transposed is not said
+    if 1 in (*left.shape[-2:], *right.shape[-2:]):  # ambiguous which matrix is transposed
         return None
     batch = left.shape[0] if len(left.shape) == 3 else 1
     is_copied = [t.is_conj and not _suits_blas_conjugated(t) for t in (left, right)]
@@ -120,7 +117,7 @@ def _conjugate_product(left: TensorSpec, right: TensorSpec) -> int | None:
 
 
 def _suits_blas_conjugated(t: TensorSpec) -> bool:
-    """LinearAlgebra.cpp, `addmm_impl_cpu_`: BLAS takes a conjugate where it takes its transpose."""
+    """LinearAlgebra.cpp, `addmm_impl_cpu_`: BLAS conjugates only matrices that it transposes."""
     (rows, _), (down, across) = t.shape[-2:], t.stride[-2:]
     return len(t.shape) == 2 and down == 1 and across >= max(1, rows)
 
@@ -153,7 +150,7 @@ def _reduction(call: Call) -> int | None:
 def _partial_bytes(spec: TensorSpec, out: TensorSpec, itemsize: int) -> int:
     """TensorIteratorReduce.cpp, `two_pass_reduction`.
 
-    A full reduction of 32,768 numbers or more takes one a thread.
+    A full reduction of 32,768 numbers or more needs one number per thread.
     """
     num_threads = torch.get_num_threads()
     return (
@@ -167,7 +164,7 @@ def _logsumexp(call: Call) -> int:
 
 
 def _contiguous(call: Call) -> int:
-    """SoftMax.cpp, TriangularOps.cpp: work on contiguous inputs."""
+    """SoftMax.cpp, TriangularOps.cpp: inputs are made contiguous."""
     return _copy_bytes(*call.inputs)
 
 
@@ -183,7 +180,7 @@ def _safe_softmax(call: Call) -> int:
 
 
 def _dropout(call: Call) -> int | None:
-    """Dropout.cpp, `native_dropout_cpu`: the mask is cast to multiply by it."""
+    """Dropout.cpp, `native_dropout_cpu`: the mask is cast before the multiplication."""
     probability, is_training = call.args[1], call.args[2]
     if not is_training or not 0 < probability < 1:
         return None
@@ -191,10 +188,7 @@ def _dropout(call: Call) -> int | None:
 
 
 def _dropout_backward(call: Call) -> int:
-    """Dropout.cpp: gradient times mask, then times the scale, each a tensor.
-
-    12 bytes wrap the scale.
-    """
+    """Dropout.cpp: gradient times mask, then times the scale, which is wrapped in tensors."""
     spec: TensorSpec = call.args[0]
     return spec.nbytes + (12 if spec.dtype is torch.float32 else 8 + spec.dtype.itemsize)
 
@@ -210,12 +204,12 @@ def _embedding_backward(call: Call) -> int:
 
 
 def _layer_norm(call: Call) -> int:
-    """layer_norm.cpp: works on a contiguous input."""
+    """layer_norm.cpp: the input is made contiguous."""
     return _copy_bytes(call.args[0])
 
 
 def _layer_norm_backward(call: Call) -> int:
-    """cpu/layer_norm_kernel.cpp: two rows a thread for the gradients of weight and bias."""
+    """cpu/layer_norm_kernel.cpp: two rows per thread for the gradients of weight and bias."""
     spec, mask = call.args[1], call.argument("output_mask")
     width = spec.numel // max(1, call.args[3].numel)
     rows = 2 * torch.get_num_threads() * width * spec.dtype.itemsize if mask[1] or mask[2] else 0
@@ -223,14 +217,14 @@ def _layer_norm_backward(call: Call) -> int:
 
 
 def _group_norm_backward(call: Call) -> int:
-    """cpu/group_norm_kernel.cpp: two sums a channel and sample, in float32 at least."""
+    """cpu/group_norm_kernel.cpp: two sums per channel and sample, in float32 at least."""
     return int(2 * max(4, call.args[0].dtype.itemsize) * call.argument("N") * call.argument("C"))
 
 
 def _batch_norm(call: Call) -> int | None:
     """Normalization.cpp: mean and variance of each channel.
 
-    Cpu/batch_norm_kernel.cpp: one a thread if channels come last.
+    With channels last, also one number per thread and channel (cpu/batch_norm_kernel.cpp).
     """
     spec: TensorSpec = call.args[0]
     channels, wide = spec.shape[1], max(4, spec.dtype.itemsize)
@@ -245,7 +239,7 @@ def _batch_norm(call: Call) -> int | None:
 
 
 def _batch_norm_backward(call: Call) -> int | None:
-    """Normalization.cpp, `batch_norm_backward_cpu`: the input's gradient a second time."""
+    """Normalization.cpp, `batch_norm_backward_cpu`: a second gradient of the input."""
     gradient, spec = call.args[:2]
     if (
         gradient.stride != spec.stride
@@ -276,7 +270,7 @@ def _attention(call: Call) -> int | None:
 def _attention_backward(call: Call) -> int | None:
     """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`.
 
-    Two tiles of scores a thread, a sum a row, the gradient by rows.
+    Two tiles of scores per thread, one sum per row, and the gradient with rows contiguous.
     """
     gradient, query, key = call.args[:3]
     rows, columns = _tile(query.shape[2], key.shape[2])
@@ -293,7 +287,7 @@ def _tile(num_queries: int, num_keys: int) -> tuple[int, int]:
 
 
 def _gelu_backward(call: Call) -> int:
-    """Activation.cpp: oneDNN's kernel wants both inputs in one layout."""
+    """Activation.cpp: oneDNN's kernel needs both inputs in one layout."""
     gradient, spec = call.args[:2]
     return (
         0 if gradient.stride == spec.stride or spec.dtype is torch.float64 else 2 * int(spec.nbytes)
@@ -339,77 +333,20 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     aten.gelu_backward: _gelu_backward,
     aten.isinf: lambda call: None,
 }
-# A Python number becomes a tensor of 8 bytes, and that one is cast to the common type.
+# Operators that wrap a Python number in a tensor, and cast that to the common type.
 _WRAPS_NUMBERS = {
-    *(
-        aten.add,
-        aten.sub,
-        aten.rsub,
-        aten.mul,
-        aten.div,
-        aten.pow,
-        aten.fmod,
-        aten.remainder,
-        aten.floor_divide,
-    ),
-    *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor),
-    *(
-        aten.eq,
-        aten.ne,
-        aten.lt,
-        aten.le,
-        aten.gt,
-        aten.ge,
-        aten.add_,
-        aten.sub_,
-        aten.mul_,
-        aten.div_,
-    ),
-}
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow, aten.fmod, aten.remainder,
+    aten.floor_divide, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.eq, aten.ne,
+    aten.lt, aten.le, aten.gt, aten.ge, aten.add_, aten.sub_, aten.mul_, aten.div_,
+}  # fmt: skip
 _WITHOUT = {
-    *(
-        aten.arange,
-        aten.full,
-        aten.full_like,
-        aten.zeros,
-        aten.zeros_like,
-        aten.ones,
-        aten.ones_like,
-        aten.scalar_tensor,
-        aten.fill,
-    ),
-    *(
-        aten.empty,
-        aten.empty_like,
-        aten.empty_strided,
-        aten.new_empty,
-        aten.new_empty_strided,
-        aten.new_zeros,
-        aten.new_full,
-    ),
-    *(aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.constant_pad_nd),
-    *(
-        aten.slice_scatter,
-        aten.select_scatter,
-        aten.as_strided_scatter,
-        aten.slice_backward,
-        aten.select_backward,
-    ),
-    *(
-        aten.rand,
-        aten.randn,
-        aten.rand_like,
-        aten.randn_like,
-        aten.bernoulli,
-        aten.gather,
-        aten.index_select,
-    ),
-    *(
-        aten.nll_loss_forward,
-        aten.nll_loss_backward,
-        aten.hardtanh_backward,
-        aten.max_pool2d_with_indices,
-        aten.max_pool2d_with_indices_backward,
-    ),
-    *(aten.argmax, aten.native_group_norm),
-}
+    aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones,
+    aten.ones_like, aten.scalar_tensor, aten.fill, aten.empty, aten.empty_like,
+    aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_full,
+    aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.constant_pad_nd,
+    aten.slice_scatter, aten.select_scatter, aten.as_strided_scatter, aten.slice_backward,
+    aten.select_backward, aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.bernoulli,
+    aten.gather, aten.index_select, aten.nll_loss_forward, aten.nll_loss_backward,
+    aten.hardtanh_backward, aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward,
+    aten.argmax, aten.native_group_norm,
+}  # fmt: skip

@@ -1,12 +1,12 @@
-"""Autocast as CUDA does it, on the tensors of a CPU: for the step of a card that is not there.
+"""CUDA's autocast on CPU tensors, to trace the step of a GPU on a machine without one.
 
 The CPU's autocast casts for other operators. CUDA's runs norms, softmax, powers, exponentials and
-sums in float32, so that a step holds more.
+sums in float32, so a step holds more.
 
 Source: `AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`, `AT_FORALL_FP32_SET_OPT_DTYPE`,
 `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE` and `AT_FORALL_PROMOTE` in ATen/autocast_mode.h, the same
-in torch 2.11 to 2.15 but for what `operators_cast_for` does not find. Each policy below is one of
-them; double is never cast.
+in torch 2.11 to 2.15, except for operators that `operators_cast_for` does not find. Each policy
+below is one of these macros; float64 is never cast.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FLOAT32 = _names("""
     _upsample_bicubic2d_aa
 """)
 
-# the result is float32, and the input is not cast before
+# the result is float32, but the input is not cast before
 _FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -66,7 +66,7 @@ _WITH_DTYPE = {
     "norm.ScalarOpt_dim": aten.norm.ScalarOpt_dim_dtype,
 }
 
-# to the widest type among the inputs, at least the lower one
+# inputs are cast to float32 if one of them is float32, otherwise to the lower precision
 _WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
@@ -84,14 +84,14 @@ _FUSED_SOFTMAX = {
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Makes `torch.autocast("cpu")` cast as `torch.autocast("cuda")` does, inside.
+    """Makes `torch.autocast("cpu")` cast as `torch.autocast("cuda")` does, in a `with` block.
 
-    Of the whole process, as all that a step calls is traced.
+    It applies to the whole process.
     """
     on_cuda, on_cpu = operators_cast_for("cuda"), operators_cast_for("cpu")
     kernels: dict[str, Kernel | None] = {name: None for name in on_cpu.keys() - on_cuda.keys()}
     for name, operator in on_cuda.items():
-        if not (name in _LOWER and name in on_cpu):  # that is torch's own, with autocast's cache
+        if not (name in _LOWER and name in on_cpu):  # otherwise torch's own, with autocast's cache
             kernels[name] = _kernel(name, operator)
     with with_cpu_autocast(kernels):
         yield
@@ -167,8 +167,8 @@ def _with_dtype(operator: OpOverload, other: OpOverload) -> Kernel:
 def _refusing(name: str) -> Kernel:
     def run(*_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"CUDA's autocast refuses {name}, whose float16 inputs it takes for unsafe; take "
-            "torch.nn.functional.binary_cross_entropy_with_logits, or leave autocast there"
+            f"CUDA's autocast refuses {name}, since float16 inputs are unsafe for it; use "
+            "torch.nn.functional.binary_cross_entropy_with_logits, or disable autocast there"
         )
 
     return run
@@ -180,6 +180,6 @@ def _by_name(operator: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
-    """Autocast's own condition (`is_eligible`, ATen/autocast_mode.h, torch 2.13)."""
+    """True where autocast would cast `tensor` (`is_eligible`, ATen/autocast_mode.h, torch 2.13)."""
     is_float = tensor.is_floating_point() and tensor.dtype != torch.float64
     return is_float and tensor.device.type == "cpu"

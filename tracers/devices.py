@@ -1,8 +1,7 @@
-"""What devices can do: peak arithmetic, memory bandwidth, memory, and where each figure comes from.
+"""The device table: peak arithmetic, memory bandwidth, memory, and the source of each figure.
 
 Figures are the vendor's peaks, dense (without structured sparsity), with 32-bit accumulation where
-the vendor tells the two apart. GB, TB and TFLOPS are decimal. `cpu` is this machine,
-measured.
+the vendor gives both. GB, TB and TFLOPS are decimal. `cpu` is this machine, measured.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from .cache import DiskCache, cache_path
 
 _T, _G = 1e12, 1e9
 
-# Time that a small CUDA kernel takes of a busy stream, launch included: 3.8 us a kernel of 2.9 us
-# on V100, https://developer.nvidia.com/blog/cuda-graphs/ ("Getting Started with CUDA Graphs", A.
-# Gray, 2019).
+# Time of a small CUDA kernel on a busy stream, launch included: 3.8 us for a kernel of 2.9 us on
+# V100, https://developer.nvidia.com/blog/cuda-graphs/ ("Getting Started with CUDA Graphs", A. Gray,
+# 2019).
 _CUDA_LAUNCH_S = 3.8e-6
 
 
@@ -34,16 +33,15 @@ class Device:
 
     Attributes:
         name: its name in this table.
-        fp32, tf32, bf16, fp16, fp8: FLOP/s of matrix multiplication by input type; 0.0 where
-            the device has no unit for it (the next wider type does the work then). `fp32` is
-            also the rate of everything that is not a matrix multiplication.
+        fp32, tf32, bf16, fp16, fp8: FLOP/s of matrix multiplication by input type; 0.0 where the
+            device has no unit for it, and a wider type is used. `fp32` is also the rate of
+            everything that is not a matrix multiplication.
         bandwidth: memory bandwidth, bytes/s.
-        memory_bytes: memory on the device as printed on the box, in decimal units: what a
-            program can use is about as much.
+        memory_bytes: the vendor's memory size, in decimal units; a program can use about as much.
         source: the document of the figures.
-        cuda_names: words of the name that CUDA reports, all of which must occur.
+        cuda_names: words that must all occur in the name that CUDA reports.
         launch_s: least time of one operator, in seconds.
-        type: what torch calls a device of this kind, `cpu` or `cuda`.
+        type: torch's device type, `cpu` or `cuda`.
     """
 
     name: str
@@ -111,7 +109,7 @@ _T4 = "NVIDIA T4 datasheet, nvidia.com/en-us/data-center/tesla-t4"
 _ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A (RTX 4090)"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (RTX 3090)"
 
-# fp32, tf32, bf16, fp16, fp8 in TFLOPS; GB/s; GB. The more special name comes first.
+# fp32, tf32, bf16, fp16, fp8 in TFLOPS; GB/s; GB. More specific names come first.
 _TABLE = (
     _gpu("V100-32", (15.7, 0, 0, 125, 0), 900, 32, _V100, "V100", "32GB"),
     _gpu("V100", (15.7, 0, 0, 125, 0), 900, 16, _V100, "V100"),
@@ -141,10 +139,10 @@ _ALIASES = {
 
 
 def device(name: str) -> Device:
-    """Returns the device called `name`, in any case and with or without spaces and dashes.
+    """Returns the device called `name`; case, spaces and dashes are ignored.
 
     Raises:
-        ValueError: the table has no such device; the message lists those it has.
+        ValueError: the table has no such device; the message lists the known ones.
 
     >>> device("h100").bandwidth
     3350000000000.0
@@ -178,27 +176,21 @@ def device_of_cuda_name(cuda_name: str) -> Device:
             return candidate
     raise ValueError(
         f"the GPU {cuda_name!r} is not in the table of devices ({', '.join(known_devices())}); "
-        'measure it with costs="profile", or name the nearest one, costs="roofline:A100"'
+        'measure it with costs="profile", or name the most similar one, costs="roofline:A100"'
     )
 
 
 def device_at_hand(device_type: str = "") -> Device:
-    """Returns the device of this machine.
-
-    Its first GPU, or `cpu` without one (or where asked for).
-    """
+    """Returns the device of this machine: its current GPU, or `cpu` without one or if asked for."""
     if device_type != "cpu" and torch.cuda.is_available():
         known = device_of_cuda_name(torch.cuda.get_device_name())
-        _, total_bytes = torch.cuda.mem_get_info()  # of a MIG slice less than of the card
+        _, total_bytes = torch.cuda.mem_get_info()  # a MIG slice has less than the card
         return replace(known, memory_bytes=total_bytes)
     return _cpu()
 
 
 def machine() -> str:
-    """Returns what a measurement on the CPU depends on.
-
-    The machine, torch's threads and its version.
-    """
+    """Returns what a CPU measurement depends on: the machine, torch's threads and version."""
     where = f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return (
         f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch "
@@ -207,10 +199,7 @@ def machine() -> str:
 
 
 def cuda_settings() -> str:
-    """Returns what a measurement on the current GPU depends on.
-
-    The card, versions, and the settings that choose kernels.
-    """
+    """Returns what a GPU measurement depends on: GPU, versions, settings that choose kernels."""
     backends: Any = torch.backends
     settings = {
         "torch": torch.__version__,
@@ -230,7 +219,7 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-# what a CPU can do: FLOP/s in three precisions, bytes/s, and seconds an operator
+# possible figures of a CPU: FLOP/s in three precisions, bytes/s, seconds per operator
 _FIGURES = (*((1e3, 1e18) for _ in range(4)), (0.0, 1.0))
 
 
@@ -260,7 +249,7 @@ def _cpu() -> Device:
 
 
 def _measure_cpu() -> tuple[float, ...]:
-    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds an
+    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds per
     operator.
     """
     size = 512
@@ -275,7 +264,7 @@ def _measure_cpu() -> tuple[float, ...]:
 
 
 def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:
-    """Returns the shortest of at most ten calls after the first, within 0.15 s."""
+    """Returns the shortest time of at most ten calls after a first one, within 0.15 s."""
     best, end = float("inf"), time.perf_counter() + 0.15
     for repeat in range(11):
         start = time.perf_counter()

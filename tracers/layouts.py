@@ -1,14 +1,14 @@
 """The layouts that kernels really return, found by running each call once.
 
-On fake tensors an operator promises strides and an amount of memory. Some kernels keep neither
-(torch 2.13; `experiments/fake_kernels.py` lists them): all that follows would be traced for the
-wrong strides, a view could not be made, or the next product would read another layout and round
-otherwise. No formula says which kernels these are, so each distinct call is run once.
+On fake tensors an operator has strides and a storage size that some kernels do not return (torch
+2.13; `experiments/fake_kernels.py` lists them). Everything after them would be traced for the wrong
+strides: a view could not be made, or the next product would read another layout and round
+differently. No rule tells which kernels these are, so each distinct call is run once.
 
-A layout depends on the order of strides, on gaps, and on which sizes are 1; hardly ever on how
-large the others are. So a large call is run small, where no kernel can be misled about its sizes:
-elementwise ones at sizes in the same order, others on a smaller batch. Where that is refused, or
-does not say what the layout would be, a call is run as it is.
+A layout depends on the order of strides, on gaps, and on which sizes are 1; hardly ever on the
+other sizes. So a large call is run with smaller tensors where this is safe: elementwise calls with
+sizes in the same order, others with a smaller batch. Where that fails, or does not determine the
+layout, the call is run as it is.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from .replay import results_of
 _LOG = logging.getLogger(__name__)
 Change = Callable[[tuple[int, ...]], tuple[int, ...]]
 
-# Below it a call is run as it is, which takes microseconds.
+# Calls up to this size are run as they are, which takes microseconds.
 SMALL_BYTES = 1 << 18
-# Calls above either are run small or not at all: a quarter of a second on two cores.
+# Calls above either are run smaller or not at all: about a quarter of a second on two cores.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
-# Elementwise calls: sizes from here on are made smaller. Numbers below it may be places of
+# Elementwise calls: sizes from here on are made smaller. Numbers below it may be indices of
 # dimensions.
 FIRST_SIZE = 9
-# Others: so many samples a batch.
-_BATCH = 3
+_BATCH = 3  # the smaller batch of other calls
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory; `stride` counts elements, `size_bytes` is of the storage."""
+    """The layout of a tensor; `stride` counts elements, `size_bytes` is that of the storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,14 +58,14 @@ class Layout:
 
 @cache
 def layouts_of(call: Call) -> tuple[Layout, ...] | None:
-    """Returns how each tensor that a call returns lies in memory; None where nothing can tell."""
+    """Returns the layouts of the tensors that a call returns; None where they can't be found."""
     if sum(spec.extent_bytes for spec in (*call.inputs, *call.outputs)) <= SMALL_BYTES:
         return _run(call)
     found = _run_smaller(call)
     if found is not None:
         return found
     if bytes_moved(call) > _MOST_BYTES or flop_of(call) > _MOST_FLOP:
-        _LOG.info("%s is too large to be run for its layout: torch's is taken", call.target)
+        _LOG.info("%s is too large to be run for its layout: torch's is used", call.target)
         return None
     return _run(call)
 
@@ -79,7 +78,7 @@ def _run(call: Call) -> tuple[Layout, ...] | None:
 
 
 def _run_smaller(call: Call) -> tuple[Layout, ...] | None:
-    """The layouts of a call that is run small; None where that can't be done or doesn't tell."""
+    """Returns a call's layouts from a smaller run; None where that is not possible."""
     change = _smaller_sizes(call) or _smaller_batch(call)
     small = _changed(call, change) if change else None
     found = _run(small) if small else None
@@ -94,7 +93,7 @@ def _run_smaller(call: Call) -> tuple[Layout, ...] | None:
 
 
 def _smaller_sizes(call: Call) -> Change | None:
-    """Small sizes in the same order, for a call all of whose tensors broadcast to one shape."""
+    """Returns smaller sizes in the same order, if all tensors of a call broadcast to one shape."""
     try:
         whole = torch.broadcast_shapes(*(t.shape for t in call.inputs))
     except RuntimeError:
@@ -109,7 +108,7 @@ def _smaller_sizes(call: Call) -> Change | None:
 
 
 def _smaller_batch(call: Call) -> Change | None:
-    """Fewer samples, where the size of the batch is the first of tensors and nowhere else."""
+    """Returns a smaller batch, if the batch size occurs only as the first size of tensors."""
     tensors = (*call.inputs, *call.outputs)
     shape = call.outputs[0].shape if call.outputs else ()
     batch = shape[0] if shape else 0
@@ -120,10 +119,10 @@ def _smaller_batch(call: Call) -> Change | None:
 
 
 def _numbers(call: Call) -> list[int]:
-    """The integers that a call is given, and how many are in each list; no shapes of its tensors.
+    """Returns the integers among a call's arguments, and the lengths of lists, without shapes.
 
-    Kernels trust lengths and sizes that come with a tensor, and read beyond it where these are
-    not its own.
+    Kernels trust sizes that are passed beside a tensor, and read beyond the tensor if these do not
+    belong to it.
     """
     shapes = {t.shape for t in (*call.inputs, *call.outputs)}
     found: list[int] = []
@@ -142,8 +141,9 @@ def _numbers(call: Call) -> list[int]:
 
 
 def _changed(call: Call, change: Change) -> Call | None:
-    """The call with its tensors, and lists that are their shapes, in other shapes; None where
-    tensors overlap themselves.
+    """Returns the call with other shapes of its tensors, and of lists that are their shapes.
+
+    None where elements of a tensor overlap.
     """
     shapes = {t.shape for t in (*call.inputs, *call.outputs)}
     lost = False
@@ -166,10 +166,10 @@ def _changed(call: Call, change: Change) -> Call | None:
 
 
 def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layout | None:
-    """The layout at the shape that was promised of one that was found at a smaller shape."""
+    """Returns the layout in full size for one that was found with smaller tensors."""
     stride = _restrided(found.shape, found.stride, promised.shape)
     extent = TensorSpec(found.shape, found.stride, found.dtype)
-    if stride is None or extent.extent_bytes != extent.nbytes:  # gaps are not known in full size
+    if stride is None or extent.extent_bytes != extent.nbytes:  # gaps in full size are not known
         return None
     dense_bytes = math.prod(promised.shape) * found.dtype.itemsize
     if found.size_bytes == extent.nbytes:
@@ -184,12 +184,12 @@ def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layo
 def _restrided(
     shape: tuple[int, ...], stride: tuple[int, ...], other: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Strides for the shape `other`, in the order of `stride`, with gaps where it has gaps.
+    """Returns strides for the shape `other`, in the order of `stride`, with gaps where it has gaps.
 
     Dimensions of stride 0 keep it. None where elements overlap in another way.
     """
     new = [0] * len(shape)
-    end = other_end = 1  # elements up to here are those of the dimensions so far
+    end = other_end = 1  # number of elements that the dimensions so far span
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] > 1)):
         if stride[d] == 0 and shape[d] > 1:
             continue

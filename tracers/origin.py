@@ -1,7 +1,4 @@
-"""Where a traced operator comes from.
-
-Its module and its line of code, for reports and per-block baselines.
-"""
+"""The module and the line of code of a traced operator, for reports and per-block baselines."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from torch import fx
 from remat.core.limits import printable
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-# calls the model: the innermost frame of what torch's own modules compute
+# Frames of ours that call the model. They would be the innermost ones for torch's own modules.
 _OWN = {("torch_border", "modules.py"), ("face", "step_function.py")}
-# the module that was captured: a local or global of the captured frame, of any name
+# the captured module: a local or global of the captured frame, of any name
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
@@ -24,9 +21,8 @@ _INDEXED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*
 def module_of(node: fx.Node) -> str:
     """Returns the path of the innermost module that made `node`, such as `blocks.0.attn`.
 
-    Empty at the top.
-
-    A backward operator belongs to the module of the forward operator it differentiates.
+    It is empty for the captured module itself. A backward operator belongs to the module of the
+    forward operator that it differentiates.
     """
     stack: dict[str, Any] = (
         node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -39,8 +35,9 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns the line of user code that made `node`, such as `model.py:31: return self.down(x)`;
-    empty if unknown.
+    """Returns the user's line of code that made `node`; empty if unknown.
+
+    For example `model.py:31: return self.down(x)`.
     """
     frames = [
         frame

@@ -17,10 +17,10 @@ _COPY = torch.ops.aten.copy_.default
 def mark_phases(graph: fx.Graph) -> None:
     """Tags each node of a joint graph "is_forward" or "is_backward".
 
-    AOTAutograd tags all that the forward made, and tags changes of inputs apart. What the backward
-    of a custom `autograd.Function` made has no tag: without one, or with another, a node belongs to
-    the backward, except where the forward reads it (a number that Python read off a tensor becomes
-    operators without a tag).
+    AOTAutograd tags what the forward made, and has other tags for changes of inputs. A node without
+    a tag, such as one made by the backward of a custom `autograd.Function`, belongs to the
+    backward, unless the forward reads it: a number that Python reads from a tensor becomes
+    operators without a tag.
 
     Raises:
         TraceError: the backward changes an input or a buffer.
@@ -30,10 +30,9 @@ def mark_phases(graph: fx.Graph) -> None:
         is_change = node.target is _COPY
         if is_change and tag in ("is_backward", "must_be_in_backward"):
             raise TraceError(
-                f"the backward of this step changes `{node.args[0]}`, an input or a buffer of "
-                "the model (a custom autograd function "
-                "that writes in its backward), and what is computed again could then see the "
-                "change; write it in the forward"
+                f"the backward of this step changes `{node.args[0]}`, an input or a buffer of the "
+                "model (a custom autograd function that writes in its backward), and recomputation "
+                "could then read the changed value; write it in the forward"
             )
         is_forward = (
             tag in ("is_forward", "must_be_in_forward")
@@ -47,7 +46,7 @@ def mark_phases(graph: fx.Graph) -> None:
 
 
 def phase_of(node: fx.Node) -> Phase:
-    """Returns where a marked node runs."""
+    """Returns the phase in which a marked node runs."""
     return Phase.BACKWARD if node.meta[_TAG] == "is_backward" else Phase.FORWARD
 
 
@@ -59,8 +58,8 @@ def is_backward_input(node: fx.Node) -> bool:
 def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     """Returns the nodes in the order in which they run: forward, its changes of inputs, backward.
 
-    AOTAutograd puts the copies back into changed inputs at the end of the joint graph; here each
-    follows the last forward operator that reads the input, or its source if that comes later.
+    AOTAutograd puts the copies into changed inputs at the end of the joint graph. Here each comes
+    after the last forward operator that reads the input, or after its source if that is later.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
     backward = [

@@ -1,7 +1,7 @@
-"""Costs measured on this machine's device: every distinct operator call is run on fresh tensors.
+"""Costs measured on this machine's device: every distinct operator call is run on new tensors.
 
-The measured time is that of the operator alone, its inputs warm in the cache where they fit.
-Results are cached on disk by device, torch version and signature (operator, shapes, strides, types,
+The measured time is that of the operator alone, with inputs in the processor's cache where they
+fit. Results are stored on disk by device, torch version and call (operator, shapes, strides, types,
 numbers).
 """
 
@@ -22,7 +22,7 @@ from .replay import seconds_of, workspace_of
 from .workspace import MOST_WORKSPACE_BYTES
 
 _LOG = logging.getLogger(__name__)
-_MOST_SECONDS = 1e6  # of one operator, in a file that is not damaged
+_MOST_SECONDS = 1e6  # per operator; a larger number in the file means that it is damaged
 
 
 @final
@@ -30,12 +30,12 @@ _MOST_SECONDS = 1e6  # of one operator, in a file that is not damaged
 class Profile(CostModel):
     """Median seconds and workspace of each call on this machine's CPU or GPU.
 
-    What can't be run alone (collectives, custom operators, higher-order operators) costs what the
-    roofline of the device says; a warning names it.
+    Operators that can't be run alone (collectives, custom and higher-order operators) are estimated
+    by the roofline of the device, with a warning.
 
     Attributes:
         device_type: `cpu` or `cuda`; calls on another device are estimated as well.
-        operator_budget_s: about how long one call may be run for.
+        operator_budget_s: about how long one call is measured, in seconds.
         store: the measurements; by default those in the user's cache folder.
     """
 
@@ -45,7 +45,7 @@ class Profile(CostModel):
 
     @property
     def name(self) -> str:
-        """`profile:` and the device."""
+        """The name: `profile:` and the device."""
         device = "cpu" if self.device_type == "cpu" else torch.cuda.get_device_name()
         return f"profile:{device}"
 
@@ -87,10 +87,10 @@ class Profile(CostModel):
 
 
 def profile(device_type: str = "") -> Profile:
-    """Returns the model that measures on `cpu` or `cuda`; on the GPU, where there is one, if empty.
+    """Returns the model that measures on `cpu` or `cuda`; if empty, on the GPU where there is one.
 
     Raises:
-        ValueError: "cuda" is asked for where there is none.
+        ValueError: another device type, or "cuda" on a machine without a usable GPU.
     """
     has_cuda = torch.cuda.is_available()
     if device_type not in ("", "cpu", "cuda") or (device_type == "cuda" and not has_cuda):

@@ -1,6 +1,6 @@
-"""What may be computed again, what must not and why, and what may work in place.
+"""Which operators may be computed again, and why not, and which may write in place.
 
-Everything here is decided from operator schemas and tags, never from a node's name.
+It is decided by operator schemas, tags and tables of operators, never by a node's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLLECTIVES = frozenset(
     }
 )
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "remat"})
-# Kernels whose result differs from run to run on CUDA: atomics in an undefined order.
+# Kernels whose result differs between runs on CUDA: atomics in an undefined order.
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
 _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put",
@@ -53,6 +53,7 @@ _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_flash_attention_backward",
     "aten::_efficient_attention_backward", "aten::_cudnn_attention_backward",
 })  # fmt: skip
+NONDETERMINISTIC = "its CUDA kernel gives another result at every run"
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 _COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
 
@@ -60,7 +61,7 @@ _COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
 def mark_inference_inputs(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Notes which inputs of a joint graph were made under `torch.inference_mode()`.
 
-    Fake tensors don't know it. Autograd can't keep such a tensor for the backward.
+    Fake tensors do not tell. Autograd can't save such a tensor for the backward.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     for node, tensor in zip(placeholders, inputs, strict=False):
@@ -74,7 +75,10 @@ def is_inference(node: fx.Node) -> bool:
 
 
 def pinned_reason(node: fx.Node, device_type: str) -> str:
-    """Returns why the operator at `node` must never be computed twice; empty where it may be."""
+    """Returns why the operator at `node` must never be computed twice; empty where it may be.
+
+    These texts are part of a graph's fingerprint: plans on disk no longer fit once one changes.
+    """
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return f"{target.name()} is a higher-order operator, whose body can have effects"
@@ -91,19 +95,20 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
     ):
         return "its result decides shapes or Python values"
     if is_nondeterministic(str(target), device_type):
-        return "its CUDA kernel gives another result at every run"
+        return NONDETERMINISTIC
     return ""
 
 
 def is_nondeterministic(target: str, device_type: str) -> bool:
-    """Returns True where the kernel of an operator, `aten.scatter_add.default`, gives another
-    result at every run.
+    """True where an operator's kernel gives another result at every run.
+
+    `target` is its name, such as `aten.scatter_add.default`.
     """
     return device_type == "cuda" and "::".join(target.split(".")[:2]) in _NONDETERMINISTIC_ON_CUDA
 
 
 def is_random(node: fx.Node) -> bool:
-    """Returns True where the operator draws from the default random generator."""
+    """True where the operator draws from a random generator."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -131,10 +136,10 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class InPlaceForm:
-    """Another way to call an operator: the result takes the memory of one of its inputs.
+    """Another way to call an operator, which writes the result over one of its inputs.
 
     Attributes:
-        taken: the input whose memory the result takes.
+        taken: the input that is overwritten.
         target: the overload to call.
         args: its positional arguments, as nodes and constants.
         kwargs: its keyword arguments.
@@ -159,9 +164,10 @@ def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
 def rounds_in_place_alike(node: fx.Node) -> bool:
     """True where an operator gives the same bits whether it writes over an input or not.
 
-    All on real numbers do. Products of complex ones are several roundings, and a compiler's
-    vectorised loop, which runs only where outputs and inputs don't overlap, fuses other steps than
-    the plain loop (`experiments/fake_kernels.py`, torch 2.13). Sums round once a component.
+    All operators on real numbers do. Products of complex numbers round several times, and the
+    compiler's vectorised loop, which runs only where outputs and inputs don't overlap, fuses other
+    steps than the plain loop (`experiments/fake_kernels.py`, torch 2.13). Sums of complex numbers
+    round once per component.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_complex():
@@ -172,10 +178,10 @@ def rounds_in_place_alike(node: fx.Node) -> bool:
 
 
 def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
-    """Yields the ways to write over an input that torch has kernels for, whatever their bits.
+    """Yields the ways to write over an input that torch has kernels for; their bits may differ.
 
     Only kernels written for the device count: generated `out=` overloads of composite operators
-    compute aside and copy, which saves nothing.
+    compute into new memory and copy, which saves nothing.
     """
     target = node.target
     if (

@@ -1,4 +1,4 @@
-"""Runs an operator call for real, on fresh tensors, for its time and its workspace.
+"""Runs an operator call for real, on new tensors, for its time and its workspace.
 
 Tensors have the shapes, strides and types of the call; floats are uniform in [0, 1), which
 suits logarithms, roots and probabilities, and integers are 0, which is in range for any index.
@@ -27,15 +27,15 @@ Run = Callable[[], Any]
 
 _QUEUED = 10  # runs between two events; they take some 0.2 ms to queue
 
-# Custom operators may wait for other processes, have effects, or trust their inputs: only torch's
-# own are run.
+# Only torch's operators and ours are run: custom ones may wait for other processes, have effects,
+# or crash for other inputs.
 _NAMESPACES = ("aten", "prims", "remat", "torch_nn")
-# Those that read memory a library wrote for itself: with other bytes in it they crash.
+# Operators that read memory in a library's own format: with other bytes in it they crash.
 _READ_OPAQUE_MEMORY = frozenset({
     torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward,
     torch.ops.aten.miopen_rnn_backward,
 })  # fmt: skip
-# What an operator raises for values it does not accept, such as a divisor of 0.
+# Errors that operators raise for values that they do not accept, such as a divisor of 0.
 _REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -53,7 +53,7 @@ def results_of(call: Call) -> tuple[torch.Tensor, ...] | None:
 
 
 def workspace_of(call: Call) -> int | None:
-    """Returns the most bytes a call holds at once beyond what its outputs hold at its end.
+    """Returns the most bytes that a call holds at once, less what its outputs hold at its end.
 
     None where it can't be run alone, and on the CPU while another profiler runs.
     """
@@ -68,12 +68,11 @@ def workspace_of(call: Call) -> int | None:
 
 
 def seconds_of(call: Call, budget_s: float) -> float | None:
-    """Returns the median time of a call.
+    """Returns the median time of a call; None where it can't be run alone.
 
-    3 to 25 times after the first, within about `budget_s` seconds. On a GPU each is the mean of
-    runs that were queued behind one another, so that Python's dispatch is no part of it.
-
-    None where it can't be run alone.
+    After a first run, 3 to 25 runs are timed within about `budget_s` seconds. On a GPU each time is
+    the mean of runs that were queued one after the other, so that Python's dispatch is not part of
+    it.
     """
     if not _can_count(call):
         return None
@@ -103,14 +102,15 @@ def _can_run(call: Call) -> bool:
 
 
 def _can_count(call: Call) -> bool:
-    """True where it can be run, and no other profiler is in the way."""
+    """True where it can be run, and no other profiler prevents counting."""
     return _can_run(call) and not (call.device_type == "cpu" and is_profiling())
 
 
 @contextmanager
 def _without_traces(device_type: str) -> Iterator[None]:
-    """Leaves random generators and autograd as they were, casts nothing, and runs for real though a
-    trace on fake tensors asks.
+    """Runs for real in a `with` block, even during a trace on fake tensors.
+
+    Random generators are restored; autograd and autocast are off.
     """
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     uncast = torch.autocast(device_type, enabled=False)
@@ -119,7 +119,8 @@ def _without_traces(device_type: str) -> Iterator[None]:
 
 
 def _run_of(call: Call) -> Run:
-    is_zero = call.target.namespace == "remat"  # they look at their data: zeros take the most
+    # our operators look at their data, and need the most memory for zeros
+    is_zero = call.target.namespace == "remat"
     args = [_fresh(arg, is_zero) for arg in call.args]
     kwargs = {name: _fresh(value, is_zero) for name, value in call.kwargs}
     return lambda: call.target(*args, **kwargs)
@@ -151,7 +152,7 @@ def _workspace_cpu(run: Run) -> int:
 
 
 def _workspace_cuda(run: Run) -> int:
-    run()  # what a library keeps from its first call on belongs to no operator
+    run()  # what a library allocates in its first call and keeps is not workspace
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     _outputs = run()
@@ -166,7 +167,7 @@ def _seconds_cpu(run: Run) -> float:
 
 
 def _seconds_cuda(run: Run) -> float:
-    """The device waits while the runs are queued; else a small kernel costs its launch."""
+    """Makes the device wait while runs are queued; otherwise small kernels would time launches."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_stream()
     start.record()

@@ -1,11 +1,11 @@
-"""The graph of a step as another device would run it, where that device is not available.
+"""The graph of a step as a GPU would run it, on a machine without one.
 
-A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. The step is traced on the
-CPU, and what is known to differ is changed: CUDA's autocast casts for other operators, its dropout
-keeps a byte an element in every precision, its allocator rounds sizes, the generator's state takes
-none of the device's memory, and some kernels may not run twice. What stays different:
-attention kernels save a little more or less (the logarithms of their sums), and cuDNN keeps a
-reserve for batch norm that the CPU does not have.
+A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
+the CPU, and known differences are corrected: CUDA's autocast casts for other operators, its dropout
+saves one byte per element in every precision, its allocator rounds sizes, the generator's state
+takes no memory of the device, and some kernels may not run twice. Two differences remain: attention
+kernels save a little more or less (the logarithms of their sums), and cuDNN saves a reserve for
+batch norm, which the CPU does not have.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ import torch
 
 from remat.core.graph import Graph
 
-from .aot import CUDA_GRANULARITY_BYTES
 from .cuda_autocast import cuda_autocast
-from .recomputable import is_nondeterministic
+from .recomputable import NONDETERMINISTIC, is_nondeterministic
+from .step_values import CUDA_GRANULARITY_BYTES
 
 
 def retarget(graph: Graph, device_type: str) -> Graph:
-    """Returns the graph for `device_type`, `cpu` or `cuda`.
-
-    The graph itself where it was traced there.
-    """
+    """Returns the graph for `device_type`, `cpu` or `cuda`; unchanged where it was traced there."""
     if graph.device == device_type:
         return graph
     if device_type != "cuda":
@@ -44,7 +41,7 @@ def retarget(graph: Graph, device_type: str) -> Graph:
         for i, v in enumerate(graph.values)
     )
     operators = tuple(
-        replace(op, pinned="its CUDA kernel gives another result at every run")
+        replace(op, pinned=NONDETERMINISTIC)
         if not op.pinned and is_nondeterministic(op.target, device_type)
         else op
         for op in graph.operators
@@ -57,17 +54,17 @@ def _rounded(size_bytes: int) -> int:
 
 
 def traced_on(device_type: str) -> str:
-    """The type of device that the fake tensors of a step for `device_type` are on."""
+    """Returns the device type of the fake tensors on which a step for `device_type` is traced."""
     return device_type if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
 def as_on(device_type: str, *, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Traces, on `traced_on(device_type)`, what a device of that type runs.
+    """Traces on `traced_on(device_type)` what a device of that type runs, in a `with` block.
 
     Args:
         device_type: `cpu` or `cuda`.
-        autocast: the type of `torch.autocast` there; without it if None.
+        autocast: the dtype of `torch.autocast` there; if None, autocast is off.
     """
     on = traced_on(device_type)
     with (
@@ -82,9 +79,7 @@ _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Traces on the CPU what CUDA runs: its attention, its dropout, and what its autocast casts
-    for.
-    """
+    """Traces on the CPU what CUDA runs: its attention, its dropout and its autocast."""
     token = _is_for_cuda.set(True)
     try:
         with fused_attention(), cuda_autocast():
@@ -94,16 +89,16 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def is_for_cuda() -> bool:
-    """True where a step on the CPU's tensors is traced as CUDA would run it."""
+    """True while a step on CPU tensors is traced as CUDA would run it."""
     return _is_for_cuda.get()
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Traces attention on the CPU as the fused kernel that CUDA has for it, dropout or not.
+    """Traces attention on the CPU as a fused kernel, as on CUDA, also with dropout.
 
-    The CPU's fused kernel has no dropout, and torch falls back to one that saves every probability;
-    CUDA's saves a seed.
+    The CPU's fused kernel has no dropout, so torch would use operators that save all probabilities;
+    CUDA's kernel saves a seed.
     """
     plain: Any = torch.nn.functional.scaled_dot_product_attention
 

@@ -1,11 +1,10 @@
-"""What rounds otherwise once it is captured, and is refused.
+"""Refuses recurrent cells that would round differently once captured.
 
-A planned step is the plain one to the bit, or none.
-
-`unsafe_split` gives parts that plain PyTorch writes over in place, where they lie with gaps between
-their rows; captured, the same operators write next to each other. CPU kernels compute whole vectors
-with other instructions than what is left over at the end of a row (ATen/native/cpu/Loops.h,
-`vectorized_inner_loop`, torch 2.13), so `sigmoid` of the two can differ in the last bit.
+A planned step gives the same bits as the plain one, or is refused. Plain PyTorch overwrites the
+parts of an `unsafe_split` in place, with gaps between their rows; captured, the same operators
+write to contiguous memory. CPU kernels compute whole vectors with other instructions than the rest
+at the end of a row (ATen/native/cpu/Loops.h, `vectorized_inner_loop`, torch 2.13), so `sigmoid` can
+differ between the two in the last bit.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _SPLITS = frozenset({
     torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default,
     torch.ops.aten.unsafe_chunk.default,
 })  # fmt: skip
-# two AVX-512 registers: what one turn of a kernel's loop takes; smaller ones divide it
+# Two AVX-512 registers, which one pass of a kernel's loop computes. Smaller vectors divide it.
 _VECTORS_BYTES = 128
 
 
 def refuse_uneven_gates(graph: fx.Graph) -> None:
-    """Refuses recurrent cells on the CPU whose gates are no whole vectors.
+    """Refuses recurrent cells on the CPU whose gates are not a whole number of vectors.
 
-    Where no vector fits at all, both run the scalar code.
+    Gates below the size of one vector are accepted, since both run scalar code for them.
 
     Raises:
-        TraceError: with the number of units that would do.
+        TraceError: the number of units has to be a multiple of the one that it names.
     """
     for node in graph.nodes:
         for part in tensors_of(node) if node.target in _SPLITS else ():
@@ -46,8 +45,8 @@ def refuse_uneven_gates(graph: fx.Graph) -> None:
                 and is_uneven
             ):
                 raise TraceError(
-                    f"recurrent cells on the CPU have gates of {part.shape[-1]} units, no "
-                    "whole vectors: captured, they would round "
-                    "otherwise than plain PyTorch does; take a multiple of "
-                    f"{_VECTORS_BYTES // part.itemsize} units, or train on a GPU"
+                    f"recurrent cells on the CPU have gates of {part.shape[-1]} units, not a whole "
+                    "number of vectors: captured, they would round differently from plain "
+                    f"PyTorch; use a multiple of {_VECTORS_BYTES // part.itemsize} units, or train "
+                    "on a GPU"
                 )

@@ -1,4 +1,4 @@
-"""Which fake tensors share memory: storages, and storages that cleaning made one."""
+"""Which fake tensors share memory, also after cleaning has replaced nodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from torch import fx
 
 
 class Storages:
-    """Keys of storages. Fake tensors of one traced graph know which of them share memory."""
+    """Keys of storages: fake tensors of one traced graph share memory if their keys are equal."""
 
     def __init__(self) -> None:
         self._merged: dict[int, int] = {}
 
     def key(self, value: Any) -> int | None:
-        """Returns what tells the storage of a fake tensor from others.
-
-        None for what is no tensor.
-        """
+        """Returns the key of a fake tensor's storage; None for anything else."""
         if not isinstance(value, torch.Tensor):
             return None
         key: int = value.untyped_storage()._cdata
@@ -31,10 +28,7 @@ class Storages:
         return self.key(node.meta.get("val"))
 
     def merge(self, gone: fx.Node, kept: fx.Node) -> None:
-        """Notes that `gone` was replaced by `kept`.
-
-        What lived in its storages lives in the other's.
-        """
+        """Notes that `gone` was replaced by `kept`, so that their storages are the same."""
         for old, new in zip(tensors_of(gone), tensors_of(kept), strict=True):
             old_key, new_key = self.key(old), self.key(new)
             if old_key is not None and new_key is not None and old_key != new_key:

@@ -1,20 +1,22 @@
-"""Graphs made by rule: small, exactly known, and one for each way in which a graph can be awkward.
+"""Graphs made by rule: small, exactly known, with one for each special case of a graph.
 
-A training-like graph is a forward DAG with a loss and its mirror image: the backward operator of
-node i reads the gradients of i's users, what i read and what i wrote. `chain`, `chain_with_skips`,
-`unet`, `diamond`, `random_layered` and `transformer` are what networks look like; `FAMILIES` adds
-the pathological ones at sizes that a test can afford.
+The graph of a training step is a forward DAG with a loss and its mirror image: the backward
+operator of node i reads the gradients of i's users, what i read and what i wrote. `chain`,
+`chain_with_skips`, `unet`, `diamond`, `random_layered` and `transformer` are like networks;
+`FAMILIES` adds special cases, at sizes that a test can afford.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
 from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+
+from .synthetic_transformer import transformer as transformer
 
 
 def training_step(
@@ -32,7 +34,7 @@ def training_step(
         cost: cost of each forward node; the loss costs 1, or 0 where every node does.
         size: size of each forward node's output and of its gradient; the loss has the smallest.
         backward_ratio: cost of a backward node over that of its forward node.
-        has_phases: False leaves out which nodes are backward, as plain DAG files do.
+        has_phases: False leaves the phases out, as in plain DAG files.
 
     >>> [operator.reads for operator in training_step([[], [0]], [1, 1], [1, 1]).operators]
     [(), (0,), (1,), (0, 1, 2), (0, 3)]
@@ -77,9 +79,9 @@ def chain_with_skips(length: int, *, span: int = 3, cost: float = 1.0, size: int
 
 
 def unet(depth: int) -> Graph:
-    """Returns a U-Net: `depth` halvings with two layers each, a bottom, and the way up with skips.
+    """Returns a U-Net: `depth` levels of two layers down, a bottom, and the levels up with skips.
 
-    A level's outputs halve in size on the way down; its cost stays, as channels double.
+    From level to level sizes halve on the way down; costs stay equal, as channels double.
     """
     parents: list[list[int]] = []
     size: list[int] = []
@@ -99,7 +101,7 @@ def unet(depth: int) -> Graph:
 
 
 def diamond(count: int, *, size: int = 2) -> Graph:
-    """Returns `count` diamonds in a row: a node, two branches of unlike cost, and their join."""
+    """Returns `count` diamonds in a row: a node, two branches of different cost, their join."""
     parents: list[list[int]] = [[]]
     cost = [1.0]
     for _ in range(count):
@@ -110,12 +112,14 @@ def diamond(count: int, *, size: int = 2) -> Graph:
 
 
 def random_layered(num_nodes: int, *, seed: int, width: int = 4, is_training: bool = True) -> Graph:
-    """Returns a random DAG in layers of `width`: most edges from the layer before, a few from far.
+    """Returns a random DAG in layers of `width`.
+
+    Most edges come from the layer before, a few from earlier ones.
 
     Args:
         num_nodes: forward nodes, or all nodes where `is_training` is False.
         seed: the same seed gives the same graph.
-        width: nodes a layer.
+        width: nodes per layer.
         is_training: mirror the DAG into a training step; otherwise it has no phases.
     """
     random = np.random.default_rng(seed)
@@ -151,7 +155,7 @@ def star(leaves: int) -> Graph:
 
 
 def wide_fan_in(leaves: int) -> Graph:
-    """Returns one node that reads every other one: they must all be in memory at once."""
+    """Returns one node that reads all others, which have to be in memory together."""
     return training_step(
         [*([] for _ in range(leaves)), range(leaves)], [1.0] * (leaves + 1), [2] * (leaves + 1)
     )
@@ -176,7 +180,7 @@ def half_zero_size(length: int) -> Graph:
 
 
 def zero_cost(length: int) -> Graph:
-    """Returns a chain in which computing is free."""
+    """Returns a chain in which every operator has cost 0."""
     return chain(length, cost=0.0)
 
 
@@ -213,276 +217,12 @@ def two_regions(length: int) -> Graph:
     return replace(plain, operators=tuple(operators), outputs=(place["loss", 1],))
 
 
-@dataclass
-class _Tape:
-    """Records forward operators and what their backward needs, then plays them backwards."""
-
-    values: list[Value] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    # (forward operator, what its backward reads)
-    saved_by: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    states: set[int] = field(default_factory=set)  # what snapshots write
-    outputs: list[int] = field(default_factory=list)
-
-    def value(self, name: str, size_bytes: int, kind: ValueKind = ValueKind.INTERMEDIATE) -> int:
-        self.values.append(Value(name, size_bytes, kind))
-        return len(self.values) - 1
-
-    def call(
-        self,
-        name: str,
-        target: str,
-        reads: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        cost_s: float,
-        module: str,
-        saves: Sequence[int] = (),
-    ) -> list[int]:
-        """Appends a forward operator; `saves` counts reads from 0 and writes from -1 downwards."""
-        writes = [self.value(f"{name}.{i}", size) for i, size in enumerate(sizes)]
-        operator = Operator(
-            name,
-            cost_s,
-            tuple(reads),
-            tuple(writes),
-            workspace_bytes=min(sizes),
-            target=target,
-            module=module,
-        )
-        needed = tuple(dict.fromkeys(reads[i] if i >= 0 else writes[-1 - i] for i in saves))
-        self.saved_by.append((len(self.operators), needed))
-        self.operators.append(operator)
-        return writes
-
-    def snapshot(self, name: str) -> int:
-        """Appends the saved state of a random generator, which only recomputations need."""
-        state = self.value(name, 16)
-        self.operators.append(
-            Operator(name, 0.0, (), (state,), pinned="reads the random generator", is_snapshot=True)
-        )
-        self.states.add(state)
-        return state
-
-    def backward(self, loss: int) -> Graph:
-        """Returns the graph with the mirror image of every call.
-
-        Gradients of parameters are outputs.
-        """
-        gradient_of = {loss: loss}
-        for index, needed in reversed(self.saved_by):
-            op = self.operators[index]
-            reads = dict.fromkeys(
-                [*(gradient_of[v] for v in op.writes if v in gradient_of), *needed]
-            )
-            targets = [
-                v
-                for v in op.reads
-                if self.values[v].kind is not ValueKind.INPUT and v not in self.states
-            ]
-            writes = [self.value(f"grad.{op.name}.{v}", self.values[v].size_bytes) for v in targets]
-            if writes:
-                self.operators.append(
-                    Operator(
-                        f"{op.name}_backward",
-                        2 * op.cost_s,
-                        tuple(reads),
-                        tuple(writes),
-                        phase=Phase.BACKWARD,
-                        module=op.module,
-                    )
-                )
-            for value, written in zip(targets, writes, strict=True):
-                gradient_of[value] = (
-                    self._accumulate(gradient_of[value], written)
-                    if value in gradient_of
-                    else written
-                )
-        self.outputs += [
-            g for v, g in gradient_of.items() if self.values[v].kind is ValueKind.PARAMETER
-        ]
-        return Graph(tuple(self.values), tuple(self.operators), (loss, *self.outputs))
-
-    def _accumulate(self, old: int, new: int) -> int:
-        total = self.value(f"sum.{old}.{new}", self.values[new].size_bytes)
-        self.operators.append(
-            Operator(
-                f"add.{old}.{new}",
-                0.1,
-                (old, new),
-                (total,),
-                phase=Phase.BACKWARD,
-                target="aten.add.Tensor",
-                reuses=(old, new),
-            )
-        )
-        return total
-
-
-def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> Graph:
-    """Returns the training step of a small transformer, with all that a traced one has.
-
-    Blocks `blocks.0`, ... of attention (with dropout on its weights) and a two-layer perceptron,
-    resident parameters, operators with several outputs, workspaces, gradients added in place and
-    kept as outputs, and a snapshot of the random generator before each dropout.
-
-    Args:
-        num_blocks: number of blocks.
-        width: bytes of an activation; attention weights take four times that.
-        has_names: False leaves targets and modules out.
-    """
-    tape = _Tape()
-    stream = tape.value("tokens", width, ValueKind.INPUT)
-    table = tape.value("embed.weight", width, ValueKind.PARAMETER)
-    (stream,) = tape.call(
-        "embed",
-        "aten.embedding.default",
-        [table, stream],
-        [width],
-        cost_s=1,
-        module="embed",
-        saves=[1],
-    )
-    for i in range(num_blocks):
-        stream = _attention(tape, stream, f"blocks.{i}", width)
-        stream = _perceptron(tape, stream, f"blocks.{i}", width)
-    (loss, _) = tape.call(
-        "loss",
-        "aten.nll_loss_forward.default",
-        [stream],
-        [4, 4],
-        cost_s=1,
-        module="",
-        saves=[0, -2],
-    )
-    graph = tape.backward(loss)
-    if has_names:
-        return graph
-    return replace(
-        graph, operators=tuple(replace(op, target="", module="") for op in graph.operators)
-    )
-
-
-def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
-    module = f"{block}.attn"
-    weights = [
-        tape.value(f"{module}.{name}.weight", width, ValueKind.PARAMETER)
-        for name in ("qkv", "proj")
-    ]
-    norm, mean = tape.call(
-        f"{block}.norm1",
-        "aten.native_layer_norm.default",
-        [stream],
-        [width, 4],
-        cost_s=1,
-        module=f"{block}.norm1",
-        saves=[0, -2],
-    )
-    del mean
-    (qkv,) = tape.call(
-        f"{module}.qkv",
-        "aten.mm.default",
-        [norm, weights[0]],
-        [3 * width],
-        cost_s=12,
-        module=f"{module}.qkv",
-        saves=[0, 1],
-    )
-    (scores,) = tape.call(
-        f"{module}.scores",
-        "aten.bmm.default",
-        [qkv],
-        [4 * width],
-        cost_s=6,
-        module=module,
-        saves=[0],
-    )
-    (soft,) = tape.call(
-        f"{module}.softmax",
-        "aten._softmax.default",
-        [scores],
-        [4 * width],
-        cost_s=2,
-        module=module,
-        saves=[-1],
-    )
-    state = tape.snapshot(f"{module}.rng")
-    dropped, mask = tape.call(
-        f"{module}.dropout",
-        "aten.native_dropout.default",
-        [soft, state],
-        [4 * width, width],
-        cost_s=2,
-        module=module,
-        saves=[-2],
-    )
-    del mask
-    (context,) = tape.call(
-        f"{module}.context",
-        "aten.bmm.default",
-        [dropped, qkv],
-        [width],
-        cost_s=6,
-        module=module,
-        saves=[0, 1],
-    )
-    (out,) = tape.call(
-        f"{module}.proj",
-        "aten.mm.default",
-        [context, weights[1]],
-        [width],
-        cost_s=4,
-        module=f"{module}.proj",
-        saves=[0, 1],
-    )
-    (stream,) = tape.call(
-        f"{block}.add1", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block
-    )
-    return stream
-
-
-def _perceptron(tape: _Tape, stream: int, block: str, width: int) -> int:
-    module = f"{block}.mlp"
-    weights = [tape.value(f"{module}.{i}.weight", 4 * width, ValueKind.PARAMETER) for i in (0, 2)]
-    (hidden,) = tape.call(
-        f"{module}.0",
-        "aten.mm.default",
-        [stream, weights[0]],
-        [4 * width],
-        cost_s=16,
-        module=f"{module}.0",
-        saves=[0, 1],
-    )
-    (active,) = tape.call(
-        f"{module}.1",
-        "aten.gelu.default",
-        [hidden],
-        [4 * width],
-        cost_s=2,
-        module=f"{module}.1",
-        saves=[0],
-    )
-    (out,) = tape.call(
-        f"{module}.2",
-        "aten.mm.default",
-        [active, weights[1]],
-        [width],
-        cost_s=16,
-        module=f"{module}.2",
-        saves=[0, 1],
-    )
-    (stream,) = tape.call(
-        f"{block}.add2", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block
-    )
-    return stream
-
-
 def random_step(num_operators: int, *, seed: int) -> Graph:
-    """Returns a random small graph that has whatever a graph can have.
+    """Returns a random small graph with all features that a graph of one region can have.
 
     Resident values, several or no outputs, workspaces, zero sizes and costs, in-place operators,
-    pinned operators and snapshots, results that must outlive the step, and a backward phase that
-    begins anywhere; one region.
+    pinned operators and snapshots, results that outlive the step, and a backward phase that begins
+    anywhere.
     """
     random = np.random.default_rng(seed)
     values = [
@@ -492,33 +232,10 @@ def random_step(num_operators: int, *, seed: int) -> Graph:
     operators: list[Operator] = []
     boundary = int(random.integers(1, num_operators + 1)) if num_operators else 0
     for i in range(num_operators):
-        count = min(len(values), int(random.integers(0, 4)))
-        recent = values[-6:]
-        reads = sorted(
-            len(values) - len(recent) + int(j)
-            for j in random.choice(len(recent), min(count, len(recent)), replace=False)
-        )
-        is_snapshot = bool(random.random() < 0.1)
-        num_writes = 1 if is_snapshot else int(random.choice([0, 1, 1, 1, 1, 2]))
-        writes = tuple(range(len(values), len(values) + num_writes))
-        values += [Value(f"v{w}", int(random.integers(0, 9))) for w in writes]
-        operators.append(
-            Operator(
-                f"op{i}",
-                float(random.integers(0, 6)),
-                tuple(reads),
-                writes,
-                workspace_bytes=int(random.choice([0, 0, 3])),
-                phase=Phase.FORWARD if i < boundary else Phase.BACKWARD,
-                pinned="snapshot"
-                if is_snapshot
-                else str(random.choice(["", "", "", "", "effect"])),
-                reuses=tuple(reads[:1])
-                if num_writes == 1 and not is_snapshot and random.random() < 0.4
-                else (),
-                is_snapshot=is_snapshot,
-            )
-        )
+        phase = Phase.FORWARD if i < boundary else Phase.BACKWARD
+        operator, fresh = _random_operator(random, values, i, phase)
+        operators.append(operator)
+        values += fresh
     written = [w for op in operators for w in op.writes]
     outputs = (
         tuple(int(v) for v in random.choice(written, min(2, len(written)), replace=False))
@@ -526,6 +243,36 @@ def random_step(num_operators: int, *, seed: int) -> Graph:
         else ()
     )
     return Graph(tuple(values), tuple(operators), outputs)
+
+
+def _random_operator(
+    random: np.random.Generator, values: Sequence[Value], index: int, phase: Phase
+) -> tuple[Operator, list[Value]]:
+    """Returns a random operator that reads some of the latest values, and the values it writes."""
+    count = min(len(values), int(random.integers(0, 4)))
+    recent = values[-6:]
+    reads = sorted(
+        len(values) - len(recent) + int(j)
+        for j in random.choice(len(recent), min(count, len(recent)), replace=False)
+    )
+    is_snapshot = bool(random.random() < 0.1)
+    num_writes = 1 if is_snapshot else int(random.choice([0, 1, 1, 1, 1, 2]))
+    writes = tuple(range(len(values), len(values) + num_writes))
+    written = [Value(f"v{w}", int(random.integers(0, 9))) for w in writes]
+    operator = Operator(
+        f"op{index}",
+        float(random.integers(0, 6)),
+        tuple(reads),
+        writes,
+        workspace_bytes=int(random.choice([0, 0, 3])),
+        phase=phase,
+        pinned="snapshot" if is_snapshot else str(random.choice(["", "", "", "", "effect"])),
+        reuses=tuple(reads[:1])
+        if num_writes == 1 and not is_snapshot and random.random() < 0.4
+        else (),
+        is_snapshot=is_snapshot,
+    )
+    return operator, written
 
 
 FAMILIES: Mapping[str, Callable[[], Graph]] = MappingProxyType(
@@ -550,4 +297,4 @@ FAMILIES: Mapping[str, Callable[[], Graph]] = MappingProxyType(
         "random_step": lambda: random_step(14, seed=6),
     }
 )
-"""One small graph of every kind, by name: what a test runs over."""
+"""One small graph of every kind, by name, for tests to run over."""

@@ -1,15 +1,15 @@
 """Workspace: the memory an operator holds while it runs, beyond its inputs and outputs.
 
-On the CPU most of torch's operators have a workspace that follows from their source
-(`cpu_workspace`). Where oneDNN does the work - convolutions, and products in bfloat16 and float16 -
-its choice of memory layout and scratch depends on the processor: there the one call is run, once a
-machine, and what the allocator saw is cached on disk. So are operators without a formula.
+On the CPU the workspace of most operators follows from torch's source (`cpu_workspace`). oneDNN
+computes convolutions, and products in bfloat16 and float16; its memory layouts and scratch memory
+depend on the processor. Such a call is run once per machine, and what the allocator counted is
+stored on disk. So are operators without a formula.
 
-On CUDA this says 0: what operators take of the caching allocator depends on the library that is
-chosen at run time; `profile()` measures it. Known and outside of every operator: cuBLAS keeps a
-workspace for each handle and stream from its first product on (8.1 MiB, 32 MiB on Hopper and later;
-`CUBLAS_WORKSPACE_CONFIG`). `checkpoint` measures it and keeps it free (`remat/plan/card.py`); a
-plan for a card that is not there has to cover it by `reserve_bytes`.
+On CUDA the workspace counts as 0: it depends on the library that is chosen at run time, and only
+`profile()` measures it. In addition, cuBLAS holds a workspace for each handle and stream from its
+first product on (8.1 MiB, 32 MiB on Hopper and later; `CUBLAS_WORKSPACE_CONFIG`). `checkpoint`
+measures it and keeps it free (`remat/plan/card.py`); a plan for a GPU that this machine does not
+have needs a `reserve_bytes` for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 # Calls above either are not run for their workspace: about a quarter of a second on two cores.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
-MOST_WORKSPACE_BYTES = float(1 << 50)  # of one operator, in a file that is not damaged
+MOST_WORKSPACE_BYTES = float(1 << 50)  # per operator; more in a file means that it is damaged
 
 
 def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
@@ -60,7 +60,7 @@ def measured_bytes(call: Call) -> int:
     measured = _measure(call)
     if measured is None:
         _LOG.warning("the workspace of %s can't be measured and counts as 0", call.target)
-        return 0  # and is not kept: another time it may be, as where a profiler runs now
+        return 0  # not stored: it may be possible later, when no other profiler runs
     _store().put(key, (float(measured),))
     return measured
 
@@ -75,14 +75,14 @@ def _measure(call: Call) -> int | None:
         return workspace_of(call)
     if call.packet in CONVOLUTIONS and call.args[0].shape[0] > 1:
         return _measure_smaller_batches(call)
-    _LOG.warning("the workspace of %s counts as 0: too large to be run for it", call.target)
+    _LOG.warning("the workspace of %s counts as 0: the call is too large to be run", call.target)
     return 0
 
 
 def _measure_smaller_batches(call: Call) -> int:
-    """Continues the workspace of a convolution linearly from two smaller batches.
+    """Extrapolates the workspace of a convolution linearly from two smaller batches.
 
-    It is the largest of a few sums of tensors and buffers, each linear in the batch.
+    It is the maximum of a few sums of tensors and buffers, each linear in the batch.
     """
     batch: int = call.args[0].shape[0]
     share = max(bytes_moved(call) / _MOST_BYTES, flop_of(call) / _MOST_FLOP)

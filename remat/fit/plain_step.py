@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from remat.fit.counted_storages import CountStorages
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.kernels import with_kernel
-from remat.tracers.aot import CUDA_GRANULARITY_BYTES
+from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
 
 _LOG = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from remat.run.tangents import Tangents, is_tangent
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import is_dense
 from remat.torch_border.scalars import is_symbol
-from remat.tracers.aot import TracedStep, is_only_read_as_number, read_joint
+from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
+from remat.tracers.step_values import is_only_read_as_number
 from remat.tracers.storages import tensors_of
 
 # ("input" or "result", its index): what a piece copies, since code outside of it changes it

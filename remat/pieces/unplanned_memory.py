@@ -18,7 +18,7 @@ from remat.plan.distributed import bucket_bytes
 from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
 from remat.torch_border.layouts import dense_parts
 from remat.torch_border.sharded import held_bytes, local_part
-from remat.tracers.aot import CUDA_GRANULARITY_BYTES
+from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
 
 
 def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
