@@ -22,7 +22,7 @@ def roofline(device: str | devices.Device = "") -> Roofline:
     Whether float32 products use TF32 follows torch's present settings.
     """
     if isinstance(device, str):
-        device = devices.device(device) if device else devices.device_at_hand()
+        device = devices.device(device) if device else devices.local_device()
     backends: Any = torch.backends
     return Roofline(
         device,
@@ -53,7 +53,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
     if kind == "flops" and not device:
         return flops()
     if kind == "roofline":
-        return roofline(device or devices.device_at_hand(device_type))
+        return roofline(device or devices.local_device(device_type))
     if kind == "profile" and not device:
         return profile(device_type)
     raise ValueError(

@@ -32,7 +32,7 @@ _FREE = OperatorCost(0.0, 0)
 
 @dataclass(eq=False)
 class CostModel(ABC):
-    """Returns the costs of operators. Equal calls are measured once."""
+    """The costs of operators; equal calls are measured once."""
 
     _known: dict[Call, OperatorCost] = field(default_factory=dict, init=False, repr=False)
 

@@ -180,7 +180,7 @@ def device_of_cuda_name(cuda_name: str) -> Device:
     )
 
 
-def device_at_hand(device_type: str = "") -> Device:
+def local_device(device_type: str = "") -> Device:
     """Returns the device of this machine: its current GPU, or `cpu` without one or if asked for."""
     if device_type != "cpu" and torch.cuda.is_available():
         known = device_of_cuda_name(torch.cuda.get_device_name())

@@ -11,7 +11,7 @@ from torch import fx
 from remat.core.limits import printable
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-# Frames of ours that call the model. They would be the innermost ones for torch's own modules.
+# Our own frames that call the model. They would be the innermost ones for torch's own modules.
 _OWN = {("torch_border", "modules.py"), ("face", "step_function.py")}
 # the captured module: a local or global of the captured frame, of any name
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")

@@ -81,7 +81,7 @@ class Profile(CostModel):
             bytes_moved(call),
         )
         try:
-            return Roofline(devices.device_at_hand(self.device_type)).cost_of(call)
+            return Roofline(devices.local_device(self.device_type)).cost_of(call)
         except ValueError:  # a GPU that is not in the table
             return Roofline(devices.device("A100")).cost_of(call)
 

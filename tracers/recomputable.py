@@ -61,7 +61,7 @@ _COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
 def mark_inference_inputs(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Notes which inputs of a joint graph were made under `torch.inference_mode()`.
 
-    Fake tensors do not tell. Autograd can't save such a tensor for the backward.
+    Fake tensors do not show it. Autograd can't save such a tensor for the backward.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     for node, tensor in zip(placeholders, inputs, strict=False):

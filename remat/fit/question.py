@@ -29,7 +29,7 @@ from remat.solvers import Solver, make_solver
 from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
-from remat.tracers.devices import Device, device_at_hand
+from remat.tracers.devices import Device, local_device
 from remat.tracers.devices import device as device_named
 from remat.tracers.retarget import as_on, traced_on
 
@@ -79,7 +79,7 @@ class Question:
         step = as_step(model)
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
-        target = device_named(device) if device else device_at_hand()
+        target = device_named(device) if device else local_device()
         memory = optimizer_memory(optimizer, step.parameters(), device_type=target.type)
         return cls(
             step,

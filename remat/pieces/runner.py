@@ -227,7 +227,7 @@ class Piecewise:
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path for `held_bytes` of gradients.
 
-        Where there is none, the path's plan for another size of gradients is made anew.
+        A path that has a plan for another size of gradients only is planned again.
         """
         other = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
         if other is not None and (self.last, held_bytes) not in self.plans:

@@ -40,18 +40,18 @@ def solve_in(
         if isinstance(solver, str)
         else solver
     )
-    solution = _told(graph, room.plan_bytes, method)
+    solution = _solved(graph, room.plan_bytes, method)
     if solution.is_solved:
         return solution
     raise _budget_error(graph, solution, room)
 
 
-def _told(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
+def _solved(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
     """Solves, and reports progress on stderr and in the log."""
     what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
     _LOG.info("solving %s by %s", what, method)
-    with stage(f"planning {what}") as told:
-        telling = method.telling(lambda moment: told.say(moment.text(graph.cost_s)))
+    with stage(f"planning {what}") as progress:
+        telling = method.telling(lambda moment: progress.say(moment.text(graph.cost_s)))
         solution = telling.solve(graph, budget_bytes=budget_bytes)
 
     _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, solution.verdict)

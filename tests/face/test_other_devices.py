@@ -77,8 +77,8 @@ def test_the_memory_of_a_slice_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 << 30, 10 << 30))
 
-    assert devices.device_at_hand().name == "H100"
-    assert devices.device_at_hand().memory_bytes == 10 << 30
+    assert devices.local_device().name == "H100"
+    assert devices.local_device().memory_bytes == 10 << 30
 
 
 @pytest.mark.parametrize(("version", "is_left_out"), [("2.12.1+cu130", True), ("2.13.0", False)])
