@@ -7,11 +7,27 @@ from dataclasses import replace
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution, Status
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.checkmate.milp import MILP
 
 
 def keep_all_bytes(graph: Graph) -> int:
     """The peak of keeping everything."""
     return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def budget_between(graph: Graph, share: float) -> int:
+    """The budget at a share of the way from the least to that of keeping everything."""
+    floor = minimum(graph).peak_bytes
+    return int(floor + share * (keep_all_bytes(graph) - floor))
+
+
+def optimum(graph: Graph, budget_bytes: int) -> Solution:
+    """The optimum of a small graph, proved by the MILP."""
+    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget_bytes)
+    assert best.status is Status.OPTIMAL
+    return best
 
 
 def random_training_graph(seed: int, least: int = 4, most: int = 9) -> Graph:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Status
 from remat.solvers.auto import raising
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.raising import Decomposition, Refinements
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
@@ -24,10 +22,9 @@ from remat.solvers.auto.technique import Solve
 from remat.solvers.bounds import benders as module
 from remat.solvers.bounds.benders import Benders, raise_bound
 from remat.solvers.bounds.refinement import Refinement
-from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.incumbent import Search
 from remat.tracers.synthetic import random_layered
-from tests.support.graphs import random_training_graph
+from tests.support.graphs import budget_between, optimum, random_training_graph
 
 GRAPH = random_layered(40, seed=0, is_training=True)
 PEAK = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes
@@ -57,11 +54,8 @@ def bounds(graph: Graph, budget: int, cost_s: float, rounds: int) -> list[float]
 )
 def test_no_bound_is_above_the_optimum(seed: int, share: float, above: float) -> None:
     graph = random_training_graph(seed, 4, 7)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
-    assert best.cost_s is not None
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     for bound_s in bounds(graph, budget, best.cost_s * above, 8):
         assert bound_s <= best.cost_s * (1 + 1e-9)
 

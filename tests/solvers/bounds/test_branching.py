@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Status
 from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.reuse import Shared
@@ -28,11 +27,10 @@ from remat.solvers.bounds.branch_and_refine import (
 from remat.solvers.bounds.leaf_relaxation import Choice, boundaries_of
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.stages import State
-from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.on_demand import forward_length
 from remat.tracers.synthetic import random_layered
-from tests.support.graphs import random_training_graph
+from tests.support.graphs import budget_between, optimum, random_training_graph
 
 GRAPH = random_layered(16, seed=0, is_training=True)
 TIGHT = minimum(GRAPH).peak_bytes
@@ -92,11 +90,8 @@ def test_no_bound_is_above_the_optimum_and_its_schedule_is_in_one_leaf(
     seed: int, share: float, above: float, single: int
 ) -> None:
     graph = random_training_graph(seed, 5, 9)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
-    assert best.cost_s is not None
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     assert best.schedule is not None
     tree, steps = (
         tree_of(graph, budget, single if single % 2 else None),
@@ -125,8 +120,7 @@ def test_where_it_ends_nothing_cheaper_is_left() -> None:
     for seed in range(25):
         graph = random_training_graph(seed, 5, 8)
         budget = minimum(graph).peak_bytes
-        best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-        assert best.cost_s is not None
+        best = optimum(graph, budget)
         found = grow(tree_of(graph, budget), best.cost_s, 60)
         if Refinement(graph, budget_bytes=budget).relaxed_bound(
             time.perf_counter() + 60

@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Status
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.refinement import MAX_STAGES, Refinement
 from remat.solvers.bounds.window import WindowModel
-from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import random_layered
-from tests.support.graphs import random_training_graph
+from tests.support.graphs import budget_between, optimum, random_training_graph
 
 
 def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:
@@ -39,10 +37,8 @@ def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:
 )
 def test_no_refined_bound_is_above_the_optimum(seed: int, share: float, is_cut_off: bool) -> None:
     graph = random_training_graph(seed)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     assert max(
         bounds_s(graph, budget, best.cost_s if is_cut_off else None), default=0
     ) <= best.cost_s * (1 + 1e-9)
@@ -60,7 +56,7 @@ def test_refinement_sees_what_one_window_does_not() -> None:
         if floor == ceiling:
             continue
         bounds = bounds_s(graph, floor, None)
-        best = MILP(time_limit_s=20).solve(graph, budget_bytes=floor)
+        best = optimum(graph, floor)
         opened += bounds[0] < best.cost_s
         closed += bounds[0] < best.cost_s and max(bounds) >= best.cost_s
     assert opened >= 5
@@ -81,7 +77,7 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
     model = WindowModel(graph, windows, priced=stages, budget_bytes=budget)
     lazy = LazyRows(model)
     bound_s = model.bound_s(lazy.solve(deadline=time.perf_counter() + 20))
-    assert bound_s <= MILP(time_limit_s=20).solve(graph, budget_bytes=budget).cost_s * (1 + 1e-9)
+    assert bound_s <= optimum(graph, budget).cost_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", [93, 392])
@@ -98,8 +94,7 @@ def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) ->
     assert schedule.peak_bytes <= budget
     assert schedule.cost_s > first.bound_s * 1.005
     assert refinement.boundaries != stages
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
+    best = optimum(graph, budget)
     for _ in range(3):
         assert refinement.solve(
             deadline=time.perf_counter() + 20, is_relaxed=True

@@ -13,17 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Status
 from remat.solvers.auto import raising
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import Auto
 from remat.solvers.bounds import stage_selection
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.stage_selection import scout, scout_crowded
-from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.accounting import working_set_bytes
 from remat.tracers.synthetic import chain, random_layered, transformer
-from tests.support.graphs import random_training_graph, with_a_crowded_loss
+from tests.support.graphs import budget_between, optimum, random_training_graph, with_a_crowded_loss
 
 GRAPH = random_layered(40, seed=0, is_training=True)
 TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
@@ -35,10 +32,8 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
     seed: int, share: float
 ) -> None:
     graph = random_training_graph(seed, 4, 7)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     refinement = Refinement(graph, budget_bytes=budget)
     bound_s = scout(refinement, deadline=math.inf)
     assert bound_s <= best.cost_s * (1 + 1e-9)
@@ -91,10 +86,8 @@ def test_long_forwards_are_left_alone() -> None:
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
 def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 4, 7)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     refinement = Refinement(graph, budget_bytes=budget)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_selection, "MOST_FORWARD", 0)

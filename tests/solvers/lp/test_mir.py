@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Status
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.window import WindowModel
-from remat.solvers.checkmate.milp import MILP
 from remat.solvers.core.on_demand import forward_length
 from remat.solvers.lp.rounding_cuts import Knapsack, rounded
 from remat.tracers.synthetic import random_layered
-from tests.support.graphs import random_training_graph
+from tests.support.graphs import budget_between, optimum, random_training_graph
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -100,11 +97,8 @@ def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int)
 )
 def test_no_bound_with_cuts_is_above_the_optimum(seed: int, share: float, stages: int) -> None:
     graph = random_training_graph(seed, 4, 7)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = int(floor + share * (ceiling - floor))
-    best = MILP(time_limit_s=20).solve(graph, budget_bytes=budget)
-    assert best.status is Status.OPTIMAL
-    assert best.cost_s is not None
+    budget = budget_between(graph, share)
+    best = optimum(graph, budget)
     assert relaxed_bound_s(graph, budget, stages, 10) <= best.cost_s * (1 + 1e-9)
 
 
