@@ -1,6 +1,7 @@
 # Needs Python 3.11 and make; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PROCESSES ?= 2
 STAMP := .venv/.installed
 
 .PHONY: demo test lint types docs bench experiments clean
@@ -8,8 +9,9 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/python -m remat demo
 
+# In as many processes as PROCESSES says, a file of tests each, with one numeric thread.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
