@@ -199,16 +199,18 @@ def sweep(
             budget_bytes(size, graph)
     with progress(f"{solver}, {len(graphs)} graphs in {len(budget)} budgets"):
         rows = run_sweep([graph for _, graph in graphs], budget, solver=method, n_jobs=jobs)
-    if format_ is Format.JSON:
-        records = [
-            {"instance": name, "budget": size, **solution_record(s)}
-            for (name, _), row in zip(graphs, rows, strict=True)
-            for size, s in zip(budget, row, strict=True)
-        ]
-        write_json(records)
+    answers = [list(zip(budget, row, strict=True)) for row in rows]
+    if format_ is Format.TABLE:
+        for (name, graph), row in zip(graphs, answers, strict=True):
+            show_solutions(graph, row, title=name)
         return
-    for (name, graph), row in zip(graphs, rows, strict=True):
-        show_solutions(graph, zip(budget, row, strict=True), title=name)
+
+    records = [
+        {"instance": name, "budget": size, **solution_record(s)}
+        for (name, _), row in zip(graphs, answers, strict=True)
+        for size, s in row
+    ]
+    write_json(records)
 
 
 def _solve(graph: Graph, size_bytes: int, solver: str, text: str, **options: Any) -> Solution:

@@ -163,15 +163,7 @@ class Solution:
             ScheduleError: the sequence is not valid within the budget: the solver has a bug.
         """
         schedule = Schedule.from_steps(graph, list(steps))
-        violations = validate(
-            graph, schedule, budget_bytes=budget_bytes, is_free_order=is_free_order
-        )
-        if violations:
-            first = violations[0]
-            raise ScheduleError(
-                f"{solver} made an invalid schedule: {first.rule} (step {first.step}: "
-                f"{first.detail})"
-            )
+        _check_made(graph, schedule, budget_bytes, solver=solver, is_free_order=is_free_order)
         simulation = simulate(graph, schedule)
         # float(): solvers may pass NumPy numbers
         bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
@@ -315,6 +307,17 @@ class Solution:
         is_same = math.isclose(self.keep_all_cost_s, graph.cost_s, rel_tol=1e-9)
         is_possible = is_same and self.lower_bound_s <= cost_s * (1 + 1e-9)
         return min(max(self.lower_bound_s if is_possible else 0.0, graph.cost_s), cost_s)
+
+
+def _check_made(
+    graph: Graph, schedule: Schedule, budget_bytes: int, *, solver: str, is_free_order: bool
+) -> None:
+    found = validate(graph, schedule, budget_bytes=budget_bytes, is_free_order=is_free_order)
+    if found:
+        raise ScheduleError(
+            f"{solver} made an invalid schedule: {found[0].rule} (step {found[0].step}: "
+            f"{found[0].detail})"
+        )
 
 
 def _is_within(cost_s: float, bound_s: float, gap: float) -> bool:
