@@ -156,8 +156,8 @@ def run_demo(output: Path, steps: int = 20) -> None:
         ]
         runs = _train(ways, steps, device, text)
     console.print(_table(runs, budgets))
-    for told in reports:
-        console.print(_plan_line(told))
+    for planned in reports:
+        console.print(_plan_line(planned))
 
     pictures = output / "memory.png", output / "schedule.png"
     _draw(runs, held, reports[0], pictures)
@@ -176,8 +176,8 @@ def _budgets(held: int, plain: GPT, blocks: GPT, sample: torch.Tensor) -> tuple[
         return half, held + _measure(blocks, sample).peak_bytes
 
 
-def _plan_line(told: Report) -> str:
-    solution = told.solution
+def _plan_line(planned: Report) -> str:
+    solution = planned.solution
     return (
         f"Within {format_bytes(solution.budget_bytes)}, the plan computes "
         f"{100 * solution.overhead:.1f} % more. In this order of operators, every schedule "
@@ -186,9 +186,9 @@ def _plan_line(told: Report) -> str:
     )
 
 
-def _draw(runs: list[Run], held: int, told: Report, pictures: tuple[Path, Path]) -> None:
+def _draw(runs: list[Run], held: int, planned: Report, pictures: tuple[Path, Path]) -> None:
     """Draws memory over time, and the schedule of the first plan."""
-    budget_bytes = told.solution.budget_bytes
+    budget_bytes = planned.solution.budget_bytes
     memory = plot_memory(
         [_timeline(run, held) for run in runs],
         budget_bytes=budget_bytes,
@@ -197,7 +197,7 @@ def _draw(runs: list[Run], held: int, told: Report, pictures: tuple[Path, Path])
     )
     save(memory, pictures[0])
     schedule = plot_schedule(
-        told.graph, told.schedule, budget_bytes=budget_bytes, title="The schedule that ran"
+        planned.graph, planned.schedule, budget_bytes=budget_bytes, title="The schedule that ran"
     )
     save(schedule, pictures[1])
 
@@ -206,13 +206,13 @@ def _record(runs: list[Run], reports: list[Report], device: str, steps: int) -> 
     """Returns the content of `demo.json`: machine, plans and runs."""
     plans = [
         {
-            "budget_bytes": told.solution.budget_bytes,
-            "predicted_peak_bytes": told.solution.peak_bytes,
-            "overhead": told.solution.overhead,
-            "gap": told.solution.gap,
-            "planned_s": told.solution.wall_s,
+            "budget_bytes": planned.solution.budget_bytes,
+            "predicted_peak_bytes": planned.solution.peak_bytes,
+            "overhead": planned.solution.overhead,
+            "gap": planned.solution.gap,
+            "planned_s": planned.solution.wall_s,
         }
-        for told in reports
+        for planned in reports
     ]
     rows = [{key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs]
     return {

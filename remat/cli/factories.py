@@ -150,14 +150,14 @@ def own_step(factory: str) -> Iterator[None]:
 
 def _in_a_few_lines(error: BaseException) -> str:
     """Returns the error, and the innermost line outside of installed packages."""
-    told = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not _is_installed(f.filename)]
     if not (own or frames):
-        return told
+        return text
 
     last = (own or frames)[-1]
-    return f"{told}\n  {last.filename}:{last.lineno}, in {last.name}\n    {last.line}"
+    return f"{text}\n  {last.filename}:{last.lineno}, in {last.name}\n    {last.line}"
 
 
 def _is_installed(filename: str) -> bool:

@@ -23,7 +23,7 @@ class Arrays:
     cost_s: NDArray[np.float64]
     size_bytes: NDArray[np.int64]
     workspace_bytes: NDArray[np.int64]
-    producer: NDArray[np.int64]  # value -> operator, -1 where resident
+    producer: NDArray[np.int64]  # value -> operator, -1 if resident
     write_rank: NDArray[np.int64]  # value -> its place among its operator's writes
     read_start: NDArray[np.int64]
     read: NDArray[np.int64]
