@@ -70,7 +70,7 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
     if name == "Broken":
         assert report.measured_peak_bytes == report.solution.peak_bytes == peak_of_a_step(model, x)
         assert report.num_pieces == 3
-        assert "test_graph_breaks.py" in str(report)
+        assert "broken_steps.py" in str(report)
         assert "3 compiled pieces share the budget" in str(report)
         joined = runner_of(model).joined
         assert joined is not None
