@@ -52,7 +52,7 @@ def nothing_fits_outside(module: nn.Module, error: BudgetError, loss_bytes: int)
     return BudgetError(
         f"the whole step does not fit in the budget of {describe_bytes(error.budget_bytes)}: it "
         f"was measured to hold {describe_bytes(loss_bytes)} outside of {type(module).__name__} "
-        f"while its loss is computed, and with that the least budget known to suffice is "
+        f"while its loss is computed, and with that the least budget known to work is "
         f"{describe_bytes(error.minimum_bytes)}. {_REMEDY}",
         budget_bytes=error.budget_bytes,
         minimum_bytes=error.minimum_bytes,

@@ -70,7 +70,7 @@ def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
         else ""
     )
     return BudgetError(
-        f"{what} in the budget {room.budget_text()}{kept_free}: the least budget known to suffice "
+        f"{what} in the budget {room.budget_text()}{kept_free}: the least budget known to work "
         f"is {describe_bytes(minimum_bytes)}{held}. "
         "Raise the budget to at least that, or take a smaller batch.",
         budget_bytes=room.budget_bytes,

@@ -126,7 +126,7 @@ def test_a_plan_of_another_path_is_refused(traced: remat.Graph) -> None:
 
 def test_a_budget_that_pieces_cant_meet_says_what_can(traced: remat.Graph) -> None:
     with pytest.raises(
-        remat.BudgetError, match=r"known to suffice is.* it cuts at: .*graph_break\(\)"
+        remat.BudgetError, match=r"known to work is.* it cuts at: .*graph_break\(\)"
     ) as caught:
         remat.checkpoint(Broken(), 1000, costs="flops", time_limit_s=1.0)(batch(0))
     assert caught.value.minimum_bytes < 0.6 * simulate(traced, Schedule.keep_all(traced)).peak_bytes
