@@ -21,7 +21,6 @@ graphs, and to see what another order would save.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,30 +32,21 @@ from remat.core.graph import Graph, Operator
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
+from remat.solvers.auto.searching import can_anneal
 from remat.solvers.auto.solver import Auto
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.base import Solver
-from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, NOT_COMPILED, is_ready
+from remat.solvers.core.compiled import IS_COMPILED
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.core.memory import leaving_out
 from remat.solvers.core.progress import Progress
 from remat.solvers.free_order.bound import order_bound_s
-from remat.solvers.free_order.moves import (
-    EARLIER_FROM,
-    EARLIER_TO,
-    FIXED,
-    LATER_FROM,
-    LATER_TO,
-    anneal_free,
-)
-from remat.solvers.free_order.rules import OrderRules, order_rules
-from remat.solvers.search.sequence import SLOT, SPAN, pack, steps_of
-from remat.solvers.search.timeline import lay_out
+from remat.solvers.free_order.moves import anneal_free, pack_rules
+from remat.solvers.free_order.rules import order_rules
+from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.sequence import SPAN
 
-_CHUNK = 20_000 if IS_COMPILED else 500
-_USUAL_OPERATORS = 400
-_NUM_DRAWS = 1 << 16
 _LEAST_MOVES, _MOST_MOVES = (20_000, 2_000_000) if IS_COMPILED else (1_000, 5_000)
 _ORDER_MOVES, _MIXED_MOVES = 400, 1_200  # per operator, in a round
 _ORDER_CHANCE = 0.4  # that a move of a mixed round reorders
@@ -66,7 +56,6 @@ _STAGNANT_ROUNDS = 3
 _PROGRESS = 1e-4  # relative improvement below which a round counts as stagnant
 _BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit; of the time left
 _BOUND_LIMIT_S = 10.0
-_LOGGER = logging.getLogger(__name__)
 
 
 @final
@@ -142,34 +131,31 @@ class FreeOrder(Solver):
         )
 
     def _anneal(self, search: FreeSearch) -> None:
-        local = OrderSearch(search.graph, budget_bytes=search.budget_bytes, seed=self.seed)
-        if not local.is_ready and search.left_s < COMPILER_S:
-            _LOGGER.warning(
-                "no annealing: compiling it takes up to %.0f s once, and %.1f s are left",
-                COMPILER_S,
-                search.left_s,
+        order, mixed = (
+            OrderSearch(
+                search.graph,
+                budget_bytes=search.budget_bytes,
+                seed=self.seed,
+                order_chance=chance,
             )
-            search.note_cut(NOT_COMPILED)
+            for chance in (1.0, _ORDER_CHANCE)
+        )
+        if not can_anneal(search, order.local):
             self._offer_fixed_order(search, search.left_s)
             return
-        count = search.graph.num_operators
         order_moves, mixed_moves = (
-            min(max(each * count, _LEAST_MOVES), _MOST_MOVES)
+            min(max(each * search.graph.num_operators, _LEAST_MOVES), _MOST_MOVES)
             for each in (_ORDER_MOVES, _MIXED_MOVES)
         )
-        start = np.arange(count)
-        reordered = local.run(start, OrderRound(order_moves, 1.0, _ORDER_HOT, _ORDER_COLD), search)
+        start = np.arange(search.graph.num_operators)
+        reordered = order.run(start, Round(order_moves, _ORDER_HOT, _ORDER_COLD), search)
         stagnant = 0
         for index in range(self.rounds):
             if search.is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
             before_s = math.inf if search.cost_s is None else search.cost_s
             start = self._start(search, index, reordered)
-            local.run(
-                start,
-                OrderRound(mixed_moves, _ORDER_CHANCE, _HOT[index % len(_HOT)], _COLD),
-                search,
-            )
+            mixed.run(start, Round(mixed_moves, _HOT[index % len(_HOT)], _COLD), search)
             has_progress = search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS)
             stagnant = 0 if has_progress else stagnant + 1
 
@@ -212,92 +198,50 @@ class FreeSearch(Search):
         return True
 
 
-@dataclass(frozen=True)
-class OrderRound:
-    """Parameters of one annealing run.
-
-    Moves tried, share of moves that reorder, first and last temperature (shares of the keep-all
-    cost).
-    """
-
-    iterations: int
-    order_chance: float
-    hot: float
-    cold: float
-
-
 class OrderSearch:
-    """Annealing of one graph under one budget, run in rounds."""
+    """Annealing in any order that the rules allow, of one graph under one budget."""
 
-    def __init__(self, graph: Graph, *, budget_bytes: int, seed: int) -> None:
-        """Prepares the search; nothing runs yet."""
-        self.graph = graph
-        self.random = np.random.default_rng(seed)
-        self.weight = np.array([1.0])
+    def __init__(self, graph: Graph, *, budget_bytes: int, seed: int, order_chance: float) -> None:
+        """Prepares the search; a move reorders with chance `order_chance`."""
+        self.num_operators, self.is_backward = graph.num_operators, graph.arrays.is_backward
         rules = order_rules(graph)
         self.has_mark = len(rules.is_fixed) > graph.num_operators
-        self.rules, self.relations = _pack_rules(rules)
-        self.state = pack(
-            _with_mark(graph) if self.has_mark else graph, room=budget_bytes - graph.resident_bytes
+        self.local = LocalSearch(
+            _with_mark(graph) if self.has_mark else graph,
+            budget_bytes=budget_bytes,
+            seed=seed,
+            loop=anneal_free,
+            arguments=(pack_rules(rules), order_chance),
         )
         # with one region, the only limit on recomputing an operator is its own first computation
         if len({op.region for op in graph.operators}) <= 1:
-            operators = self.state.operators[:-1]
+            operators = self.local.state.operators[:-1]
             operators[:, SPAN] = operators[:, SPAN + 2] = np.arange(len(operators))
 
-    @property
-    def is_ready(self) -> bool:
-        """True where a round need not wait for the compiler, some 20 s once per machine."""
-        return is_ready(anneal_free)
-
-    def run(self, steps: Ints, round_: OrderRound, search: FreeSearch) -> Ints:
+    def run(self, steps: Ints, round_: Round, search: FreeSearch) -> Ints:
         """Anneals from `steps` until the round or the search is over; returns the last state.
 
         Offers better schedules to `search`.
         """
-        chunk = max(
-            _CHUNK * _USUAL_OPERATORS // max(self.graph.num_operators, _USUAL_OPERATORS), 100
-        )
-        num_chunks = max(1, -(-round_.iterations // chunk))
-        current, count, end = (
-            self._marked(np.asarray(steps, np.int64)),
-            self.graph.num_operators,
-            len(self.state.operators) - 1,
-        )
-        for index in range(num_chunks):
-            state = lay_out(self.state, current)
-            best_slot = state.slots[SLOT].copy()
-            best = np.array([math.inf if search.cost_s is None else search.cost_s, math.inf])
-            hot, cold = (
-                round_.hot * (round_.cold / round_.hot) ** (i / num_chunks)
-                for i in (index, index + 1)
-            )
-            moves = min(chunk, round_.iterations - index * chunk)
-            anneal_free(
-                *state, self.rules, self.relations, self.random.random(_NUM_DRAWS), moves,
-                round_.order_chance, hot, cold,
-                self.graph.cost_s or 1.0, self.weight, best_slot, best,
-            )  # fmt: skip
-            if search.cost_s is None or best[0] < search.cost_s:
-                found = steps_of(best_slot, end)
-                search.offer(found[found < count].tolist())
-            current = steps_of(state.slots[SLOT], end)
-            if search.is_over:
-                break
-        return np.asarray(current[current < count], np.int64)
+        last = self.local.run(self.marked(steps), round_, should_stop=lambda: self._take(search))
+        return self._unmarked(last)
 
-    def _marked(self, steps: Ints) -> Ints:
+    def _take(self, search: FreeSearch) -> bool:
+        """Offers the best so far; True where the search is over."""
+        best = self.local.best_steps
+        if best is not None and (search.cost_s is None or self.local.best_cost_s < search.cost_s):
+            search.offer(self._unmarked(best).tolist())
+        return search.is_over
+
+    def marked(self, steps: Ints) -> Ints:
         """Returns the steps, with the mark before the backward if the graph has one."""
         if not self.has_mark:
             return steps
-        return np.asarray(
-            np.insert(
-                steps,
-                int(np.argmax(self.graph.arrays.is_backward[steps])),
-                self.graph.num_operators,
-            ),
-            np.int64,
-        )
+        first = int(np.argmax(self.is_backward[steps]))
+        return np.insert(steps, first, self.num_operators)
+
+    def _unmarked(self, steps: Ints) -> Ints:
+        return np.asarray(steps[steps < self.num_operators], np.int64)
 
 
 def _with_mark(graph: Graph) -> Graph:
@@ -311,18 +255,3 @@ def _with_mark(graph: Graph) -> Graph:
         pinned="it is no computation",
     )
     return replace(graph, operators=(*graph.operators, mark))
-
-
-def _pack_rules(rules: OrderRules) -> tuple[Ints, Ints]:
-    """Returns the order rules as two arrays: places of each operator's lists, and the lists."""
-    count = len(rules.is_fixed)
-    packed = np.zeros((count + 1, 5), np.int64)
-    packed[:count, EARLIER_FROM], packed[:count, EARLIER_TO] = (
-        rules.earlier_start[:-1],
-        rules.earlier_start[1:],
-    )
-    packed[:count, LATER_FROM] = rules.later_start[:-1] + len(rules.earlier)
-    packed[:count, LATER_TO] = rules.later_start[1:] + len(rules.earlier)
-    packed[:count, FIXED] = rules.is_fixed
-    packed[count, FIXED] = 1
-    return packed, np.concatenate([rules.earlier, rules.later])

@@ -1,4 +1,4 @@
-"""Inserts or removes one recomputation in place and keeps the bytes at every slot up to date.
+"""Inserts or removes one computation in place and keeps the bytes at every slot up to date.
 
 The last read of a value is not stored but looked up in its readers' slots, so a change only touches
 the lifetimes of values that the operator writes or reads. Any insertion after the first computation
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from remat.solvers.core.accounting import Floats, Ints
-from remat.solvers.core.compiled import compiled, inner
+from remat.solvers.core.accounting import Ints
+from remat.solvers.core.compiled import compiled, copied, inner
 from remat.solvers.search.sequence import (  # fmt: skip
     ADDED,
     BLOCK,
@@ -59,7 +59,7 @@ from remat.solvers.search.sequence import (  # fmt: skip
 def lay_out(state: State, steps: Ints) -> State:
     """Returns the sequence `steps` in slots, with the step that reads the outputs; O(E log S)."""
     result = with_empty_slots(state, len(steps) + 1)
-    fill(*result, np.append(steps, len(state.operators) - 1))
+    fill(result, np.append(steps, len(state.operators) - 1))
     return result
 
 
@@ -83,12 +83,12 @@ def computed_after(operators: Ints, op: int, q: int) -> int:
     return FAR
 
 
-@inner
-def last_read(values: Ints, operators: Ints, links: Ints, value: int, begin: int, end: int) -> int:
+@copied
+def last_read(state: State, value: int, begin: int, end: int) -> int:
     """Returns the last slot inside (begin, end) that reads `value`, `begin` if none."""
-    last = begin
+    values, operators, last = state.values, state.operators, begin
     for k in range(values[value, USER_FROM], values[value, USER_TO]):
-        u = links[k]
+        u = state.links[k]
         for i in range(operators[u, TIMES] - 1, -1, -1):
             position = operators[u, WHERE + i]
             if position < end:
@@ -163,68 +163,50 @@ def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) ->
 
 
 @inner
-def refresh(values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, q: int) -> None:
+def refresh(state: State, q: int) -> None:
     """Recomputes the bytes that the operator at `q` saves by working in place."""
+    values, operators, slots = state.values, state.operators, state.slots
     op = slots[SLOT, q]
     if op < 0 or operators[op, REUSE_FROM] == operators[op, REUSE_TO]:
         return
     best = 0
     for k in range(operators[op, REUSE_FROM], operators[op, REUSE_TO]):
-        value = links[k]
+        value = state.links[k]
         p = values[value, PRODUCER]
         begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
-        if (
-            values[value, NOW] > best
-            and last_read(values, operators, links, value, begin, end) == q
-        ):
+        if values[value, NOW] > best and last_read(state, value, begin, end) == q:
             best = values[value, NOW]
-    shift(slots, sums, q, q + 1, slots[SAVED, q] - best)
+    shift(slots, state.sums, q, q + 1, slots[SAVED, q] - best)
     slots[SAVED, q] = best
 
 
 @inner
-def refresh_around(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, q: int
-) -> None:
+def refresh_around(state: State, op: int, q: int) -> None:
     """Refreshes the slots that a change of `op` at `q` made, or no longer makes, a last read."""
-    if sums[IN_PLACE] == 0:
+    values, operators, links = state.values, state.operators, state.links
+    if state.sums[IN_PLACE] == 0:
         return
     before = computed_before(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-        refresh(
-            values,
-            operators,
-            links,
-            slots,
-            sums,
-            last_read(values, operators, links, links[k], before, q),
-        )
+        refresh(state, last_read(state, links[k], before, q))
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
         if values[value, NOW] == 0:
             continue
         begin = computed_before(operators, values[value, PRODUCER], q)
-        refresh(
-            values,
-            operators,
-            links,
-            slots,
-            sums,
-            last_read(values, operators, links, value, begin, q),
-        )
-    refresh(values, operators, links, slots, sums, q)
+        refresh(state, last_read(state, value, begin, q))
+    refresh(state, q)
 
 
 @inner
-def toggle(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, op: int, sign: int
-) -> None:
+def toggle(state: State, op: int, sign: int) -> None:
     """Makes the snapshots that `op` reads take memory (+1), or no longer (-1).
 
     Called when `op` gets its first recomputation or loses its last one.
     """
+    values, operators = state.values, state.operators
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
-        value = links[k]
+        value = state.links[k]
         if values[value, SNAPSHOT] == 0:
             continue
         values[value, REPEATED] += sign
@@ -234,10 +216,10 @@ def toggle(
             for i in range(operators[p, TIMES]):
                 begin = operators[p, WHERE + i]
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
-                last = last_read(values, operators, links, value, begin, end)
-                shift(slots, sums, begin, last + 1, sign * values[value, SIZE])
+                last = last_read(state, value, begin, end)
+                shift(state.slots, state.sums, begin, last + 1, sign * values[value, SIZE])
                 # its last reader may work in place of it
-                refresh(values, operators, links, slots, sums, last)
+                refresh(state, last)
 
 
 @inner
@@ -252,46 +234,37 @@ def may_be_at(operators: Ints, op: int, q: int) -> bool:
     return bool(is_first or is_second)
 
 
-@inner
-def insert(
-    values: Ints,
-    operators: Ints,
-    links: Ints,
-    slots: Ints,
-    sums: Ints,
-    costs: Floats,
-    op: int,
-    q: int,
-) -> None:
-    """Inserts a recomputation of `op` in the empty slot `q`, after its first computation."""
+@copied
+def shift_lifetimes(state: State, op: int, q: int, sign: int) -> None:
+    """Adds the bytes that a computation of `op` at `q` takes or saves (+1), or takes them off (-1).
+
+    Slot `q` is empty when this is called.
+    """
+    values, operators, slots, sums = state.values, state.operators, state.slots, state.sums
     before, after = computed_before(operators, op, q), computed_after(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-        value = links[k]
-        if last_read(values, operators, links, value, before, after) > q:
-            shift(
-                slots,
-                sums,
-                last_read(values, operators, links, value, before, q) + 1,
-                q,
-                -values[value, NOW],
-            )
+        value = state.links[k]
+        if last_read(state, value, before, after) > q:
+            last = last_read(state, value, before, q)
+            shift(slots, sums, last + 1, q, -sign * values[value, NOW])
         else:
-            shift(slots, sums, q, q + 1, values[value, NOW])
+            shift(slots, sums, q, q + 1, sign * values[value, NOW])
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
-        value = links[k]
+        value = state.links[k]
         if values[value, NOW] == 0:
             continue
         p = values[value, PRODUCER]
-        last = last_read(
-            values,
-            operators,
-            links,
-            value,
-            computed_before(operators, p, q),
-            computed_after(operators, p, q),
-        )
-        shift(slots, sums, last + 1, q + 1, values[value, NOW])
-    shift(slots, sums, q, q + 1, operators[op, WORKSPACE])
+        begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
+        last = last_read(state, value, begin, end)
+        shift(slots, sums, last + 1, q + 1, sign * values[value, NOW])
+
+
+@inner
+def insert(state: State, op: int, q: int) -> None:
+    """Inserts a computation of `op` in the empty slot `q`, not below its number of times."""
+    operators, slots = state.operators, state.slots
+    shift_lifetimes(state, op, q, 1)
+    shift(slots, state.sums, q, q + 1, operators[op, WORKSPACE])
     i = operators[op, TIMES]
     while operators[op, WHERE + i - 1] > q:
         operators[op, WHERE + i] = operators[op, WHERE + i - 1]
@@ -299,27 +272,19 @@ def insert(
     operators[op, WHERE + i] = q
     operators[op, TIMES] += 1
     slots[SLOT, q] = op
-    costs[-1] += costs[op]
-    refresh_around(values, operators, links, slots, sums, op, q)
+    state.costs[-1] += state.costs[op]
+    refresh_around(state, op, q)
     if operators[op, TIMES] == 2:
-        toggle(values, operators, links, slots, sums, op, 1)
+        toggle(state, op, 1)
 
 
 @inner
-def remove(
-    values: Ints,
-    operators: Ints,
-    links: Ints,
-    slots: Ints,
-    sums: Ints,
-    costs: Floats,
-    op: int,
-    q: int,
-) -> None:
-    """Removes the recomputation of `op` from slot `q`."""
+def remove(state: State, op: int, q: int) -> None:
+    """Removes the computation of `op` from slot `q`."""
+    operators, slots = state.operators, state.slots
     if operators[op, TIMES] == 2:
-        toggle(values, operators, links, slots, sums, op, -1)
-    shift(slots, sums, q, q + 1, slots[SAVED, q] - operators[op, WORKSPACE])
+        toggle(state, op, -1)
+    shift(slots, state.sums, q, q + 1, slots[SAVED, q] - operators[op, WORKSPACE])
     slots[SAVED, q] = 0
     i = 0
     while operators[op, WHERE + i] != q:
@@ -328,42 +293,15 @@ def remove(
     for m in range(i, operators[op, TIMES]):
         operators[op, WHERE + m] = operators[op, WHERE + m + 1]
     slots[SLOT, q] = -1
-    costs[-1] -= costs[op]
-    before, after = computed_before(operators, op, q), computed_after(operators, op, q)
-    for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-        value = links[k]
-        if last_read(values, operators, links, value, before, after) > q:
-            shift(
-                slots,
-                sums,
-                last_read(values, operators, links, value, before, q) + 1,
-                q,
-                values[value, NOW],
-            )
-        else:
-            shift(slots, sums, q, q + 1, -values[value, NOW])
-    for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
-        value = links[k]
-        if values[value, NOW] == 0:
-            continue
-        p = values[value, PRODUCER]
-        last = last_read(
-            values,
-            operators,
-            links,
-            value,
-            computed_before(operators, p, q),
-            computed_after(operators, p, q),
-        )
-        shift(slots, sums, last + 1, q + 1, -values[value, NOW])
-    refresh_around(values, operators, links, slots, sums, op, q)
+    state.costs[-1] -= state.costs[op]
+    shift_lifetimes(state, op, q, -1)
+    refresh_around(state, op, q)
 
 
 @compiled
-def fill(
-    values: Ints, operators: Ints, links: Ints, slots: Ints, sums: Ints, costs: Floats, steps: Ints
-) -> None:
+def fill(state: State, steps: Ints) -> None:
     """Puts `steps` into empty slots."""
+    values, operators, slots, sums = state.values, state.operators, state.slots, state.sums
     capacity, room = slots.shape[1], sums[ROOM]
     for index in range(len(steps)):
         op, q = steps[index], SPACING * index + SPACING - 1
@@ -371,12 +309,12 @@ def fill(
             slots[SLOT, q] = op
             operators[op, WHERE + operators[op, TIMES]] = q
             operators[op, TIMES] += 1
-            costs[-1] += costs[op]
+            state.costs[-1] += state.costs[op]
             slots[HELD, q] += operators[op, WORKSPACE]
     for value in range(len(values)):
         if values[value, SNAPSHOT] != 0:
             for k in range(values[value, USER_FROM], values[value, USER_TO]):
-                values[value, REPEATED] += operators[links[k], TIMES] > 1
+                values[value, REPEATED] += operators[state.links[k], TIMES] > 1
             if values[value, REPEATED] == 0:
                 values[value, NOW] = 0
     change = np.zeros(capacity + 1, np.int64)
@@ -385,10 +323,9 @@ def fill(
             begin = operators[op, WHERE + i]
             end = operators[op, WHERE + i + 1] if i + 1 < operators[op, TIMES] else FAR
             for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-                change[begin] += values[links[k], NOW]
-                change[last_read(values, operators, links, links[k], begin, end) + 1] -= values[
-                    links[k], NOW
-                ]
+                value = state.links[k]
+                change[begin] += values[value, NOW]
+                change[last_read(state, value, begin, end) + 1] -= values[value, NOW]
     alive = 0
     for q in range(capacity):
         alive += change[q]
@@ -398,4 +335,4 @@ def fill(
         part = slots[HELD, block * BLOCK : (block + 1) * BLOCK]
         slots[MOST, block], slots[LEAST, block] = part.max(), part.min()
     for q in range(capacity):
-        refresh(values, operators, links, slots, sums, q)
+        refresh(state, q)

@@ -22,7 +22,8 @@ from remat.core.validate import validate
 from remat.solvers.auto.solver import Auto
 from remat.solvers.free_order.bound import order_bound_s
 from remat.solvers.free_order.rules import order_rules
-from remat.solvers.free_order.solver import FreeOrder, FreeSearch, OrderRound, OrderSearch
+from remat.solvers.free_order.solver import FreeOrder, FreeSearch, OrderSearch
+from remat.solvers.search.annealing import Round
 from remat.solvers.search.sequence import SLOT, bytes_held
 from remat.solvers.search.timeline import lay_out
 from remat.tracers.synthetic import (
@@ -144,16 +145,14 @@ def test_the_sequence_agrees_with_simulator_and_rules_after_any_walk(
         random_step(num_operators, seed=seed) if seed % 3 else two_regions(1 + num_operators // 6)
     )
     budget = int(0.7 * keep_all_bytes(graph))
-    local = OrderSearch(graph, budget_bytes=budget, seed=seed)
+    order = OrderSearch(graph, budget_bytes=budget, seed=seed, order_chance=order_chance)
     search = FreeSearch(graph, budget_bytes=budget, gap=0.0, time_limit_s=60.0)
     search.raise_bound(-1.0)
-    steps = local.run(
-        np.arange(graph.num_operators), OrderRound(300, order_chance, 1e-1, 1e-2), search
-    )
+    steps = order.run(np.arange(graph.num_operators), Round(300, 1e-1, 1e-2), search)
     schedule = Schedule.from_steps(graph, steps.tolist())
     assert validate(graph, schedule, is_free_order=True) == []
     assert_keeps_rules(graph, steps.tolist())
-    state = lay_out(local.state, steps)
+    state = lay_out(order.local.state, steps)
     held = bytes_held(state.slots)[
         (state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)
     ]
@@ -269,9 +268,9 @@ def test_published_costs_are_reached_in_the_published_time(
     graph = Graph.from_arrays(data["cost"], data["size"], data["edges"])
     # the compiler, once a machine, has its own time
     FreeOrder(gap=0.0, rounds=1).solve(random_layered(8, seed=0), budget_bytes=1)
-    OrderSearch(graph, budget_bytes=1, seed=0).run(
+    OrderSearch(graph, budget_bytes=1, seed=0, order_chance=1.0).run(
         np.arange(graph.num_operators),
-        OrderRound(1, 1.0, 1.0, 1.0),
+        Round(1, 1.0, 1.0),
         FreeSearch(graph, budget_bytes=1, gap=0.0, time_limit_s=60.0),
     )
     solution = FreeOrder(gap=percent / 100, time_limit_s=seconds, rounds=1).solve(

@@ -5,7 +5,6 @@ after any number of moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from remat.core.graph import Graph, Operator, Phase, Value
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.accounting import Ints
-from remat.solvers.free_order.moves import anneal_free
 from remat.solvers.free_order.solver import OrderSearch
 from remat.solvers.search import annealing
-from remat.solvers.search.annealing import LocalSearch, Round, anneal
+from remat.solvers.search.annealing import Chunk, LocalSearch, Round, anneal
+from remat.solvers.search.moves import MAX_CHANGES
 from remat.solvers.search.sequence import (
     BLOCK,
     HELD,
@@ -39,32 +38,23 @@ from tests.support.graphs import keep_all_bytes
 Move = Callable[[State, np.random.Generator], None]
 
 
-def moves_of(local: LocalSearch | OrderSearch, hot: float, count: int = 1) -> Move:
+def moves_of(local: LocalSearch, hot: float, count: int = 1) -> Move:
     """So many moves, each taken or taken back."""
 
     def move(state: State, random: np.random.Generator) -> None:
-        best_slot, best, draws = (
-            state.slots[SLOT].copy(),
-            np.array([np.inf, np.inf]),
-            random.random(1 << 12),
+        chunk = Chunk(
+            iterations=count,
+            hot=hot,
+            cold=hot,
+            patience=count,
+            scale=1.0,
+            draws=random.random(1 << 12),
+            journal=np.zeros((MAX_CHANGES, 2), np.int64),
+            weight=local.weight,
+            best_slot=state.slots[SLOT].copy(),
+            best=np.array([np.inf, np.inf]),
         )
-        if isinstance(local, OrderSearch):
-            anneal_free(
-                *state,
-                local.rules,
-                local.relations,
-                draws,
-                count,
-                0.5,
-                hot,
-                hot,
-                1.0,
-                local.weight,
-                best_slot,
-                best,
-            )
-        else:
-            anneal(*state, draws, count, hot, hot, 1.0, local.weight, count, best_slot, best)
+        local.loop(state, chunk, *local.arguments)
 
     return move
 
@@ -111,15 +101,13 @@ def test_bytes_stay_exact_whatever_a_graph_has(
     Budgets that all slots of a block are within, some, and none.
     """
     graph = random_step(num_operators, seed=seed)
-    kind = OrderSearch if is_free else LocalSearch
-    local = kind(graph, budget_bytes=int(share * keep_all_bytes(graph)), seed=seed)
-    steps = np.arange(graph.num_operators)
-    check(
-        local.state,
-        local._marked(steps) if isinstance(local, OrderSearch) else steps,
-        moves_of(local, 10.0),
-        300,
-    )
+    budget, steps = int(share * keep_all_bytes(graph)), np.arange(graph.num_operators)
+    if is_free:
+        order = OrderSearch(graph, budget_bytes=budget, seed=seed, order_chance=0.5)
+        local, steps = order.local, order.marked(steps)
+    else:
+        local = LocalSearch(graph, budget_bytes=budget, seed=seed)
+    check(local.state, steps, moves_of(local, 10.0), 300)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.3, 0.2, 0.1])
@@ -176,16 +164,14 @@ def test_a_close_search_comes_back_to_what_fits(
     """So hot that every move is taken: otherwise it leaves what fits."""
     over = []
 
-    def recorded(*arguments: Any) -> int:
-        over.append(int(State(*arguments[:6]).sums[OVER]))
-        moved: int = anneal(*arguments)
-        return moved
+    def recorded(state: State, chunk: Chunk) -> int:
+        over.append(int(state.sums[OVER]))
+        return anneal(state, chunk)
 
     graph = random_step(30, seed=4)
     least = minimum(graph)
-    monkeypatch.setattr(annealing, "anneal", recorded)
     monkeypatch.setattr(annealing, "_PATIENCE", 10)
-    local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0)
+    local = LocalSearch(graph, budget_bytes=least.peak_bytes, seed=0, loop=recorded)
     local.run(np.array(least.steps), Round(1_000, 1e6, 1e6, is_close=is_close), chunk=100)
     assert len(over) >= 10
     assert any(over) != is_close
