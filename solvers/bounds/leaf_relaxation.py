@@ -139,7 +139,7 @@ class LeafModel:
         again = [self.model.values_at(self.model.again[stage], point) for stage in self._stages]
         paid_s = [float(np.dot(self._refinement.graph.arrays.cost_s, stage)) for stage in again]
         failed = [
-            self._refinement.asked_for(self.steps(point, least), self.boundaries, paid_s)
+            self._refinement.failures(self.steps(point, least)).asked_for(self.boundaries, paid_s)
             for least in (HALF, _LITTLE)
         ]
         undecided = self._reading(

@@ -62,7 +62,8 @@ class Reserves:
             has_fit, cheapest, failures = False, math.inf, dict[int, float]()
             for least in _THRESHOLDS:
                 steps = refinement.steps_of(model, point, least)
-                excess, cost_s = refinement.excess(steps)
+                excess = refinement.failures(steps).worst
+                cost_s = float(refinement.graph.arrays.cost_s[steps].sum())
                 has_fit |= not excess
                 if not excess:
                     best_s = min(best_s, cost_s)

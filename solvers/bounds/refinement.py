@@ -26,14 +26,14 @@ model. Source: this package's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.solvers.bounds.failures import Failures, repeated_s
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.stages import KnownRows, Stages, State
 from remat.solvers.bounds.window import Window, WindowModel
@@ -185,14 +185,9 @@ class Refinement:
         """
         return self._steps(self._kept(model, point, least))
 
-    def excess(self, steps: list[int]) -> tuple[dict[int, float], float]:
-        """Returns where and by how many bytes `steps` exceed the budget, and their cost in seconds.
-
-        The excess is by backward operator, at it or right before it.
-        """
-        before, at, _ = self._failures(steps)
-        cost_s = float(self.graph.arrays.cost_s[steps].sum())
-        return _worst(before, at), cost_s
+    def failures(self, steps: list[int]) -> Failures:
+        """Returns where `steps` exceed the budget in the backward, and what they pay there."""
+        return Failures.of(self.graph, steps, budget_bytes=self.budget_bytes, first=self.first)
 
     def solve(
         self,
@@ -350,23 +345,16 @@ class Refinement:
         counts as failing. With `is_single`, the operator where memory is over becomes a stage
         instead of a cut, as rounding cuts are stronger on both sides of it.
         """
-        before, at, extra_s = self._failures(steps)
-        is_known = set(boundaries)
-        excess = _worst(before, at)
-        single = max(
-            (v for v in sorted(excess) if not {v, v + 1} <= is_known),
-            key=lambda v: excess[v],
-            default=-1,
-        )
-        cut = max((v for v in at if v not in is_known), key=lambda v: at[v], default=-1)
-        if cut >= 0 and at[cut] >= _HELD_SHARE * before.get(single, 0.0):
+        failures = self.failures(steps)
+        single, cut = failures.worst_single(boundaries), failures.worst_cut(boundaries)
+        if cut >= 0 and failures.at[cut] >= _HELD_SHARE * failures.before.get(single, 0.0):
             stages = self.stages
             self.stages = stages.with_single(cut) if is_single else stages.with_cut(cut)
             return
         if paid_s is None and single < 0:
             return
-        if paid_s is not None and not excess:
-            surplus = self._surplus(extra_s, boundaries, paid_s)
+        if paid_s is not None and not failures.worst:
+            surplus = failures.surplus(boundaries, paid_s)
             single = max(surplus, key=lambda v: surplus[v], default=-1)
         if single < 0:
             self.state = State.DONE
@@ -383,95 +371,9 @@ class Refinement:
             steps: a schedule within the budget.
             boundaries: of the last model's stages.
         """
-        known, cost_s = {*boundaries}, self.graph.arrays.cost_s
-        again, repeated_s = set[int](), dict[int, float]()
-        for position, before in _bursts(steps):
-            op = steps[position]
-            if op in known:
-                again.clear()
-            repeated_s[op] = sum(float(cost_s[j]) for j in before if j in again)
-            again.update(before)
-        inside = [v for v in repeated_s if v >= self.first and not {v, v + 1} <= known]
-        worst = max(inside, key=lambda v: (repeated_s[v], v), default=-1)
-        if worst >= 0 and repeated_s[worst] > 0:
+        known = {*boundaries}
+        paid_s = repeated_s(self.graph, steps, known)
+        inside = [v for v in paid_s if v >= self.first and not {v, v + 1} <= known]
+        worst = max(inside, key=lambda v: (paid_s[v], v), default=-1)
+        if worst >= 0 and paid_s[worst] > 0:
             self.stages = self.stages.within(known).with_single(worst)
-
-    def _surplus(
-        self, extra_s: Mapping[int, float], boundaries: Sequence[int], paid_s: Sequence[float]
-    ) -> dict[int, float]:
-        """Returns by how much stages cost more than `paid_s`, where they do.
-
-        Each is given by the operator in it before which most is paid.
-        """
-        surplus = {}
-        for (a, b), paid in zip(pairwise(boundaries), paid_s, strict=True):
-            inside = {v: cost for v, cost in extra_s.items() if a <= v < b}
-            if (
-                inside
-                and b > a + 1
-                and sum(inside.values()) > paid + _TOLERANCE * self.graph.cost_s
-            ):
-                surplus[max(inside, key=lambda v: inside[v])] = sum(inside.values()) - paid
-        return surplus
-
-    def asked_for(
-        self, steps: list[int], boundaries: Sequence[int], paid_s: Sequence[float]
-    ) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those first where `steps` fail most.
-
-        Args:
-            steps: a schedule, within the budget or not.
-            boundaries: of the present stages, which may be others than this refinement's.
-            paid_s: what the model pays in each of these.
-
-        Returns:
-            Operators as stages of their own, (v, v + 1), then cuts, (v,); `solve` chooses one.
-        """
-        before, at, extra_s = self._failures(steps)
-        excess = _worst(before, at) or self._surplus(extra_s, boundaries, paid_s)
-        singles = [
-            (v, v + 1)
-            for v in sorted(excess, key=lambda v: (-excess[v], v))
-            if not {v, v + 1} <= set(boundaries)
-        ]
-        cuts = [(v,) for v in sorted(at, key=lambda v: (-at[v], v)) if v not in boundaries]
-        return [*singles, *cuts]
-
-    def _failures(
-        self, steps: list[int]
-    ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-        """Returns three maps by original operator of the backward.
-
-        Bytes over the budget before it, bytes over the budget at it, and the cost of the
-        recomputations right before it.
-        """
-        held = simulate(self.graph, Schedule.from_steps(self.graph, steps)).bytes_at
-        before, at, extra_s = dict[int, float](), dict[int, float](), dict[int, float]()
-        for position, again in _bursts(steps):
-            op, excess = steps[position], float(held[position]) - self.budget_bytes
-            if op < self.first:
-                continue
-            over = (
-                max(held[position - len(again) : position].tolist(), default=self.budget_bytes)
-                - self.budget_bytes
-            )
-            cost_s = sum(self.graph.operators[j].cost_s for j in again)
-            before.update({op: float(over)} if over > max(excess, 0.0) else {})
-            at.update({op: excess} if excess > 0 else {})
-            extra_s.update({op: cost_s} if cost_s > 0 else {})
-        return before, at, extra_s
-
-
-def _bursts(steps: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yields each operator's first position in `steps`, and the recomputations right before it."""
-    seen, begin = set[int](), 0
-    for position, op in enumerate(steps):
-        if op not in seen:
-            seen.add(op)
-            yield position, steps[begin:position]
-            begin = position + 1
-
-
-def _worst(before: Mapping[int, float], at: Mapping[int, float]) -> dict[int, float]:
-    """Returns the larger of the bytes over the budget before and at each operator."""
-    return {v: max(before.get(v, 0.0), at.get(v, 0.0)) for v in {*before, *at}}
