@@ -38,11 +38,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from remat.solvers.bounds.leaf_relaxation import HALF, Choice, LeafModel, boundaries_of, unions_of
+from remat.solvers.bounds.leaf_relaxation import HALF, Choice, LeafModel, unions_of
+from remat.solvers.bounds.leaves import Gains, Leaf, Refined, Split, refined_windows
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.window import Window
 from remat.solvers.core.accounting import Floats
@@ -68,94 +68,11 @@ _ENOUGH = 0.15
 _WORTH = 0.5
 # gain of a stage to be added, over the cost of keeping everything; 4 times that to be tried again
 _LEAST_GAIN = 5e-5
-_HIGHER_SIDE = 0.1  # weight of a split's higher side
 _LOOK_AHEAD = 5e-5  # over the same cost; a leaf whose bound exceeds the next leaf's by more waits
 _ROUNDS, _ROUNDS_TO_TRY = 60, 5  # rounds of memory rows
-_RECENT = 0.5  # weight of the last gain in the estimate
 # what a stage must have gained to be tried again: as a share of that cost, plus a share of the
 # split's gain
 _HOPEFUL = 4 * _LEAST_GAIN, 0.02
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Some of the schedules, and the model that bounds them.
-
-    Attributes:
-        bound: a lower bound on their objective.
-        fixed: values of branching variables, the same in all of them.
-        windows: of the model, without the forward.
-    """
-
-    bound: float
-    fixed: Mapping[Choice, float]
-    windows: frozenset[Window]
-
-
-def refined_windows(windows: frozenset[Window], cut: Collection[int]) -> frozenset[Window]:
-    """Returns `windows` and the windows of the stages that `cut` adds.
-
-    Without the old windows the model's bound could be weaker.
-    """
-    return windows | unions_of(sorted({*boundaries_of(windows), *cut}), 2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A branching variable, and the bounds with it at 0 and at 1."""
-
-    choice: Choice
-    bounds: tuple[float, float]
-
-    def gain(self, bound: float) -> float:
-        """Returns the gain over a leaf's bound: the lower side's, plus a little of the higher's."""
-        lower, higher = sorted(max(side - bound, 0.0) for side in self.bounds)
-        return lower + _HIGHER_SIDE * higher
-
-    def leaves(self, leaf: Leaf) -> tuple[Leaf, ...]:
-        """Returns the two leaves that it splits a leaf into."""
-        sides = enumerate(self.bounds)
-        return tuple(
-            replace(
-                leaf, bound=max(leaf.bound, bound), fixed={**leaf.fixed, self.choice: float(side)}
-            )
-            for side, bound in sides
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Refined:
-    """A leaf with one more stage, the stage's gain, and its last boundary."""
-
-    gain: float
-    last: int
-    leaf: Leaf
-
-
-class _Gains(Generic[Key]):
-    """Gains of variables or stages so far: averages in which the last gain counts half."""
-
-    def __init__(self) -> None:
-        self._known: dict[Key, float] = {}
-
-    def note(self, key: Key, gain: float) -> None:
-        """Records one more gain."""
-        self._known[key] = gain + (1 - _RECENT) * (self._known.get(key, gain) - gain)
-
-    def best(self, keys: Collection[Key], least: float = 0.0) -> list[Key]:
-        """Returns those of `keys` that gained more than `least`, best first."""
-        found = [key for key in keys if self._known.get(key, -math.inf) > least]
-        return sorted(found, key=lambda key: -self._known[key])
-
-    def untried(self, keys: Collection[Key]) -> list[Key]:
-        """Returns those of `keys` without a recorded gain, in their order."""
-        return [key for key in keys if key not in self._known]
-
-    def forget(self) -> None:
-        """Forgets all gains."""
-        self._known.clear()
 
 
 class Branching:
@@ -176,9 +93,9 @@ class Branching:
         self.leaves: list[tuple[float, int, Leaf]] = []
         self.num_leaves, self._closed, self._is_stuck = 0, math.inf, False
         self._gains, self._gains_of_stages, self._gains_of_survey = (
-            _Gains[Choice](),
-            _Gains[tuple[int, ...]](),
-            _Gains[tuple[int, ...]](),
+            Gains[Choice](),
+            Gains[tuple[int, ...]](),
+            Gains[tuple[int, ...]](),
         )
         if not refinement.is_open:
             self._closed = -math.inf
@@ -277,7 +194,7 @@ class Branching:
 
     def _best_split(
         self, leaf: Leaf, model: LeafModel, point: Floats, deadline: float, cutoff: float
-    ) -> _Split | None:
+    ) -> Split | None:
         """Returns the tried split with the highest lower side; None without one, or out of time."""
         choices = model.undecided(point)
         known = self._gains.best(choices)[: _TRIED_CHOICES // 2]
@@ -286,7 +203,7 @@ class Branching:
         for choice in self._gains.untried(choices):
             new.setdefault((choice.index, choice.last < 0), choice)
         tried = [*known, *list(new.values())[: _TRIED_CHOICES - len(known)]]
-        best: _Split | None = None
+        best: Split | None = None
         for choice in tried or choices[:_TRIED_CHOICES]:
             split = self._split(leaf, model, choice, deadline, cutoff)
             if is_past(deadline):
@@ -301,7 +218,7 @@ class Branching:
     @staticmethod
     def _split(
         leaf: Leaf, model: LeafModel, choice: Choice, deadline: float, cutoff: float
-    ) -> _Split:
+    ) -> Split:
         """Returns the bounds with this variable at 0 and 1, at most the cutoff.
 
         No memory rows are added.
@@ -310,7 +227,7 @@ class Branching:
             model.solve({**leaf.fixed, choice: side}, rounds=1, deadline=deadline).bound
             for side in (0.0, 1.0)
         ]
-        return _Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
+        return Split(choice, (min(sides[0], cutoff), min(sides[1], cutoff)))
 
     def _best_refined(
         self,
@@ -320,12 +237,12 @@ class Branching:
         deadline: float,
         cutoff: float,
         split: float,
-    ) -> _Refined | None:
+    ) -> Refined | None:
         """Returns the leaf with the stage that gains most, of those tried.
 
         None where there is none, or out of time. `split` is the best split's gain without a stage.
         """
-        best: _Refined | None = None
+        best: Refined | None = None
         if not leaf.fixed and len(model.boundaries) < _SURVEYED_BOUNDARIES:
             best = self._best_of(
                 self._surveyed(model),
@@ -345,14 +262,14 @@ class Branching:
     def _best_of(
         self,
         cuts: Iterable[tuple[int, ...]],
-        gains: _Gains[tuple[int, ...]],
+        gains: Gains[tuple[int, ...]],
         leaf: Leaf,
         deadline: float,
         cutoff: float,
         split: float | None,
-    ) -> _Refined | None:
+    ) -> Refined | None:
         """Tries these stages until the deadline, records their gains, and returns the best."""
-        best: _Refined | None = None
+        best: Refined | None = None
         for cut in cuts:
             found = self._refined(leaf, cut, deadline, cutoff, split)
             if is_past(deadline):
@@ -368,7 +285,7 @@ class Branching:
 
     def _refined(
         self, leaf: Leaf, cut: tuple[int, ...], deadline: float, cutoff: float, split: float | None
-    ) -> _Refined:
+    ) -> Refined:
         """Evaluates adding one stage: the refined leaf, and its gain in the bound.
 
         With `split`, the gain may also be that of splitting by the largest variable, less `split`.
@@ -384,7 +301,7 @@ class Branching:
                     gain,
                     self._split(leaf, model, choice, deadline, cutoff).gain(leaf.bound) - split,
                 )
-        return _Refined(gain, max(cut), replace(refined, bound=bound))
+        return Refined(gain, max(cut), replace(refined, bound=bound))
 
     def _asked_for(
         self, leaf: Leaf, model: LeafModel, point: Floats, split: float

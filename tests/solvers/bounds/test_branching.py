@@ -19,12 +19,9 @@ from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
-from remat.solvers.bounds.branch_and_refine import (
-    Branching,
-    raise_bound_by_branching,
-    refined_windows,
-)
+from remat.solvers.bounds.branch_and_refine import Branching, raise_bound_by_branching
 from remat.solvers.bounds.leaf_relaxation import Choice, boundaries_of
+from remat.solvers.bounds.leaves import refined_windows
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.stages import State
 from remat.solvers.core.incumbent import Search
