@@ -128,8 +128,17 @@ def test_where_it_ends_nothing_cheaper_is_left() -> None:
     assert closed >= 0.7 * opened
 
 
-def test_it_rises_above_refined_relaxations_and_never_falls() -> None:
-    found = grow(tree_of(GRAPH, TIGHT), 2 * GRAPH.cost_s, 12)
+@pytest.fixture(scope="module")
+def grown() -> tuple[Branching, list[float]]:
+    """A tree of sixteen rounds, which several tests look at, and its bound after each."""
+    tree = tree_of(GRAPH, TIGHT)
+    return tree, grow(tree, 2 * GRAPH.cost_s, 16)
+
+
+def test_it_rises_above_refined_relaxations_and_never_falls(
+    grown: tuple[Branching, list[float]],
+) -> None:
+    _, found = grown
     assert found == sorted(found)
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     refined = [
@@ -139,20 +148,18 @@ def test_it_rises_above_refined_relaxations_and_never_falls() -> None:
     assert found[-1] > max(refined)
 
 
-def test_leaves_are_refined_each_for_itself() -> None:
-    tree = tree_of(GRAPH, TIGHT)
-    grow(tree, 2 * GRAPH.cost_s, 25)
+def test_leaves_are_refined_each_for_itself(grown: tuple[Branching, list[float]]) -> None:
+    tree, _ = grown
     windows = {leaf.windows for _, _, leaf in tree.leaves}
     assert len(windows) > 1
     assert any(leaf.fixed for _, _, leaf in tree.leaves)
 
 
-def test_a_refined_leaf_bounds_no_less() -> None:
+def test_a_refined_leaf_bounds_no_less(grown: tuple[Branching, list[float]]) -> None:
     """But for what moments and cuts by rounding say, of which a model gets some of those that its
     points violate.
     """
-    tree = tree_of(GRAPH, TIGHT)
-    grow(tree, 2 * GRAPH.cost_s, 16)
+    tree, _ = grown
     for _, _, leaf in tree.leaves[:4]:
         before = relaxed(tree, leaf.windows, leaf.fixed)
         for v in range(forward_length(GRAPH), GRAPH.num_operators, 5):
@@ -169,10 +176,11 @@ def relaxed(
     return tree._model(windows).solve(fixed, rounds=200, deadline=time.perf_counter() + 60).bound
 
 
-def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for() -> None:
+def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for(
+    grown: tuple[Branching, list[float]],
+) -> None:
     """Values have other indices than the operators that write them."""
-    tree = tree_of(GRAPH, TIGHT)
-    grow(tree, 2 * GRAPH.cost_s, 16)
+    tree, _ = grown
     checked = 0
     for _, _, leaf in tree.leaves:
         model = tree._model(leaf.windows)
