@@ -171,7 +171,7 @@ ALL = (
         ("piece.halves(number)[1]", "piece.halves(0)[1]"),
     ),
     _naive(
-        "Inductor's random kernels run again", "remat/run/fusion.py", "run/test_inductor -k 'computes and nothing'",
+        "Inductor's random kernels run again", "remat/inductor/kernel_graph.py", "run/test_inductor -k 'computes and nothing'",
         ("if index in step.generator_states else", "if False else"),
     ),
     _naive(

@@ -88,8 +88,9 @@ def checkpoint(
         time_limit_s: time limit of planning.
         gap: planning stops once the cost is proved to be within this fraction of the least.
         executor: "eager" runs the rewritten step operator by operator, in exactly the planned
-            memory. "inductor" compiles it to fused kernels as `torch.compile` does; their memory is
-            measured at the first step, and a step above its budget is planned again with less.
+            memory. "inductor" compiles it to fused kernels as `torch.compile` does, which run in
+            the plan's order; what they hold is known before the first step, and planned again with
+            less where it is above the budget.
         differentiate: "scalars" plans for gradients of scalar outputs where there are any (the
             loss); "all" for every output.
         plan_cache: plans are written to the user's cache folder (`remat doctor` says where), and
@@ -357,4 +358,5 @@ def report(model: Callable[..., Any]) -> Report:
         cuda_peaks=last.meter.cuda_peaks,
         outside_bytes=call.outside.held_bytes,
         whole_peak_bytes=last.meter.whole.peak_bytes if last.meter.whole else None,
+        kernels_peak_bytes=last.kernels_peak_bytes,
     )

@@ -164,7 +164,7 @@ class OutsideRoom:
             planned, whole = entry.planned, entry.planned.meter.whole
             if whole is None and planned.meter.peak_bytes is None:
                 continue
-            budget_bytes = planned.solution.budget_bytes + unplanned_bytes + entry.room_bytes
+            budget_bytes = planned.budget_bytes + unplanned_bytes + entry.room_bytes
             is_over = whole is not None and _is_over(planned, whole.peak_bytes, budget_bytes)
             room = self._room(planned, whole, budget_bytes) if whole and is_over else (0, 0)
             room = entry.size.of_all_ranks(room[0]), entry.loss.of_all_ranks(room[1])

@@ -122,10 +122,10 @@ class PlannedCall(OwnCall):
     def _keep_within_budget(self) -> None:
         """Plans again where Inductor's kernels held more than the budget.
 
-        They may, since Inductor frees memory in an order of its own.
+        They do only where their memory could not be told before they ran.
         """
         peaks = [
-            (step.meter.peak_bytes or 0, step.solution.budget_bytes + self.unplanned_bytes)
+            (step.meter.peak_bytes or 0, step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
@@ -313,7 +313,7 @@ class PlannedCall(OwnCall):
         make = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
-            from remat.run.inductor import make_inductor_backend as make
+            from remat.inductor.backend import make_inductor_backend as make
         return make(
             lambda step, **beside: planned()._plan(step, held_bytes, **beside),
             self.costs,
@@ -387,7 +387,7 @@ def backend(
     costs = resolve_costs(options.costs, kind)
     make = make_backend
     if options.executor == "inductor":
-        from remat.run.inductor import make_inductor_backend as make
+        from remat.inductor.backend import make_inductor_backend as make
     inner = make(
         plans,
         costs,

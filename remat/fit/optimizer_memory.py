@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from remat.fit.counted_storages import CountStorages
+from remat.run.counted_storages import CountStorages
 from remat.torch_border.kernels import FakeTensorMode
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

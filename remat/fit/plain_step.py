@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from remat.fit.counted_storages import CountStorages
+from remat.run.counted_storages import CountStorages
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.kernels import with_kernel
 from remat.tracers.step_values import CUDA_GRANULARITY_BYTES

@@ -75,6 +75,8 @@ class Report:
             room; 0 if the budget was enough from the start.
         whole_peak_bytes: the peak measured from the module's first call to the end of the backward,
             with the loss and all else; None before that, and for a step in pieces.
+        kernels_peak_bytes: the peak of the kernels that Inductor made of the plan, known before
+            they run; None where operators run one by one.
     """
 
     graph: Graph
@@ -88,6 +90,7 @@ class Report:
     cuda_peaks: CudaPeaks | None = None
     outside_bytes: int = 0
     whole_peak_bytes: int | None = None
+    kernels_peak_bytes: int | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -253,8 +256,10 @@ class Report:
 
     def _peak_rows(self) -> list[tuple[str, str]]:
         resident, measured = self.graph.resident_bytes, self.measured_peak_bytes
+        kernels = self.kernels_peak_bytes
         return [
             ("predicted peak", describe_bytes(self.solution.peak_bytes)),
+            *([("- of the kernels", describe_bytes(kernels))] if kernels else []),
             (
                 "measured peak",
                 describe_bytes(measured) if measured else "known after the first backward",

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from remat.core.errors import TraceError
 from remat.core.graph import Graph
+from remat.core.schedule import Schedule
 from remat.core.solution import Solution
 from remat.run.autocast_cache import autocast_cache
 from remat.run.executor import BoxedFunction, compile_graph
@@ -56,6 +57,13 @@ class Step(Protocol):
         """Its operators and storages."""
 
 
+class FusedOperators(Step, Protocol):
+    """A step whose operators are kernels of several."""
+
+    def unfused(self, schedule: Schedule) -> Schedule:
+        """Returns the schedule of operators that a schedule of kernels is."""
+
+
 # step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step
 Planner = Callable[..., Solution]
 
@@ -64,7 +72,14 @@ Planner = Callable[..., Solution]
 class PlannedStep:
     """A step that was captured as one graph, with its plan and its halves.
 
-    `kernels` is the graph that was planned, where that is one of fused operators.
+    Attributes:
+        step: what was captured.
+        solution: its plan.
+        split: its halves.
+        meter: measures its first run.
+        kernels: the graph that was planned, where operators are fused.
+        kernels_peak_bytes: what fused kernels hold, known before they run.
+        kernels_room_bytes: what of the budget was kept from the plan, as kernels hold more than it.
     """
 
     step: TracedStep
@@ -72,11 +87,50 @@ class PlannedStep:
     split: SplitStep
     meter: FirstStepMeter
     kernels: Graph | None = None
+    kernels_peak_bytes: int | None = None
+    kernels_room_bytes: int = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the step may hold."""
+        return self.solution.budget_bytes + self.kernels_room_bytes
 
     @property
     def graph(self) -> Graph:
         """The graph that was planned."""
         return self.kernels or self.step.graph
+
+    @classmethod
+    def of(
+        cls,
+        step: TracedStep,
+        plan: Planner,
+        plain: PlainForward | None,
+        kernels: FusedOperators | None = None,
+    ) -> PlannedStep:
+        """Plans a captured step and cuts it into its halves.
+
+        Args:
+            step: what was captured.
+            plan: step -> solution.
+            plain: can run the step as plain PyTorch, for which the plan leaves room.
+            kernels: what is planned in its place, where operators are fused.
+
+        Raises:
+            TraceError: the planner found no schedule.
+        """
+        solution = plan(kernels or step, **(plain.room_beside(step) if plain else {}))
+        schedule = solution.schedule
+        if schedule is None:
+            raise TraceError(f"the planner found no schedule ({solution.status})")
+        if kernels:
+            schedule = kernels.unfused(schedule)
+        graph = kernels.graph if kernels else step.graph
+        meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
+        if plain:
+            plain.forget = meter.forget
+        halves = split(step, schedule, is_free_order=kernels is not None)
+        return cls(step, solution, halves, meter, kernels.graph if kernels else None)
 
 
 class GraphBreak(TraceError):
@@ -137,7 +191,7 @@ def make_backend(
                 static_inputs=tuple(static_lifetime_input_indices or ()),
                 model_bytes=model_bytes(),
             )
-            planned.append(_planned(step, plan, plain))
+            planned.append(PlannedStep.of(step, plan, plain))
             on_planned(planned[-1])
             return planned[-1].split.forward, planned[-1].split.backward
 
@@ -160,17 +214,6 @@ def make_backend(
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
-
-
-def _planned(step: TracedStep, plan: Planner, plain: PlainForward | None) -> PlannedStep:
-    solution = plan(step, **(plain.room_beside(step) if plain else {}))
-    if solution.schedule is None:
-        raise TraceError(f"the planner found no schedule ({solution.status})")
-    graph = step.graph
-    meter = FirstStepMeter(graph.device, graph.resident_bytes, step.num_forward_outputs)
-    if plain:
-        plain.forget = meter.forget
-    return PlannedStep(step, solution, split(step, solution.schedule), meter)
 
 
 def refuse_uncapturable(module: fx.GraphModule) -> None:

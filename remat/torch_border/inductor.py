@@ -5,8 +5,10 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,6 +23,13 @@ def inductor_compilers() -> tuple[Any, Any]:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return compile_fx, compile_fx_inner
+
+
+def backward_compiled_at_once() -> Any:
+    """Within, the backward is compiled with the forward, not when it first runs (2.13)."""
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True)
 
 
 def inductor_partitioner(cut: Callable[..., Any]) -> Any:
@@ -38,3 +47,38 @@ def inductor_partitioner(cut: Callable[..., Any]) -> Any:
             return None
 
     return Partitioner()
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """The Python module that Inductor writes for a graph.
+
+    Attributes:
+        source: its text.
+        names: its global names.
+        call: its function, which takes a list of arguments and empties it.
+    """
+
+    source: str
+    names: Mapping[str, Any]
+    call: Any
+
+    def with_names(self, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
+        """Returns its function, which finds `names` as its global names."""
+        function = self.call.__func__
+        changed = types.FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__
+        )
+        return types.MethodType(changed, self.call.__self__)
+
+
+def compiled_module(compiled: Any) -> CompiledModule | None:
+    """Returns the module of a graph that `compile_fx_inner` compiled (2.13); None where its code is
+    of another kind: C++ throughout, or cut into CUDA graphs.
+    """
+    call = getattr(compiled, "current_callable", None)
+    if not isinstance(call, types.MethodType) or not compiled.source_code:
+        return None
+    if getattr(call.__self__, "partitions", None):
+        return None
+    return CompiledModule(compiled.source_code, call.__func__.__globals__, call)

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 
 import remat
 from remat.core.schedule import Schedule, simulate
-from remat.run.fusion import fuse
+from remat.inductor.dry_run import HalfMemory, dry_run
+from remat.inductor.kernel_graph import fuse
 from remat.tracers.aot import TracedStep
 from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_nothing
 
@@ -98,6 +100,7 @@ def test_what_torch_compile_computes_within_the_budget(
         for ours, theirs in zip(state_after(model, model, seed), states, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     report = remat.report(model)
+    assert report.measured_peak_bytes == report.kernels_peak_bytes  # known before the first step
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.budget_bytes
     times = Counter(report.schedule.steps)
@@ -139,6 +142,90 @@ def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
             state_after(model, model, seed), state_after(plain, plain, seed), strict=True
         ):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Images(nn.Module):
+    """Convolutions, statistics of batches, pooling, and a head that flattens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2)]
+        more = [nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout(0.2), nn.ReLU6()]
+        self.layers = nn.Sequential(*layers, *more, nn.Flatten(), nn.Linear(16 * 16 * 16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+class Words(nn.Module):
+    """Attention over embeddings, with a head that is tied to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.norm(self.layer(self.words(ids))) @ self.words.weight.T
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.fixture
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels compute nothing, and nothing is compiled: memory alone is asked."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def idle(*_: object, **__: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", idle)
+    monkeypatch.setattr(AsyncCompile, "wait", lambda *_: None)
+
+
+@pytest.mark.usefixtures("idle_kernels")
+@pytest.mark.parametrize("budget", ["100%", "90%"])
+@pytest.mark.parametrize("kind", ["images", "words"])
+def test_the_peak_is_known_to_the_byte_before_the_first_step(kind: str, budget: str) -> None:
+    model = Images() if kind == "images" else Words()
+    inputs = torch.randn(8, 3, 32, 32) if kind == "images" else torch.randint(64, (16, 32))
+    options = {"costs": "roofline", "time_limit_s": 2.0, "plan_cache": False}
+    remat.checkpoint(model, budget, executor="inductor", **options)  # type: ignore[arg-type]  # of several types
+    model(inputs).backward()
+    report = remat.report(model)
+    assert report.kernels_peak_bytes is not None
+    assert report.measured_peak_bytes == report.kernels_peak_bytes
+    assert report.kernels_peak_bytes <= report.budget_bytes
+    assert "kernels" in str(report)
+
+
+@pytest.mark.usefixtures("idle_kernels")
+@pytest.mark.parametrize("is_ever_enough", [True, False])
+def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
+    monkeypatch: pytest.MonkeyPatch, *, is_ever_enough: bool
+) -> None:
+    def more_than_there_is(*args: object) -> HalfMemory:
+        halves.append(dry_run(*args))  # type: ignore[arg-type]  # passed on
+        num_plans = (len(halves) + 1) // 2
+        extra_bytes = 300_000 * num_plans if num_plans == 1 or not is_ever_enough else 0
+        return replace(halves[-1], peak_bytes=halves[-1].peak_bytes + extra_bytes)
+
+    halves: list[HalfMemory] = []
+    monkeypatch.setattr("remat.inductor.backend.dry_run", more_than_there_is)
+    monkeypatch.setattr("remat.inductor.backend._ATTEMPTS", 2)
+    model = Net()
+    remat.checkpoint(
+        model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
+    )
+    if is_ever_enough:
+        model(batch()).backward()
+        report = remat.report(model)
+        assert len(halves) == 4
+        assert report.solution.budget_bytes < report.budget_bytes
+    else:
+        with pytest.raises(remat.BudgetError, match="best of 2 plans") as refused:
+            model(batch())
+        assert refused.value.minimum_bytes > refused.value.budget_bytes
 
 
 def test_kernels_that_hold_more_than_the_budget_are_planned_again(

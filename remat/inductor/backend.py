@@ -1,0 +1,257 @@
+"""Plans that Inductor runs: fused kernels within the budget, known before the first step.
+
+Inductor lets another partitioner cut its joint graph into forward and backward
+(`torch._inductor.config.custom_partitioner_fn`). By then dropout draws from seeds that the forward
+makes (`inductor_seeds`): they are saved, and masks are made again from them, the same in every
+recomputation. Each half is compiled in the plan's order, and run dry: where its kernels hold more
+than the budget, the step is planned and compiled again with less.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from remat.core.budget import describe_bytes
+from remat.core.errors import BudgetError
+from remat.core.solution import Solution
+from remat.inductor.dry_run import HalfMemory, dry_run
+from remat.inductor.kernel_graph import FusedStep, fuse
+from remat.inductor.kernel_plan import KernelPlan
+from remat.run.capture import (
+    PlannedStep,
+    Planner,
+    Step,
+    detach_non_scalars,
+    refuse_gradients,
+    runs_once,
+    with_missing_gradients,
+)
+from remat.run.measured_forward import storages_of
+from remat.run.plain_forward import PlainForward
+from remat.run.plain_steps import PlainSteps
+from remat.run.refusals import refuse_what_has_no_size
+from remat.torch_border.autograd import backward_without_autocast
+from remat.torch_border.inductor import (
+    backward_compiled_at_once,
+    compiled_module,
+    inductor_compilers,
+    inductor_partitioner,
+)
+from remat.tracers.aot import read_joint
+from remat.tracers.costs import CostModel
+
+compile_fx, compile_fx_inner = inductor_compilers()
+
+_LOG = logging.getLogger(__name__)
+_ATTEMPTS = 4  # at a plan whose kernels keep the budget
+
+
+def make_inductor_backend(
+    plan: Planner,
+    costs: CostModel,
+    on_planned: Callable[[PlannedStep], None],
+    *,
+    differentiate: str = "scalars",
+    model_bytes: Callable[[], int] = lambda: 0,
+    plain_steps: PlainSteps | None = None,
+) -> Any:
+    """Returns a `torch.compile` backend that runs what `plan` answers through Inductor.
+
+    See `make_backend`.
+    """
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        plain = PlainForward(module, example_inputs) if plain_steps else None
+        refused = detach_non_scalars(module) if differentiate == "scalars" else []
+
+        def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
+            refuse_what_has_no_size(joint)
+            return fuse(
+                read_joint(
+                    joint,
+                    num_forward_outputs,
+                    costs,
+                    static_inputs=tuple(static or ()),
+                    model_bytes=model_bytes(),
+                )
+            )
+
+        compilation = _within_budget(module, example_inputs, read, plan, plain)
+        compiled, planned = compilation.compiled, compilation.planned
+        if planned:
+            on_planned(
+                replace(
+                    planned,
+                    kernels_peak_bytes=compilation.peak_bytes,
+                    kernels_room_bytes=compilation.room_bytes,
+                )
+            )
+            compiled = with_missing_gradients(compiled, planned.step)
+            if plain_steps and plain:
+                compiled = plain_steps.around(plain, compiled)
+        return refuse_gradients(compiled, refused) if refused else compiled
+
+    return backend
+
+
+Read = Callable[[fx.GraphModule, int, Any], FusedStep]
+
+
+def _within_budget(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    read: Read,
+    plan: Planner,
+    plain: PlainForward | None,
+) -> _Compilation:
+    """Compiles a step so that its kernels keep the budget.
+
+    Raises:
+        BudgetError: they never did.
+    """
+    room_bytes, found = 0, []
+    for _ in range(_ATTEMPTS):
+        compilation = _Compilation(read, _with_room(plan, room_bytes), plain, room_bytes)
+        compilation.compile(module, example_inputs)
+        if compilation.peak_bytes is None or compilation.planned is None:
+            return compilation
+
+        budget_bytes = compilation.planned.solution.budget_bytes + room_bytes
+        excess_bytes = compilation.peak_bytes - budget_bytes
+        if excess_bytes <= 0:
+            return compilation
+
+        found.append(compilation.peak_bytes)
+        room_bytes += excess_bytes
+        _LOG.info(
+            "the kernels of this plan hold %s more than the budget; planning again with less",
+            describe_bytes(excess_bytes),
+        )
+    raise BudgetError(
+        f"Inductor's kernels hold {describe_bytes(min(found))} with the best of {_ATTEMPTS} plans, "
+        f"and the budget leaves {describe_bytes(budget_bytes)}; raise it to at least that, or use "
+        'executor="eager"',
+        budget_bytes=budget_bytes,
+        minimum_bytes=min(found),
+        is_proved=False,
+    )
+
+
+def _with_room(plan: Planner, room_bytes: int) -> Planner:
+    def planned(step: Step, *, unplanned_bytes: int = 0) -> Solution:
+        return plan(step, unplanned_bytes=unplanned_bytes + room_bytes)
+
+    return planned
+
+
+@dataclass(eq=False)
+class _Compilation:
+    """One plan of a step, compiled.
+
+    Attributes:
+        read: reads a joint graph as a step.
+        plan: step -> solution.
+        plain: can run the step as plain PyTorch.
+        room_bytes: kept from the plan.
+        compiled: the step; set by `compile`.
+        planned: its plan; None where nothing needs a gradient.
+    """
+
+    read: Read
+    plan: Planner
+    plain: PlainForward | None
+    room_bytes: int
+    compiled: Callable[..., Any] = field(init=False)
+    planned: PlannedStep | None = None
+    _memory: dict[bool, HalfMemory] = field(default_factory=dict)  # is it the backward?
+    _resident: set[str] = field(default_factory=set)  # names of inputs that exist throughout
+
+    def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Plans and compiles a captured forward and its backward."""
+        patches = {
+            "custom_partitioner_fn": inductor_partitioner(self._cut),
+            "fx_graph_cache": False,
+        }
+        with backward_without_autocast(), backward_compiled_at_once():
+            self.compiled = compile_fx(
+                copy.deepcopy(module),  # Inductor changes it
+                list(example_inputs),
+                inner_compile=self._compile_half,
+                config_patches=patches,
+            )
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What the step will hold; None where that can't be told before it runs."""
+        if self.planned is None or len(self._memory) < 2:
+            return None
+        forward, backward = self._memory[False], self._memory[True]
+        held_bytes = max(forward.peak_bytes, forward.end_bytes + backward.peak_bytes)
+        return self.planned.graph.resident_bytes + held_bytes
+
+    def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
+        """Returns the bytes of what the forward returned and the backward is not given."""
+        if False not in self._memory:
+            return 0
+        given = [x for x, stays in zip(inputs, is_resident, strict=True) if not stays]
+        storages = storages_of(given).values()
+        return max(0, self._memory[False].end_bytes - sum(s.size_bytes for s in storages))
+
+    def _cut(
+        self,
+        joint: fx.GraphModule,
+        _: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Any = None,
+        **__: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        fused = self.read(joint, num_fwd_outputs, static_lifetime_input_indices)
+        self.planned = PlannedStep.of(fused.step, self.plan, self.plain, fused)
+        inputs = fused.step.module.graph.find_nodes(op="placeholder")
+        self._resident = {node.name for node in inputs}
+        return self.planned.split.forward, self.planned.split.backward
+
+    def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if self.planned is None:
+            return compile_fx_inner(graph, inputs, **kwargs)
+
+        step, meter = self.planned.step, self.planned.meter
+        is_backward = bool(kwargs.get("is_backward"))
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        is_resident = [name in self._resident for name in names]
+        kernels = KernelPlan(
+            self.planned.solution.budget_bytes
+            - step.graph.resident_bytes
+            - (self._held_beside(inputs, is_resident) if is_backward else 0),
+            frozenset(self._resident),
+            step.graph.device,
+        )
+        with kernels.followed():
+            compiled = compile_fx_inner(graph, inputs, **kwargs)
+        _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
+        module = compiled_module(compiled)
+        if module is not None:
+            memory = dry_run(module, inputs, step.graph.device, is_resident)
+            self._memory[is_backward] = memory
+            if not is_backward:  # what is saved of an input may be a copy in another layout
+                results = [getattr(node, "name", "") for node in _results(graph)]
+                pairs = zip(results, memory.is_input, strict=True)
+                self._resident -= {name for name, is_input in pairs if not is_input}
+        run = compiled.current_callable
+        compiled.current_callable = (
+            runs_once(meter.backward(run), step, self.plain) if is_backward else meter.forward(run)
+        )
+        return compiled
+
+
+def _results(graph: fx.GraphModule) -> Sequence[Any]:
+    results = graph.graph.output_node().args[0]
+    assert isinstance(results, Sequence)
+    return results

@@ -1,0 +1,107 @@
+"""The memory of a half that Inductor compiled, known before it runs.
+
+Inductor compiles a half to a Python function: it allocates buffers, calls kernels on them, and
+deletes each after its last use. Here that function itself runs, on fake tensors and with kernels
+that do nothing, while the bytes of all storages that live are counted. So whatever Inductor decided
+about reuse, work in place and the order of deletions is in the number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.run.counted_storages import CountStorages
+from remat.run.measured_forward import storages_of
+from remat.torch_border.inductor import CompiledModule
+from remat.torch_border.kernels import FakeTensorMode
+from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+
+_KERNEL = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
+_ALLOCATION = "empty_strided_"
+
+
+@dataclass(frozen=True)
+class HalfMemory:
+    """What a half will hold, beside what it is given and what exists throughout.
+
+    Attributes:
+        peak_bytes: the most at once, above what it holds when it begins.
+        end_bytes: what it leaves above that, results included: negative where it frees more of what
+            it was given.
+        is_input: for each result, whether it is one of the inputs that exist throughout.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    is_input: tuple[bool, ...] = ()
+
+
+def dry_run(
+    compiled: CompiledModule, inputs: Sequence[Any], device_type: str, is_resident: Sequence[bool]
+) -> HalfMemory:
+    """Runs a compiled half without computing anything.
+
+    Args:
+        compiled: what Inductor wrote.
+        inputs: tensors of the sizes that it will be given, fake ones as a rule, and numbers.
+        device_type: whose allocator and operators count, `cpu` or `cuda`.
+        is_resident: for each input, whether its caller holds it as well.
+    """
+    call = compiled.with_names(_without_kernels(compiled))
+    counting = CountStorages(
+        CUDA_GRANULARITY_BYTES if device_type == "cuda" else 1, workspace_of=device_type
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), counting:
+        args = [_made_again(value) for value in inputs]
+        held = [value for value, stays in zip(args, is_resident, strict=True) if stays]
+        begin_bytes = counting.peak_bytes = counting.held_bytes
+        results = call(args)
+        end_bytes = counting.held_bytes
+        of_inputs = storages_of(held).keys()
+        is_input = tuple(bool(storages_of([result]).keys() & of_inputs) for result in results)
+    return HalfMemory(counting.peak_bytes - begin_bytes, end_bytes - begin_bytes, is_input)
+
+
+def _made_again(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _without_kernels(compiled: CompiledModule) -> dict[str, Any]:
+    """Returns the names that the function looks up: fake allocations, and kernels that are idle."""
+    names = dict(compiled.names)
+    for name in names:
+        if name.startswith(_ALLOCATION):
+            names[name] = _allocation(name.removeprefix(_ALLOCATION))
+        elif name.startswith("assert_"):
+            names[name] = _nothing
+    names |= dict.fromkeys(_KERNEL.findall(compiled.source), _IdleKernel())
+    names["reinterpret_tensor"] = torch.as_strided
+    return names
+
+
+class _IdleKernel:
+    """Called as `kernel(...)` in C++, as `kernel.run(...)` in Triton."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    run = __call__
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+
+
+def _allocation(device_type: str) -> Callable[..., torch.Tensor]:
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        device = "cpu" if device_type == "cpu_pinned" else device_type
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate

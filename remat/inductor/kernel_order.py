@@ -1,0 +1,226 @@
+"""Kernels of a half in the order of its plan, and which loops may share one.
+
+Inductor writes a half as loops, most of them one operator of the plan with what is inlined into
+it, and fuses loops into kernels. A kernel runs at one place. So where loops are fused that are far
+apart in the plan, what one of them reads is held longer than planned, or what one of them writes
+is there sooner. Here the bytes at each kernel are known before any code is written; where they are
+above a limit, the loops to blame are told how near the others of their kernel have to be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Kernel = Sequence[int]  # its loops
+Span = tuple[int, int]  # the first and the last kernel at which a buffer exists
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What Inductor may fuse with others into a kernel, or an operator of a library.
+
+    Attributes:
+        place: of its last operator in the order of the plan.
+        after: loops that run before it.
+        reads: buffers.
+        writes: buffers.
+        is_fusible: Inductor writes its code.
+        overwrites: buffers of which a result of the same size may take the memory, where it is the
+            last to read them.
+        workspace_bytes: held while it runs.
+    """
+
+    place: int
+    after: frozenset[int]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_fusible: bool = True
+    overwrites: frozenset[int] = frozenset()
+    workspace_bytes: int = 0
+
+
+class _Step(NamedTuple):
+    held_bytes: int  # while a kernel runs
+    new_bytes: int  # of them, what it allocates
+
+
+@dataclass(frozen=True)
+class Loops:
+    """The loops of a half.
+
+    Attributes:
+        loops: in any order that computes before it reads.
+        size_bytes: of each buffer.
+        inputs: buffers that exist at the beginning, and are freed after their last use.
+        outputs: buffers that exist at the end.
+    """
+
+    loops: tuple[Loop, ...]
+    size_bytes: tuple[int, ...]
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+
+    @property
+    def alone(self) -> list[list[int]]:
+        """Each loop as a kernel of its own."""
+        return [[index] for index in range(len(self.loops))]
+
+    def in_order(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """Returns the kernels by the place of their last loop; O(E log E).
+
+        Raises:
+            ValueError: two kernels need each other.
+        """
+        kernel_of = {loop: number for number, kernel in enumerate(kernels) for loop in kernel}
+        before = [
+            {kernel_of[other] for loop in kernel for other in self.loops[loop].after} - {number}
+            for number, kernel in enumerate(kernels)
+        ]
+        users: list[list[int]] = [[] for _ in kernels]
+        for number, others in enumerate(before):
+            for other in others:
+                users[other].append(number)
+
+        waiting = [len(others) for others in before]
+        ready = [(self._place(k), n) for n, k in enumerate(kernels) if not waiting[n]]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, number = heapq.heappop(ready)
+            order.append(kernels[number])
+            for user in users[number]:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    heapq.heappush(ready, (self._place(kernels[user]), user))
+        if len(order) < len(kernels):
+            raise ValueError("two kernels need each other")
+        return order
+
+    def _place(self, kernel: Kernel) -> int:
+        return max(self.loops[loop].place for loop in kernel)
+
+    def spans(self, order: Sequence[Kernel]) -> dict[int, Span]:
+        """Returns when each buffer exists; one that only its own kernel reads never does."""
+        first = dict.fromkeys(self.inputs, 0)
+        last = dict(first)
+        for time, kernel in enumerate(order):
+            for loop in kernel:
+                written = dict.fromkeys(self.loops[loop].writes, time)
+                first |= written
+                last |= written
+        for time, kernel in enumerate(order):
+            for loop in kernel:
+                for buffer in self.loops[loop].reads:
+                    if buffer in last:
+                        last[buffer] = max(last[buffer], time)
+        last |= {buffer: len(order) - 1 for buffer in self.outputs if buffer in last}
+        return {
+            buffer: (first[buffer], last[buffer])
+            for buffer in first
+            if buffer in self.inputs | self.outputs
+            or first[buffer] < last[buffer]
+            or len(order[first[buffer]]) == 1
+        }
+
+    def bytes_at(self, order: Sequence[Kernel]) -> list[int]:
+        """Returns the bytes while each kernel runs."""
+        return [step.held_bytes for step in self._steps(order)]
+
+    def launches(self, order: Sequence[Kernel], limit_bytes: int) -> list[list[Kernel]]:
+        """Joins kernels that follow each other, as far as that keeps within a limit.
+
+        Inductor writes such kernels as one function for a CPU: all of their buffers exist while it
+        runs.
+        """
+        found: list[list[Kernel]] = []
+        together_bytes = 0
+        for kernel, step in zip(order, self._steps(order), strict=True):
+            together_bytes += step.new_bytes
+            is_joined = (
+                found
+                and together_bytes <= limit_bytes
+                and all(self.loops[loop].is_fusible for loop in (*kernel, *found[-1][-1]))
+            )
+            if is_joined:
+                found[-1].append(kernel)
+            else:
+                found.append([kernel])
+                together_bytes = step.held_bytes
+        return found
+
+    def _steps(self, order: Sequence[Kernel]) -> Iterator[_Step]:
+        spans = self.spans(order)
+        change = [0] * (len(order) + 1)
+        for buffer, (first, last) in spans.items():
+            change[first] += self.size_bytes[buffer]
+            change[last + 1] -= self.size_bytes[buffer]
+        held_bytes = 0
+        for time, kernel in enumerate(order):
+            written = {b for loop in kernel for b in self.loops[loop].writes} & spans.keys()
+            overwritten_bytes = self._overwritten(time, kernel, spans)
+            workspace_bytes = max(self.loops[loop].workspace_bytes for loop in kernel)
+            held_bytes += change[time]
+            yield _Step(
+                held_bytes + workspace_bytes - overwritten_bytes,
+                sum(self.size_bytes[b] for b in written) - overwritten_bytes,
+            )
+
+    def _overwritten(self, time: int, kernel: Kernel, spans: dict[int, Span]) -> int:
+        """Returns the bytes of those results that are written over what dies in this kernel."""
+        total, taken = 0, set[int]()
+        for loop in (self.loops[index] for index in kernel):
+            for buffer in (b for b in loop.writes if b in spans):
+                dying = (
+                    other
+                    for other in loop.overwrites - taken - self.outputs
+                    if other in spans
+                    and spans[other][0] < time == spans[other][1]
+                    and self.size_bytes[other] == self.size_bytes[buffer]
+                )
+                overwritten = next(dying, None)
+                if overwritten is not None:
+                    taken.add(overwritten)
+                    total += self.size_bytes[buffer]
+        return total
+
+    def to_blame(self, order: Sequence[Kernel], limit_bytes: int) -> dict[int, int]:
+        """Returns the loops that hold more than planned where the limit is exceeded.
+
+        With each, how far away the others of its kernel may be: half of how far they are.
+        """
+        planned = self.in_order(self.alone)
+        planned_spans = self.spans(planned)
+        places = [self.loops[kernel[0]].place for kernel in planned]
+        time_of = {loop: time for time, kernel in enumerate(order) for loop in kernel}
+        fused = [loop for loop in time_of if len(order[time_of[loop]]) > 1]
+        spans = self.spans(order)
+        found = {}
+        for time, size_bytes in enumerate(self.bytes_at(order)):
+            if size_bytes <= limit_bytes:
+                continue
+            place = self._place(order[time])
+            then = max(0, bisect_right(places, place) - 1)
+            extra = {
+                buffer
+                for buffer, (first, last) in spans.items()
+                if first <= time <= last and not _contains(planned_spans.get(buffer), then)
+            }
+            for loop in fused:
+                is_late = time_of[loop] >= time and self.loops[loop].place <= place
+                is_early = time_of[loop] <= time and self.loops[loop].place >= place
+                if (is_late and not extra.isdisjoint(self.loops[loop].reads)) or (
+                    is_early and not extra.isdisjoint(self.loops[loop].writes)
+                ):
+                    found[loop] = max(self._distances(loop, order[time_of[loop]])) // 2
+        return found
+
+    def _distances(self, loop: int, kernel: Kernel) -> Iterator[int]:
+        return (abs(self.loops[other].place - self.loops[loop].place) for other in kernel)
+
+
+def _contains(span: Span | None, time: int) -> bool:
+    return span is not None and span[0] <= time <= span[1]

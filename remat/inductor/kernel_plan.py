@@ -1,0 +1,149 @@
+"""What Inductor is told while it compiles one half of a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from remat.core.budget import describe_bytes
+from remat.inductor.kernel_order import Loop, Loops
+from remat.inductor.realize import products_to_keep_apart, values_to_realize
+from remat.torch_border.kernel_scheduler import (
+    Part,
+    Parts,
+    end_functions_after,
+    fused_again,
+    part_names,
+    parts_of,
+    realize_operator,
+    scheduled,
+)
+from remat.tracers.workspace import workspace_bytes
+
+_ROUNDS = 12  # of fusing again; each halves how far a loop to blame is from its kernel's others
+
+
+@dataclass(eq=False)
+class KernelPlan:
+    """Has the kernels of a half run in the plan's order, within a limit where that can be done.
+
+    Attributes:
+        limit_bytes: of what the half's kernels hold, with the inputs that they free.
+        resident: names of inputs that exist throughout.
+        device_type: `cpu` or `cuda`.
+        num_parts: how many loops and operators of libraries there are.
+        num_kernels: what they were fused to.
+        peak_bytes: what the kernels hold, a bound.
+    """
+
+    limit_bytes: int
+    resident: frozenset[str]
+    device_type: str
+    num_parts: int = 0
+    num_kernels: int = 0
+    peak_bytes: int = 0
+    _place_of: dict[str, int] = field(default_factory=dict)
+    # part -> how far away the others of its kernel may be
+    _reach: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Within, Inductor compiles the half."""
+        with scheduled(
+            self._order,
+            self._is_near,
+            keep_apart=lambda graph: _realize(graph, products_to_keep_apart(graph)),
+            realize=lambda graph: _realize(graph, values_to_realize(graph, self.resident)),
+        ):
+            yield
+
+    def summary(self) -> str:
+        """Returns what was compiled, in a line."""
+        return (
+            f"{self.num_parts} loops and operators of libraries in {self.num_kernels} kernels, "
+            f"which hold at most {describe_bytes(self.peak_bytes)} of "
+            f"{describe_bytes(self.limit_bytes)}"
+        )
+
+    def _is_near(self, names: Sequence[str]) -> bool:
+        limited = [name for name in names if name in self._reach]
+        if not limited:
+            return True
+        places = [self._place_of[name] for name in names]
+        first, last = min(places), max(places)
+        return all(
+            max(last - self._place_of[name], self._place_of[name] - first) <= self._reach[name]
+            for name in limited
+        )
+
+    def _order(self, kernels: list[Any]) -> list[Any]:
+        """Returns the kernels in the plan's order, fused anew while they hold too much."""
+        if not kernels:
+            return kernels
+        parts = parts_of(kernels, self.resident)
+        number = {part.name: index for index, part in enumerate(parts.parts)}
+        loops = _loops(parts, self.device_type)
+        self._place_of = {
+            part.name: loop.place for part, loop in zip(parts.parts, loops.loops, strict=True)
+        }
+        for _ in range(_ROUNDS):
+            by_first = {number[part_names(kernel)[0]]: kernel for kernel in kernels}
+            order = loops.in_order([[number[n] for n in part_names(k)] for k in kernels])
+            self.peak_bytes = max(loops.bytes_at(order))
+            blamed = {}
+            if self.peak_bytes > self.limit_bytes:
+                blamed = loops.to_blame(order, self.limit_bytes)
+            if not blamed:
+                break
+            for loop, reach in blamed.items():
+                name = parts.parts[loop].name
+                self._reach[name] = min(reach, self._reach.get(name, reach))
+            kernels = fused_again(kernels)
+        self.num_parts, self.num_kernels = len(number), len(order)
+        ordered = [by_first[kernel[0]] for kernel in order]
+        if self.device_type == "cpu":
+            launches = loops.launches(order, self.limit_bytes)
+            end_functions_after(ordered, {parts.parts[launch[-1][0]].name for launch in launches})
+        return ordered
+
+
+def _realize(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        users = list(node.users)
+        with graph.inserting_after(node):
+            realized = graph.call_function(realize_operator(), (node,))
+        realized.meta = dict(node.meta)
+        for user in users:
+            user.replace_input_with(node, realized)
+
+
+def _loops(parts: Parts, device_type: str) -> Loops:
+    place_of = {node: place for place, node in enumerate(parts.nodes)}
+    number = {part.name: index for index, part in enumerate(parts.parts)}
+    size_bytes: dict[str, int] = {}
+    for part in parts.parts:
+        size_bytes |= part.reads | part.writes
+    buffer = {name: index for index, name in enumerate(size_bytes)}
+
+    def loop(part: Part) -> Loop:
+        workspaces = [workspace_bytes(node, device_type) for node in part.origins]
+        return Loop(
+            place=max((place_of.get(node, -1) for node in part.origins), default=-1),
+            after=frozenset(number[name] for name in part.after),
+            reads=tuple(buffer[name] for name in part.reads),
+            writes=tuple(buffer[name] for name in part.writes),
+            is_fusible=part.is_loop,
+            overwrites=frozenset(buffer[name] for name in part.overwrites),
+            workspace_bytes=0 if part.is_loop else max(workspaces, default=0),
+        )
+
+    return Loops(
+        tuple(map(loop, parts.parts)),
+        tuple(size_bytes.values()),
+        frozenset(buffer[name] for name in parts.inputs),
+        frozenset(buffer[name] for name in parts.outputs if name in buffer),
+    )

@@ -1,0 +1,124 @@
+"""Which values of a half Inductor has to compute where the plan computes them.
+
+Inductor inlines an elementwise operator into every loop that reads it. So the value itself is not
+there: what it is made from is held instead, up to the last of its readers. Where that is more than
+the value, as for a dropout mask of bytes made from random numbers in float, the value is to be
+computed at its place.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from remat.tracers.phases import is_backward_input
+
+aten = torch.ops.aten
+_GATHERS = frozenset({
+    aten.embedding, aten.index, aten.gather, aten.clone, aten.slice_scatter, aten.select_scatter,
+    aten.cat, aten.constant_pad_nd, aten._to_copy, aten.flip, aten.copy, aten.full,
+    aten.upsample_nearest2d, aten.index_select, aten.arange, aten.repeat, aten.roll,
+})  # fmt: skip
+_BY_NAME = frozenset({"prims.convert_element_type.default", "prims.iota.default"})
+
+
+def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node]:
+    """Returns the operators whose results have to exist, in order; O(E) sets.
+
+    Args:
+        graph: of a half, in the order of its plan.
+        resident: names of inputs that exist throughout, whoever reads them.
+    """
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    base = _bases(nodes)
+    users: dict[fx.Node, list[fx.Node]] = {}
+    last_use: dict[fx.Node, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            last_use[base[source]] = place[node]
+            if base[node] is node:
+                users.setdefault(base[source], []).append(node)
+
+    made_from: dict[fx.Node, frozenset[fx.Node]] = {}
+    found = []
+    for node in nodes:
+        if base[node] is not node:
+            continue
+        made_from[node] = frozenset([node])
+        if not _is_inlined(node):
+            continue
+        sources = frozenset[fx.Node]().union(
+            *(made_from[base[source]] for source in node.all_input_nodes)
+        )
+        last = max((place[user] for user in users.get(node, ())), default=place[node])
+        longer = [
+            source
+            for source in sources
+            if last_use.get(source, 0) < last and source.name not in resident
+        ]
+        if sum(map(_size_bytes, longer)) > _size_bytes(node):
+            found.append(node)
+        else:
+            made_from[node] = sources
+            last_use |= {source: last for source in longer}
+    return found
+
+
+def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the matrix products that Inductor would compute where they are added to something.
+
+    It makes `addmm` of both, whose place is that of the addition: the factors are held until then,
+    such as the logits' gradient up to where the gradients of a tied weight are added. A product
+    with nothing between it and the addition may be part of it.
+    """
+    operators = [n for n in graph.nodes if n.op == "call_function" and not _is_view(n)]
+    place = {node: number for number, node in enumerate(operators)}
+    return [
+        node
+        for node in operators
+        if node.target is aten.mm.default
+        and any(
+            user.target is aten.add.Tensor and place[user] > place[node] + 1 for user in node.users
+        )
+    ]
+
+
+def _bases(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node, the node that made the storage it is a view of."""
+    base: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        first = next(iter(node.all_input_nodes), None)
+        source = first if _is_view(node) else None
+        base[node] = node if source is None else base[source]
+    return base
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    returns = list(schema.returns) if schema else []
+    is_alias = any(result.alias_info is not None for result in returns[:1])
+    return is_alias or node.target in (aten.reshape.default, aten._unsafe_view.default)
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or is_backward_input(node):
+        return False
+    return isinstance(target, OpOverload) and (
+        torch.Tag.pointwise in target.tags
+        or target.overloadpacket in _GATHERS
+        or str(target) in _BY_NAME
+    )
+
+
+def _size_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or any(not isinstance(s, int) for s in value.shape):
+        return 0
+    return value.numel() * value.element_size()

@@ -1,0 +1,232 @@
+"""Private names of Inductor's scheduler: what it fuses is read, ordered and fused again.
+
+Supported: torch 2.11 to 2.15; each name below was checked with 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+_LIBRARY: list[Any] = []  # an operator exists as long as the library that defines it
+
+
+@dataclass(frozen=True)
+class Part:
+    """What Inductor fuses with others, or an operator of a library.
+
+    Attributes:
+        name: its own.
+        origins: nodes of the lowered graph that it computes.
+        after: names of the parts that run before it.
+        reads: buffers, by name, and their bytes.
+        writes: new buffers, by name, and their bytes.
+        overwrites: buffers whose memory it may take for a result, if it is the last to read them.
+        is_loop: Inductor writes its code.
+    """
+
+    name: str
+    origins: tuple[fx.Node, ...]
+    after: frozenset[str]
+    reads: dict[str, int]
+    writes: dict[str, int]
+    overwrites: frozenset[str]
+    is_loop: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a half.
+
+    Attributes:
+        parts: in an order that computes before it reads.
+        inputs: buffers that the half frees after their last use.
+        outputs: buffers that it returns.
+        nodes: of the lowered graph, in order.
+    """
+
+    parts: tuple[Part, ...]
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    nodes: tuple[fx.Node, ...]
+
+
+GraphPass = Callable[[fx.Graph], None]
+
+
+@contextmanager
+def scheduled(
+    order: Callable[[list[Any]], list[Any]],
+    can_fuse: Callable[[Sequence[str]], bool],
+    *,
+    keep_apart: GraphPass,
+    realize: GraphPass,
+) -> Iterator[None]:
+    """Within, Inductor's kernels run in an order of ours, and each buffer is allocated for itself.
+
+    Args:
+        order: fused kernels -> the same in their order.
+        can_fuse: says whether parts, given by name, may share a kernel.
+        keep_apart: changes a graph before Inductor looks for patterns in it.
+        realize: changes a graph before it is lowered.
+    """
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            return can_fuse(part_names(node1) + part_names(node2)) and InductorChoices.can_fuse(
+                scheduler, node1, node2, shared_data_score
+            )
+
+    patches = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "allow_buffer_reuse": False,
+        "post_grad_custom_pre_pass": keep_apart,
+        "post_grad_custom_post_pass": realize,
+        "_post_fusion_custom_pass": order,
+    }
+    with config.patch(patches), V.set_choices_handler(Choices()):
+        yield
+
+
+def part_names(kernel: Any) -> list[str]:
+    """Returns the names of the parts of a kernel, in order."""
+    return [part.get_name() for part in kernel.get_nodes()]
+
+
+def fused_again(kernels: Sequence[Any]) -> list[Any]:
+    """Takes kernels apart and returns what Inductor makes of their parts now."""
+    parts = [part for kernel in kernels for part in kernel.get_nodes()]
+    scheduler = parts[0].scheduler
+    scheduler.name_to_fused_node = {part.get_name(): part for part in parts}
+    fused: list[Any] = scheduler.fuse_nodes(scheduler.topological_sort_schedule(parts))
+    return fused
+
+
+def end_functions_after(kernels: Sequence[Any], first_parts: Set[str]) -> None:
+    """Has the functions of a CPU end after some kernels, named by their first parts.
+
+    Inductor writes all kernels between two operators of libraries as one function otherwise.
+    """
+    scheduler = kernels[0].scheduler
+    backend = scheduler.get_backend(torch.device("cpu"))
+    is_full = backend.ready_to_flush
+
+    def ready_to_flush() -> bool:
+        return is_full() or part_names(scheduler.current_node)[0] in first_parts
+
+    backend.ready_to_flush = ready_to_flush
+
+
+def parts_of(kernels: Sequence[Any], resident: Set[str]) -> Parts:
+    """Reads what the scheduler knows of the parts of kernels.
+
+    Args:
+        kernels: of a half.
+        resident: names of inputs that exist throughout, which are not among those it reads.
+    """
+    from torch._inductor.virtualized import V
+
+    nodes = [part for kernel in kernels for part in kernel.get_nodes()]
+    reader = _Reader(nodes, resident)
+    parts = tuple(map(reader.read, reader.nodes))
+    outputs = frozenset(map(reader.root, V.graph.get_output_names()))
+    lowered: Any = V.graph.module
+    return Parts(parts, frozenset(reader.inputs), outputs, tuple(lowered.graph.nodes))
+
+
+class _Reader:
+    """Reads nodes of Inductor's scheduler that are not fused."""
+
+    def __init__(self, nodes: list[Any], resident: Set[str]) -> None:
+        from torch._inductor.memory import compute_size_for_scheduler_buffer
+
+        self.nodes, self.inputs, self._resident = nodes, set[str](), resident
+        self._scheduler = nodes[0].scheduler
+        self._sizes = compute_size_for_scheduler_buffer(self._scheduler.name_to_buf)
+        self._writer = {b.get_name(): node.get_name() for node in nodes for b in node.get_outputs()}
+
+    def root(self, name: str) -> str:
+        """Returns the buffer that a name is for: one that was changed has a new name from then."""
+        while name in self._scheduler.mutation_real_name:
+            name = self._scheduler.mutation_real_name[name]
+        return name
+
+    def read(self, node: Any) -> Part:
+        """Returns what is to be known of one node."""
+        from torch._inductor.scheduler import SchedulerNode
+
+        before = {self._writer[d.name] for d in node.unmet_dependencies if d.name in self._writer}
+        written = [buffer.get_name() for buffer in node.get_outputs()]
+        is_loop, reads = isinstance(node, SchedulerNode), self._read_bytes(node)
+        return Part(
+            node.get_name(),
+            tuple(node.node.get_origins()) if node.node is not None else (),
+            frozenset(before - {node.get_name()}),
+            reads,
+            {name: self._sizes[name][1] for name in written if self.root(name) == name},
+            frozenset(filter(partial(self._may_overwrite, node), reads))
+            if is_loop
+            else frozenset(),
+            is_loop,
+        )
+
+    def _may_overwrite(self, node: Any, name: str) -> bool:
+        """True where a node reads each element of a buffer when it writes the same of a result."""
+        from torch._inductor.codegen.wrapper import can_match_buffer_size
+
+        donated = self._scheduler.name_to_donated_buffer
+        buffer = donated.get(name) or self._scheduler.name_to_buf.get(name)
+        uses = [user for user in buffer.users if user.node is node] if buffer else []
+        return bool(uses) and all(
+            user.can_inplace
+            and any(can_match_buffer_size(buffer.node, out.node) for out in node.get_outputs())
+            for user in uses
+        )
+
+    def _read_bytes(self, node: Any) -> dict[str, int]:
+        from torch._inductor.virtualized import V
+
+        reads = {}
+        for dependency in node.read_writes.reads:
+            name = self.root(dependency.name)
+            if getattr(dependency, "is_fake", False):  # for the order only
+                continue
+            if name in self._writer:
+                reads[name] = self._sizes[name][1]
+            elif name in V.graph.graph_inputs and name not in self._resident:
+                reads[name] = int(V.graph.get_dep_size_hint(dependency))
+                self.inputs.add(name)
+        return reads
+
+
+def realize_operator() -> Any:
+    """Returns an operator whose input Inductor computes where it stands; it returns its input."""
+    if not hasattr(torch.ops.remat, "realize"):
+        _define_realize()
+    return torch.ops.remat.realize.default
+
+
+def _define_realize() -> None:
+    from torch._inductor.lowering import register_lowering
+
+    library = torch.library.Library("remat", "FRAGMENT")
+    library.define("realize(Tensor self) -> Tensor")
+    for key in ("CPU", "CUDA", "Meta"):
+        library.impl("realize", torch.clone, key)
+    _LIBRARY.append(library)
+
+    @register_lowering(torch.ops.remat.realize.default, type_promotion_kind=None)
+    def realize(value: Any) -> Any:
+        value.realize()
+        return value
