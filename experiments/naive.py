@@ -171,12 +171,16 @@ ALL = (
         ("piece.halves(number)[1]", "piece.halves(0)[1]"),
     ),
     _naive(
-        "Inductor's random kernels run again", "remat/inductor/kernel_graph.py", "run/test_inductor -k 'computes and nothing'",
+        "Inductor's random kernels run again", "remat/inductor/kernel_graph.py", "inductor/test_backend -k 'computes and nothing'",
         ("if index in step.generator_states else", "if False else"),
     ),
     _naive(
-        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "run/test_inductor -k planned_again",
+        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "inductor/test_backend -k budget_are_planned_again",
         ("        if excess > 0:\n", "        if False:\n"),
+    ),
+    _naive(
+        "Inductor's kernels may hold more than the budget in a first step", "remat/inductor/backend.py", "inductor/test_backend -k before_they_run",
+        ("        if excess_bytes <= 0:\n", "        if True:\n"),
     ),
     _naive(
         "a backward runs as often as it is asked to", "remat/run/capture.py", "promises/test_running -k 'kept_is_refused or gradient_of_a_gradient'",
