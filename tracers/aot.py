@@ -283,7 +283,7 @@ class _Reader:
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         reads: dict[int, None] = {}
-        for source in node.all_input_nodes:
+        for source in _sources(node):
             if source not in self.table.value_of:
                 continue
             value = self.table.value_of[source]
@@ -380,6 +380,21 @@ class _Reader:
             return False
         others = [source for source in node.all_input_nodes if source is not taken]
         return all(self.table.value_of.get(source) != value for source in others)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Returns what a node reads, and in place of a symbol the tensors that it was read from.
+
+    A symbol is made again in the backward, from the same tensors.
+    """
+    found: dict[fx.Node, None] = {}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        source = waiting.pop(0)
+        if source not in found:
+            found[source] = None
+            waiting += source.all_input_nodes if is_symbol(source.meta.get("val")) else []
+    return list(found)
 
 
 def _is_effect(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.core.graph import Phase
 from tests.support.planned import assert_same
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
@@ -80,3 +81,12 @@ def test_numbers_read_off_tensors_are_those_of_plain_pytorch(make: type[Net], co
     assert not report.breaks and report.solution.overhead > 0
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.peak_bytes <= report.budget_bytes
+
+
+def test_a_tensor_whose_number_the_backward_reads_is_held_for_it() -> None:
+    """Naive: the number is no value, so nothing in the backward reads the tensor it came from."""
+    graph = remat.trace(Computes(), (torch.randn(64, 16),), costs="flops")
+    norms = {i for i, value in enumerate(graph.values) if "linalg_vector_norm" in value.name}
+    read = {value for op in graph.operators if op.phase is Phase.BACKWARD for value in op.reads}
+
+    assert len(norms) == 4 and norms <= read
