@@ -9,7 +9,6 @@ than the budget, the step is planned and compiled again with less.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
     backward_compiled_at_once,
     compiled_module,
+    copied,
     inductor_compilers,
     inductor_partitioner,
 )
@@ -180,7 +180,7 @@ class _Compilation:
         }
         with backward_without_autocast(), backward_compiled_at_once():
             self.compiled = compile_fx(
-                copy.deepcopy(module),  # Inductor changes it
+                copied(module),
                 list(example_inputs),
                 inner_compile=self._compile_half,
                 config_patches=patches,

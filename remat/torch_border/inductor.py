@@ -32,6 +32,25 @@ def backward_compiled_at_once() -> Any:
     return config.patch(force_non_lazy_backward_lowering=True)
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph that dynamo captured, for Inductor changes what it compiles.
+
+    A plain copy lacks `_dynamo_source` and `_param_name_to_source` (2.13), by which parameters are
+    told from inputs.
+    """
+    copy_of: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, copy_of))
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    pairs = [(module, made), *((n, copy_of[n]) for n in module.graph.find_nodes(op="placeholder"))]
+    for source, copy in pairs:
+        for name in ("_dynamo_source", "_param_name_to_source"):
+            if name in vars(source):
+                setattr(copy, name, vars(source)[name])
+    return made
+
+
 def inductor_partitioner(cut: Callable[..., Any]) -> Any:
     """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13), without a key.
 

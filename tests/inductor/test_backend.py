@@ -200,6 +200,15 @@ def test_the_peak_is_known_to_the_byte_before_the_first_step(kind: str, budget: 
 
 
 @pytest.mark.usefixtures("idle_kernels")
+def test_parameters_and_inputs_are_counted_once() -> None:
+    model, x = Images(), torch.randn(8, 3, 32, 32)
+    remat.checkpoint(model, "100%", executor="inductor", costs="flops", plan_cache=False)
+    model(x).backward()
+    held = [*model.parameters(), *model.buffers(), x]
+    assert remat.report(model).graph.resident_bytes == sum(t.nbytes for t in held)
+
+
+@pytest.mark.usefixtures("idle_kernels")
 @pytest.mark.parametrize("is_ever_enough", [True, False])
 def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
     monkeypatch: pytest.MonkeyPatch, *, is_ever_enough: bool
