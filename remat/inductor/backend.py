@@ -37,9 +37,9 @@ from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import refuse_what_has_no_size
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
-    backward_compiled_at_once,
     compiled_module,
     copied,
+    halves_compiled_at_once,
     inductor_compilers,
     inductor_partitioner,
 )
@@ -174,11 +174,8 @@ class _Compilation:
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Plans and compiles a captured forward and its backward."""
-        patches = {
-            "custom_partitioner_fn": inductor_partitioner(self._cut),
-            "fx_graph_cache": False,
-        }
-        with backward_without_autocast(), backward_compiled_at_once():
+        patches = {"custom_partitioner_fn": inductor_partitioner(self._cut)}
+        with backward_without_autocast(), halves_compiled_at_once():
             self.compiled = compile_fx(
                 copied(module),
                 list(example_inputs),

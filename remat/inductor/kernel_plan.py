@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -58,11 +61,14 @@ class KernelPlan:
             self._is_near,
             keep_apart=lambda graph: _realize(graph, products_to_keep_apart(graph)),
             realize=lambda graph: _realize(graph, values_to_realize(graph, self.resident)),
+            key=f"{_code_digest()} {self.limit_bytes} {self.device_type} {sorted(self.resident)}",
         ):
             yield
 
     def summary(self) -> str:
         """Returns what was compiled, in a line."""
+        if not self.num_parts:
+            return "as it was compiled before"
         return (
             f"{self.num_parts} loops and operators of libraries in {self.num_kernels} kernels, "
             f"which hold at most {describe_bytes(self.peak_bytes)} of "
@@ -109,6 +115,14 @@ class KernelPlan:
             launches = loops.launches(order, self.limit_bytes)
             end_functions_after(ordered, {parts.parts[launch[-1][0]].name for launch in launches})
         return ordered
+
+
+@cache
+def _code_digest() -> str:
+    """Changes with what this package does to Inductor."""
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "torch_border" / "kernel_scheduler.py"]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _realize(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

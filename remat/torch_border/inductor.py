@@ -25,11 +25,15 @@ def inductor_compilers() -> tuple[Any, Any]:
     return compile_fx, compile_fx_inner
 
 
-def backward_compiled_at_once() -> Any:
-    """Within, the backward is compiled with the forward, not when it first runs (2.13)."""
+def halves_compiled_at_once() -> Any:
+    """Within, the backward is compiled with the forward, not when it first runs (2.13).
+
+    AOTAutograd's cache of both halves is left aside, as it would know no plan; Inductor's cache of
+    each half stays.
+    """
     from torch._functorch import config
 
-    return config.patch(force_non_lazy_backward_lowering=True)
+    return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -52,9 +56,9 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inductor_partitioner(cut: Callable[..., Any]) -> Any:
-    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13), without a key.
+    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13).
 
-    Inductor then caches nothing it compiles.
+    It has no key: each half is cached by its own graph.
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 

@@ -67,6 +67,7 @@ def scheduled(
     *,
     keep_apart: GraphPass,
     realize: GraphPass,
+    key: str,
 ) -> Iterator[None]:
     """Within, Inductor's kernels run in an order of ours, and each buffer is allocated for itself.
 
@@ -75,9 +76,11 @@ def scheduled(
         can_fuse: says whether parts, given by name, may share a kernel.
         keep_apart: changes a graph before Inductor looks for patterns in it.
         realize: changes a graph before it is lowered.
+        key: of all that these do: Inductor keeps what it compiles by it.
     """
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
     from torch._inductor.virtualized import V
 
     class Choices(InductorChoices):
@@ -91,12 +94,29 @@ def scheduled(
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
         "allow_buffer_reuse": False,
-        "post_grad_custom_pre_pass": keep_apart,
-        "post_grad_custom_post_pass": realize,
-        "_post_fusion_custom_pass": order,
+        "custom_partitioner_fn": None,  # was called; its type can not be part of a key
+        "post_grad_custom_pre_pass": _named(CustomGraphPass, keep_apart, key),
+        "post_grad_custom_post_pass": _named(CustomGraphPass, realize, key),
+        "_post_fusion_custom_pass": _named(CustomSchedulerPass, order, key),
     }
     with config.patch(patches), V.set_choices_handler(Choices()):
         yield
+
+
+def _named(base: Any, run: Callable[[Any], Any], key: str) -> Any:
+    """Returns a pass as Inductor wants it, with the key that its cache knows it by."""
+
+    class Pass(base):  # type: ignore[misc]  # of either kind
+        def __call__(self, argument: Any) -> Any:
+            return run(argument)
+
+        def uuid(self) -> str:
+            return key
+
+        def __reduce__(self) -> Any:  # it is part of the settings, which are pickled for the key
+            return str, (key,)
+
+    return Pass()
 
 
 def part_names(kernel: Any) -> list[str]:

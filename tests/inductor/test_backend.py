@@ -6,7 +6,7 @@ import copy
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import fuse
 from remat.tracers.aot import TracedStep
-from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_nothing
+from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_all, keep_nothing
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
@@ -144,6 +144,25 @@ def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_what_inductor_compiled_before_is_used_again() -> None:
+    """Naive: passes of ours have no key, so Inductor keeps nothing, and a next job waits again."""
+    from torch._dynamo.utils import counters
+
+    for is_second in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net()
+        remat.checkpoint(
+            model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops"
+        )
+        counters.clear()
+        model(batch()).backward()
+        if is_second:
+            assert counters["inductor"]["fxgraph_cache_hit"] == 2
+        report = remat.report(model)
+        assert report.measured_peak_bytes == report.kernels_peak_bytes
+
+
 class Images(nn.Module):
     """Convolutions, statistics of batches, pooling, and a head that flattens."""
 
@@ -172,15 +191,19 @@ class Words(nn.Module):
 
 
 @pytest.fixture
-def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fused kernels compute nothing, and nothing is compiled: memory alone is asked."""
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
 
     def idle(*_: object, **__: object) -> Callable[..., None]:
         return lambda *_, **__: None
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", idle)
     monkeypatch.setattr(AsyncCompile, "wait", lambda *_: None)
+    PyCodeCache.cache_clear()
+    yield
+    PyCodeCache.cache_clear()  # the same code has real kernels in other tests
 
 
 @pytest.mark.usefixtures("idle_kernels")
