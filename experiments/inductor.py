@@ -1,17 +1,22 @@
-"""Plans through Inductor beside `torch.compile` alone, and beside PyTorch's own
-`activation_memory_budget`, at the same peak.
+"""Plans through Inductor beside `torch.compile` alone, PyTorch's `activation_memory_budget`, and
+the eager executor, at the same peaks.
 
-    python -m experiments.inductor [--device cuda] [--layers N] [--batch N] [--rounds N]
+    python -m experiments.inductor [--models NAME ...] [--device cuda] [--rounds N]
 
-A GPT with dropout. `torch.compile` alone first; then PyTorch's knapsack at several of its budgets,
-and for each the plan whose budget in bytes is the peak that the knapsack was measured at; and plans
-at 80 %, 65 % and 50 % of the peak of `torch.compile`. Each: measured peak; seconds a step, the
-median of rounds in which every way takes one step in turn; the largest relative difference of the
-loss and of a gradient from those of `torch.compile` alone under the same seed, and of a gradient
-without dropout. Where the loss is the same, and a gradient is only without dropout, the backward
-drew its masks anew: that gradient is of another function than the loss.
+For each model: `torch.compile` alone; PyTorch's knapsack at some of its budgets, and for each the
+plan whose budget is the peak that the knapsack was measured at; plans at shares of the peak of
+`torch.compile`, and at the least budget that both a plan and its kernels were found to keep; the
+eager executor at the same budgets. Each: what the kernels were predicted to hold before the first
+step, and the measured peak; seconds a step, the median of rounds in which every way takes one step
+in turn; seconds until the first step was done; the largest relative difference of the loss and of a
+gradient from those of `torch.compile` alone under the same seed. Random numbers of the eager
+executor are others than Inductor's, so its gradients are not compared where there is dropout.
 
-Writes `experiments/results/inductor.json` and `.md`.
+"GPT" is one with four layers, 16 x 128 tokens, with dropout; "GPT, no dropout" the same without.
+The others are those of `experiments.models`, as they are.
+
+Writes `experiments/results/inductor.json` and `.md` after each model; a model that is named is
+measured again, and rows of another commit are dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,14 +39,22 @@ import remat
 from remat.face.capturing import compile_call
 
 from .environment import environment
-from .models import GPT
+from .models import GPT, MODELS, Workload, make
 
 RESULTS = Path(__file__).parent / "results" / "inductor.json"
 SEED = 0
+NAMES = ("GPT", "GPT, no dropout", *(name for name in MODELS if name not in ("GPT", "Llama, tied")))
 _KNAPSACK = (0.75, 0.5, 0.25)
-_SHARES = (0.8, 0.65, 0.5)
+_SHARES = (1.0, 0.8, 0.6, 0.4)
+_ATTEMPTS = 3  # at the least budget: what kernels need beside a plan is known after compiling
+_COMPILE, _PYTORCH, _INDUCTOR, _EAGER = (
+    "torch.compile",
+    "activation_memory_budget",
+    "remat",
+    "eager",
+)
 
-Step = Callable[..., torch.Tensor]
+Step = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -48,130 +62,199 @@ class Row:
     """One way to run the step.
 
     Attributes:
-        way: who decided what is kept.
+        way: who decided what is kept: `torch.compile`, `activation_memory_budget`, `remat` through
+            Inductor, or `eager` for remat's own executor.
         asked: the budget it was given.
-        peak_bytes: measured, everything that the step holds.
+        budget_bytes: the same in bytes, where it has one.
+        predicted_bytes: what it was said to hold before the first step.
+        first_bytes: measured in that first step, by remat itself.
+        peak_bytes: measured from outside in a later one, everything that the step holds.
         seconds: of a step, forward and backward; the median.
-        loss_difference: from `torch.compile` alone, relative.
-        gradient_difference: of a gradient from `torch.compile` alone, relative to the gradient's
-            largest entry.
-        without_dropout: the same for a model without dropout.
+        compile_s: until the first step was done.
         overhead: predicted extra compute of a plan.
+        loss_difference: from `torch.compile` alone, relative.
+        gradient_difference: of a gradient, relative to the gradient's largest entry; None where
+            random numbers are others.
         outcome: empty, or why there is no number.
+        minimum_bytes: what is known to do, where the budget could not be met.
     """
 
     way: str
     asked: str
+    budget_bytes: int = 0
+    predicted_bytes: int = 0
+    first_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
-    loss_difference: float = 0.0
-    gradient_difference: float = 0.0
-    without_dropout: float = 0.0
+    compile_s: float = 0.0
     overhead: float = 0.0
+    loss_difference: float = 0.0
+    gradient_difference: float | None = 0.0
     outcome: str = ""
+    minimum_bytes: int = 0
 
 
-class Bench:
-    """A model, its batch, and what `torch.compile` alone makes of them."""
+class Comparison:
+    """Rows of one model, and the steps that they are timed by."""
 
-    def __init__(self, device: str, layers: int, batch: int, dropout: float) -> None:
-        torch.manual_seed(SEED)
-        self.device = device
-        self.model = GPT(num_layers=layers, dropout=dropout).to(device)
-        self.ids = torch.randint(0, 512, (batch, 128), device=device)
-        self.expected = self.state(*self.prepared(_compiled))
+    def __init__(self, name: str, device: str) -> None:
+        self.device, self.workload = device, workload(name)
+        self.model = self.workload.model.to(device)
+        self.kwargs = {
+            key: value.to(device) if isinstance(value, torch.Tensor) else value
+            for key, value in self.workload.kwargs.items()
+        }
+        self.has_dropout = any(
+            isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()
+        )
+        self.rows: list[Row] = []
+        self.steps: dict[int, tuple[nn.Module, Step]] = {}
+        self.expected: list[torch.Tensor] = []
 
-    def prepared(self, prepare: Callable[[nn.Module], Step]) -> tuple[nn.Module, Step]:
-        """Returns a copy of the model and its step, compiled.
-
-        A plan whose kernels held too much is made again in the second step.
-        """
+    def add(self, row: Row, prepare: Callable[[nn.Module], Step]) -> Row:
+        """Measures all of one way but its time."""
+        torch._dynamo.reset()
         model = copy.deepcopy(self.model)
         step = prepare(model)
-        for _ in range(2):
-            self.state(model, step)
-        return model, step
+        start = time.perf_counter()
+        try:
+            state = self.state(model, step)
+        except remat.BudgetError as error:
+            least = f"can't be met: {error.minimum_bytes / 2**20:.1f} MiB are known to do"
+            self.rows.append(replace(row, outcome=least, minimum_bytes=error.minimum_bytes))
+            return self.rows[-1]
+        row = replace(row, compile_s=time.perf_counter() - start)
+        if row.way in (_INDUCTOR, _EAGER):
+            report = remat.report(model)
+            row = replace(
+                row,
+                predicted_bytes=report.kernels_peak_bytes or report.solution.peak_bytes,
+                first_bytes=report.measured_peak_bytes or 0,
+                overhead=report.solution.overhead,
+            )
+        state = self.state(model, step)
+        self.expected = self.expected or state
+        loss, *gradients = [_apart(a, b) for a, b in zip(state, self.expected, strict=True)]
+        is_comparable = row.way != _EAGER or not self.has_dropout
+        self.steps[len(self.rows)] = (model, step)
+        self.rows.append(
+            replace(
+                row,
+                peak_bytes=self.peak_bytes(model, step),
+                loss_difference=loss,
+                gradient_difference=max(gradients) if is_comparable else None,
+            )
+        )
+        return self.rows[-1]
+
+    def add_least(self, way: str, executor: str) -> None:
+        """Adds the least budget that is found: what an error says would do, then that."""
+        budget_bytes = 1
+        for _ in range(_ATTEMPTS):
+            row = self.add(Row(way, "least", budget_bytes), planned(budget_bytes, executor))
+            if not row.outcome:
+                return
+            budget_bytes = max(budget_bytes + 1, self.rows.pop().minimum_bytes)
+        self.rows.append(replace(row, outcome=f"not found in {_ATTEMPTS} attempts"))
 
     def state(self, model: nn.Module, step: Step) -> list[torch.Tensor]:
         """Loss and gradients of one step."""
         model.zero_grad()
         torch.manual_seed(SEED)
-        loss = step(self.ids)
+        loss = _loss(step(**self.kwargs))
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    def differences(self, model: nn.Module, step: Step) -> tuple[float, float]:
-        """The largest relative difference of the loss, and of a gradient, from `torch.compile`
-        alone.
-        """
-        pairs = zip(self.state(model, step), self.expected, strict=True)
-        loss, *gradients = [
-            float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
-        ]
-        return loss, max(gradients)
 
     def seconds(self, model: nn.Module, step: Step) -> float:
         """Of one step."""
         model.zero_grad()
         self._synchronize()
         start = time.perf_counter()
-        step(self.ids).backward()
+        _loss(step(**self.kwargs)).backward()
         self._synchronize()
         return time.perf_counter() - start
 
     def peak_bytes(self, model: nn.Module, step: Step) -> int:
         """Measured, parameters, buffers and inputs included."""
         model.zero_grad()
-        held = sum(
-            t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), self.ids)
-        )
-        return (
-            held + remat.measure(lambda: step(self.ids).backward(), device=self.device).peak_bytes
-        )
+        inputs = (value for value in self.kwargs.values() if isinstance(value, torch.Tensor))
+        tensors = (*model.parameters(), *model.buffers(), *inputs)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
-    def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        def run() -> None:
+            _loss(step(**self.kwargs)).backward()
 
-
-class Comparison:
-    """Rows, and the steps that they are timed by."""
-
-    def __init__(self, device: str, layers: int, batch: int) -> None:
-        self.bench, self.plain = (Bench(device, layers, batch, dropout) for dropout in (0.1, 0.0))
-        self.rows: list[Row] = []
-        self.steps: dict[int, tuple[nn.Module, Step]] = {}
-
-    def add(self, way: str, asked: str, prepare: Callable[[nn.Module], Step]) -> Row:
-        """Measures all of one way but its time."""
-        try:
-            model, step = self.bench.prepared(prepare)
-            without = self.plain.differences(*self.plain.prepared(prepare))[1]
-        except remat.BudgetError as error:
-            self.rows.append(
-                Row(
-                    way,
-                    asked,
-                    outcome="can't be met: the least known to do is "
-                    f"{error.minimum_bytes / 2**20:.1f} MiB",
-                )
-            )
-            return self.rows[-1]
-        loss, gradient = self.bench.differences(model, step)
-        overhead = remat.report(model).solution.overhead if way == "remat" else 0.0
-        self.steps[len(self.rows)] = (model, step)
-        peak_bytes = self.bench.peak_bytes(model, step)
-        self.rows.append(Row(way, asked, peak_bytes, 0.0, loss, gradient, without, overhead))
-        return self.rows[-1]
+        return sum(storages.values()) + remat.measure(run, device=self.device).peak_bytes
 
     def time(self, rounds: int) -> None:
         """Times the steps in turn, so that whatever else the machine does meets them all."""
         found: dict[int, list[float]] = {place: [] for place in self.steps}
         for _ in range(rounds):
             for place, (model, step) in self.steps.items():
-                found[place].append(self.bench.seconds(model, step))
+                found[place].append(self.seconds(model, step))
         for place, seconds in found.items():
             self.rows[place] = replace(self.rows[place], seconds=statistics.median(seconds))
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def workload(name: str) -> Workload:
+    """Returns a model with its batch, the same each time."""
+    if not name.startswith("GPT"):
+        return make(name, seed=SEED)
+    torch.manual_seed(SEED)
+    model = GPT(num_layers=4, dropout=0.0 if "no dropout" in name else 0.1)
+    return Workload(model, {"ids": torch.randint(0, 512, (16, 128))})
+
+
+def compare(name: str, device: str, rounds: int) -> list[Row]:
+    """Returns the rows of a model."""
+    found = Comparison(name, device)
+    whole = found.add(Row(_COMPILE, ""), _compiled).peak_bytes
+    budgets = []
+    for share in _KNAPSACK:
+        with functorch_config.patch(activation_memory_budget=share):
+            budgets.append(found.add(Row(_PYTORCH, str(share)), _compiled).peak_bytes)
+    budgets = [*(int(share * whole) for share in _SHARES), *dict.fromkeys(budgets)]
+    for way, executor in ((_INDUCTOR, "inductor"), (_EAGER, "eager")):
+        for budget_bytes in budgets:
+            asked = f"{budget_bytes / whole:.0%}"
+            found.add(Row(way, asked, budget_bytes), planned(budget_bytes, executor))
+        found.add_least(way, executor)
+    found.time(rounds)
+    return found.rows
+
+
+def planned(budget_bytes: int, executor: str) -> Callable[[nn.Module], Step]:
+    """Returns what plans a module."""
+
+    def prepare(model: nn.Module) -> Step:
+        return remat.checkpoint(
+            model,
+            budget_bytes,
+            executor=executor,
+            costs="roofline",
+            time_limit_s=20.0,
+            plan_cache=False,
+        )
+
+    return prepare
+
+
+def _compiled(model: nn.Module) -> Step:
+    """A frame of its own for each model: dynamo would run the first one's code for all."""
+    return compile_call(model, "inductor")
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+    return loss
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-12))
 
 
 def main() -> None:
@@ -182,82 +265,70 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    found = Comparison(asked.device, asked.layers, asked.batch)
-    first = found.add("torch.compile", "", _compiled)
-    for share in _KNAPSACK:
-        with functorch_config.patch(activation_memory_budget=share):
-            row = found.add("activation_memory_budget", str(share), _compiled)
-        found.add("remat", f"{row.peak_bytes / 2**20:.1f} MiB", _planned(row.peak_bytes))
-    for share in _SHARES:
-        found.add("remat", f"{share:.0%} of torch.compile", _planned(int(share * first.peak_bytes)))
-    found.time(asked.rounds)
-    made = {
-        **environment(seed=SEED),
-        "device": asked.device,
-        "layers": asked.layers,
-        "batch": asked.batch,
-        "rounds": asked.rounds,
-    }
+    made = {**environment(seed=SEED), "device": asked.device, "rounds": asked.rounds}
     made["threads"] = torch.get_num_threads()
-    RESULTS.write_text(
-        json.dumps({"environment": made, "rows": [asdict(row) for row in found.rows]}, indent=1)
-        + "\n"
-    )
-    RESULTS.with_suffix(".md").write_text(table(found.rows) + "\n")
-    print(table(found.rows))
-
-
-def _compiled(model: nn.Module) -> Step:
-    """A frame of its own for each model: dynamo would run the first one's code for all."""
-    return compile_call(model, "inductor")
-
-
-def _planned(budget_bytes: int) -> Callable[[nn.Module], Step]:
-    def prepare(model: nn.Module) -> Step:
-        return remat.checkpoint(
-            model,
-            budget_bytes,
-            executor="inductor",
-            costs="roofline",
-            time_limit_s=20.0,
-            plan_cache=False,
+    models = _kept(asked.output, made)
+    for name in asked.models:
+        models[name] = [asdict(row) for row in compare(name, asked.device, asked.rounds)]
+        asked.output.write_text(
+            json.dumps({"environment": made, "models": models}, indent=1) + "\n"
         )
+        asked.output.with_suffix(".md").write_text(table(models) + "\n")
+    print(table(models))
 
-    return prepare
+
+def _kept(path: Path, made: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the models that this commit measured already."""
+    if not path.exists():
+        return {}
+    known = json.loads(path.read_text())
+    is_same = known["environment"]["commit"] == made["commit"]
+    models: dict[str, list[dict[str, Any]]] = known.get("models", {}) if is_same else {}
+    return models
 
 
-def table(rows: list[Row]) -> str:
+def table(models: dict[str, list[dict[str, Any]]]) -> str:
     """Returns the rows as Markdown."""
-    first = rows[0]
     titles = (
+        "model",
         "decided by",
         "asked",
+        "predicted",
+        "first step",
         "measured peak",
         "step",
+        "predicted overhead",
+        "until the first step",
         "loss",
         "gradient",
-        "gradient without dropout",
-        "predicted overhead",
     )
-    lines = [f"| {' | '.join(titles)} |", "|---|---|" + "---:|" * 6]
-    for row in rows:
-        if row.outcome:
-            lines.append(f"| {row.way} | {row.asked} | {row.outcome} | | | | | |")
-            continue
-        peak = f"{row.peak_bytes / 2**20:.1f} MiB, {row.peak_bytes / first.peak_bytes:.0%}"
-        step = f"{1e3 * row.seconds:.0f} ms, {row.seconds / first.seconds:.2f} x"
-        differs = " | ".join(
-            f"{d:.0e}" for d in (row.loss_difference, row.gradient_difference, row.without_dropout)
-        )
-        lines.append(
-            f"| {row.way} | {row.asked} | {peak} | {step} | {differs} | "
-            f"{100 * row.overhead:.1f} % |"
-        )
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8]
+    for name, kept in models.items():
+        rows = [Row(**row) for row in kept]
+        lines += [f"| {name} | {' | '.join(_cells(row, rows[0]))} |" for row in rows]
     return "\n".join(lines)
+
+
+def _cells(row: Row, first: Row) -> list[str]:
+    if row.outcome:
+        return [row.way, row.asked, row.outcome, *[""] * 7]
+    gradient = row.gradient_difference
+    return [
+        row.way,
+        row.asked,
+        f"{row.predicted_bytes:,} B" if row.predicted_bytes else "",
+        f"{row.first_bytes:,} B" if row.first_bytes else "",
+        f"{row.peak_bytes / 2**20:.1f} MiB, {row.peak_bytes / first.peak_bytes:.0%}",
+        f"{row.seconds / first.seconds:.2f} x" if first.seconds else "",
+        f"{100 * row.overhead:.1f} %",
+        f"{row.compile_s / first.compile_s:.2f} x",
+        f"{row.loss_difference:.0e}",
+        "" if gradient is None else f"{gradient:.0e}",
+    ]
 
 
 if __name__ == "__main__":
