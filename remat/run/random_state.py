@@ -47,7 +47,7 @@ def draw(
     """
     if device.type != "cpu":
         return operator(*args, **kwargs)
-    return _with_generator(operator)(*args, **kwargs, generator=_generator_in(state), move_on=True)
+    return _drawn(operator, args, kwargs, state, move_on=True)
 
 
 def replay(
@@ -55,9 +55,7 @@ def replay(
 ) -> Any:
     """Runs `operator` again from `state`, and leaves the default generator as it is."""
     if device.type == "cpu":
-        return _with_generator(operator)(
-            *args, **kwargs, generator=_generator_in(state), move_on=False
-        )
+        return _drawn(operator, args, kwargs, state, move_on=False)
     with _CUDA_REPLAYS:
         before = take_state(device)
         torch.cuda.set_rng_state(state, device)
@@ -65,6 +63,22 @@ def replay(
             return operator(*args, **kwargs)
         finally:
             torch.cuda.set_rng_state(before, device)
+
+
+def _drawn(
+    operator: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: torch.Tensor,
+    *,
+    move_on: bool,
+) -> Any:
+    """Runs `operator` with a generator in `state`, in place of the `generator=None` it may have.
+
+    One of the user's own ends the captured graph.
+    """
+    given = {**kwargs, "generator": _generator_in(state), "move_on": move_on}
+    return _with_generator(operator)(*args, **given)
 
 
 def _generator_in(state: torch.Tensor) -> torch.Generator:

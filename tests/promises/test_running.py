@@ -283,6 +283,36 @@ def test_dropout_is_replayed_however_often() -> None:
     )
 
 
+class Noise(nn.Module):
+    """Draws from a generator as libraries do, whose default is None."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(8, 8), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x).tanh()
+        hidden = hidden * torch.randn(hidden.shape, generator=self.generator)
+        kept = torch.bernoulli(torch.full(hidden.shape, 0.5), generator=self.generator)
+        loss: torch.Tensor = (hidden.tanh() * kept).tanh().square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_generator_may_be_none_or_the_users_own(*, is_own: bool) -> None:
+    plain, planned = (Noise(torch.Generator().manual_seed(1) if is_own else None) for _ in range(2))
+    planned.load_state_dict(plain.state_dict())
+    remat.checkpoint(planned, UNLIMITED, solver=Given(keep_nothing), costs="flops")
+    for seed in (1, 2):
+        ends = []
+        for model in (plain, planned):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            model(torch.ones(4, 8)).backward()
+            ends.append([p.grad for p in model.parameters()] + [torch.get_rng_state()])
+        assert_same(*ends)
+
+
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
     model, x = MODELS["convolutions"]()
     plain = copy.deepcopy(model)
