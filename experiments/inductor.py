@@ -38,6 +38,7 @@ from torch._functorch import config as functorch_config
 import remat
 from remat.face.capturing import compile_call
 
+from .bench_rows import warm_up
 from .environment import environment
 from .models import GPT, MODELS, Workload, make
 
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    warm_up()
     made = {**environment(seed=SEED), "device": asked.device, "rounds": asked.rounds}
     made["threads"] = torch.get_num_threads()
     models = _kept(asked.output, made)
