@@ -24,7 +24,7 @@ class Refused(RematError):
 
 def solver_named(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`, or refuses it with a list of the known names."""
-    with _refused("--solver"):
+    with _refused("--without" if options.get("without") else "--solver"):
         return make_solver(name, **options)
 
 

@@ -98,6 +98,12 @@ class Solution:
             raise ScheduleError(f"a solution has {fault}")
 
     @property
+    def techniques(self) -> str:
+        """Who found the schedule, and who proved the bound; empty for solvers of one technique."""
+        proof = self.proved_by or "the cost of computing everything once"
+        return f"found by {self.found_by}, bound by {proof}" if self.found_by else ""
+
+    @property
     def is_solved(self) -> bool:
         """True if there is a schedule."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)

@@ -293,6 +293,8 @@ class Report:
             ),
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
         ]
+        if solution.techniques:
+            rows.append(("techniques", solution.techniques))
         if solution.cut_short:
             rows.append(("cut short", f"{solution.cut_short}; not kept for later jobs"))
         for name, text in rows:

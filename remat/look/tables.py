@@ -78,9 +78,8 @@ def show_solution(graph: Graph, solution: Solution) -> None:
     if solution.minimum_bytes:
         least = units.size_text(solution.minimum_bytes)
         rows.append(("least budget", f"{least}, the smallest known to work"))
-    if solution.found_by:
-        proof = solution.proved_by or "the cost of computing everything once"
-        rows.append(("techniques", f"found by {solution.found_by}, bound by {proof}"))
+    if solution.techniques:
+        rows.append(("techniques", solution.techniques))
     rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
     if solution.cut_short:
         rows.append(("cut short", solution.cut_short))

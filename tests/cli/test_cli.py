@@ -129,6 +129,7 @@ def test_a_saved_graph_is_an_instance(run: Run, tmp_path: Path) -> None:
         (["--budget", "-5"], "-5"),
         (["--budget", "0"], "not positive"),
         (["--budget", "14", "--solver", "nobody"], "chen-sqrt"),
+        (["--budget", "14", "--without", "nobody"], "--without: auto has no technique"),
         (["--budget", "14", "--free-order", "--solver", "chen-sqrt"], "--free-order"),
         (["--budget", "14", "--output", "nowhere/plan.json"], "nowhere"),
     ],
