@@ -86,9 +86,7 @@ _LATEST = (
     "        planned: list[PlannedStep] = []\n",
     "        planned: list[PlannedStep] = []\n        latest = []\n",
 )
-_REPLAY = """        return _with_generator(operator)(
-            *args, **kwargs, generator=_generator_in(state), move_on=False
-        )"""
+_REPLAY = "        return _drawn(operator, args, kwargs, state, move_on=False)"
 
 ALL = (
     _naive(
