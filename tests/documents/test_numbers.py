@@ -82,11 +82,8 @@ def test_the_coverage_is_that_of_the_result_file() -> None:
     )
     assert f"at each; {in_pieces[1]} do where they can" in page
     assert f"{in_pieces[2]} took a path of their own" in page
-    assert (
-        f"{counts.pop('TraceError')} are refused with a `TraceError`, and one is not equal to "
-        "itself" in page
-    )
-    assert counts == {"plain PyTorch differs from itself": 1}
+    assert f"{counts.pop('TraceError')} are refused with a `TraceError`" in page
+    assert not counts
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
     assert (
