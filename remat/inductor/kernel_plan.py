@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from remat.core.budget import describe_bytes
-from remat.inductor.kernel_order import Loop, Loops
+from remat.inductor.kernel_order import Kernel, Loop, Loops
 from remat.inductor.realize import products_to_keep_apart, values_to_realize
 from remat.torch_border.kernel_scheduler import (
     Part,
@@ -96,20 +96,26 @@ class KernelPlan:
         self._place_of = {
             part.name: loop.place for part, loop in zip(parts.parts, loops.loops, strict=True)
         }
+
+        def in_order() -> list[Kernel]:
+            return loops.in_order([[number[n] for n in part_names(k)] for k in kernels])
+
+        order = in_order()
         for _ in range(_ROUNDS):
-            by_first = {number[part_names(kernel)[0]]: kernel for kernel in kernels}
-            order = loops.in_order([[number[n] for n in part_names(k)] for k in kernels])
-            self.peak_bytes = max(loops.bytes_at(order))
-            blamed = {}
-            if self.peak_bytes > self.limit_bytes:
-                blamed = loops.to_blame(order, self.limit_bytes)
+            if max(loops.bytes_at(order)) <= self.limit_bytes:
+                break
+            blamed = loops.to_blame(order, self.limit_bytes)
             if not blamed:
                 break
             for loop, reach in blamed.items():
                 name = parts.parts[loop].name
                 self._reach[name] = min(reach, self._reach.get(name, reach))
             kernels = fused_again(kernels)
+            order = in_order()
+
+        self.peak_bytes = max(loops.bytes_at(order))
         self.num_parts, self.num_kernels = len(number), len(order)
+        by_first = {number[part_names(kernel)[0]]: kernel for kernel in kernels}
         ordered = [by_first[kernel[0]] for kernel in order]
         if self.device_type == "cpu":
             launches = loops.launches(order, self.limit_bytes)

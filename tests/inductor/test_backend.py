@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import remat
 from remat.core.schedule import Schedule, simulate
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import fuse
+from remat.inductor.kernel_order import Loops
 from remat.tracers.aot import TracedStep
 from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_all, keep_nothing
 
@@ -142,6 +144,33 @@ def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
             state_after(model, model, seed), state_after(plain, plain, seed), strict=True
         ):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_of_the_last_round_are_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expected: tuple[Net, list[list[torch.Tensor]]],
+) -> None:
+    """Naive: after the last round the kernels before it are ordered and written."""
+    from torch._inductor import config as inductor_config
+
+    def all_apart(loops: Loops, *_: object) -> dict[int, int]:
+        return dict.fromkeys(range(len(loops.loops)), -1)
+
+    monkeypatch.setattr("remat.inductor.kernel_plan._ROUNDS", 1)
+    monkeypatch.setattr(Loops, "to_blame", all_apart)
+    monkeypatch.setattr(Loops, "bytes_at", lambda *_: [1 << 60])
+    model = copy.deepcopy(expected[0])
+    remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
+    # nothing is kept of what no job would compile so
+    with caplog.at_level(logging.INFO), inductor_config.patch(fx_graph_cache=False):
+        ends = state_after(model, model, 1)
+    counts = re.findall(r"(\d+) loops and operators of libraries in (\d+) kernels", caplog.text)
+    assert len(counts) == 2
+    assert all(parts == kernels for parts, kernels in counts)
+    torch.testing.assert_close(ends, expected[1][0], rtol=1e-5, atol=1e-7)
+    report = remat.report(model)
+    assert report.measured_peak_bytes == report.kernels_peak_bytes
 
 
 def test_what_inductor_compiled_before_is_used_again() -> None:
