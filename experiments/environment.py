@@ -31,7 +31,7 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 
 def _commit() -> str:
     """Returns the commit of the checkout, with `+changes` where files other than results differ
-    from it; empty outside of one.
+    from it. Outside of one, `REMAT_COMMIT` of the environment may name it.
     """
     folder = Path(__file__).resolve().parent
     try:
@@ -49,7 +49,7 @@ def _commit() -> str:
         )
         return f"{commit}+changes" if changes else commit
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get("REMAT_COMMIT", "")
 
 
 def _processor() -> str:

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ import torch
 
 import remat
 from experiments.environment import environment as where
-from experiments.gpu import steps, tables
+from experiments.gpu import by_operator, steps, tables
 from experiments.gpu.measuring import (
     Facts,
     blas_bytes,
@@ -114,19 +116,25 @@ def _compare_one(
     facts: Facts, name: str, way: str, prepare: Way, reference: list[torch.Tensor]
 ) -> None:
     place = facts.place
-    base = torch.cuda.memory_allocated() if place.has_cuda else 0
-    torch.manual_seed(0)
-    model, batch = STEPS[name](place)
-    call = prepare(model)
-    found = gradients(call, model, batch)
+    with facts.turn():
+        blas_bytes(place)
+        base = torch.cuda.memory_allocated() if place.has_cuda else 0
+        torch.manual_seed(0)
+        model, batch = STEPS[name](place)
+        call = prepare(model)
+    # costs are measured at 100 %; others compute plans meanwhile
+    with nullcontext() if way.startswith("remat") and "100%" not in way else facts.turn():
+        found = gradients(call, model, batch)
     reference.extend(found if not reference else ())
 
-    row: dict[str, Any] = {"base": base, **measured(call, model, batch, place)}
+    with facts.turn():
+        row: dict[str, Any] = {"base": base, **measured(call, model, batch, place)}
     row["gradient"] = largest_difference(found, reference)
     if way.startswith("remat"):
         row |= told(model)
         if place.has_cuda:
-            row["measured_minus_predicted"] = row["allocated"] - base - row["predicted"]
+            peak = row["kernels_peak"] or row["predicted"]
+            row["measured_minus_predicted"] = row["allocated"] - base - peak
     facts.say(model=name, way=way, **row)
 
 
@@ -215,7 +223,7 @@ def oom(facts: Facts) -> None:
         for way in ("plain", "remat"):
             facts.clean()
             with facts.section(section="oom", way=way):
-                model, batch = steps.gpt2(facts.place, batch=24)
+                model, batch = steps.gpt2(facts.place, batch=32)
                 budget = limit - blas_bytes(facts.place) - (1 << 30)
                 call = steps.planned(model, budget) if way == "remat" else _plain(model)
                 row = measured(call, model, batch, facts.place, 3)
@@ -244,14 +252,23 @@ def fused(facts: Facts) -> None:
     """What `torch.compile` does, and plans through Inductor."""
     ways: list[tuple[str, Way]] = [("plain", _plain)]
     ways += [
-        (f"torch.compile, activation_memory_budget {share}", partial(steps.compiled, share=share))
-        for share in (1.0, 0.5)
+        (f"remat inductor {budget}", partial(steps.planned, budget=budget, executor="inductor"))
+        for budget in ("100%", "60%", "40%")
     ]
     ways += [
-        (f"remat inductor {budget}", partial(steps.planned, budget=budget, executor="inductor"))
-        for budget in ("100%", "60%")
+        (f"torch.compile, activation_memory_budget {share}", partial(steps.compiled, share=share))
+        for share in (1.0, 0.5, 0.3)
     ]
-    compare(facts, "gpt2-medium, 12 layers", ways, need_s=60)
+    ways += [
+        (f"remat {budget}", partial(steps.planned, budget=budget)) for budget in ("100%", "60%")
+    ]
+    compare(facts, "gpt2-medium, 12 layers, no dropout", ways, need_s=30)
+
+
+def _operators(facts: Facts) -> None:
+    if facts.place.has_cuda:
+        with facts.turn():
+            by_operator.compare(facts)
 
 
 SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
@@ -265,7 +282,20 @@ SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
     "billions": (billions, 90),
     "fused": (fused, 120),
     "large": (large, 90),
+    "operators": (_operators, 20),
 }
+
+
+_SIDE_BY_SIDE = "a process per section: plans are computed side by side, timed steps take turns"
+
+
+def _run_side_by_side(asked: argparse.Namespace) -> None:
+    where = ["--device", asked.device, "--output", str(asked.output)]
+    where += ["--seconds", str(asked.seconds), *(["--tiny"] if asked.tiny else [])]
+    command = [sys.executable, "-m", "experiments.gpu_run", *where, "--only"]
+    running = [subprocess.Popen([*command, name]) for name in asked.only]
+    for process in running:
+        process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -279,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true", help="tables and pictures, no run")
+    parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
     if asked.show:
         tables.show(asked.output)
@@ -286,6 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")
 
+    if asked.side_by_side:
+        _run_side_by_side(asked)
+        return
     facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
     for name in asked.only:
         run, need_s = SECTIONS[name]

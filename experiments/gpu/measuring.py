@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import statistics
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ class Facts:
             self.say(**names, error=f"{type(error).__name__}: {error}"[:600], trace=where)
         finally:
             self.clean()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Runs what is inside while no other run that writes the same file is inside."""
+        with self.path.with_suffix(".turn").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def clean(self) -> None:
         """Forgets compiled code and gives memory back."""
@@ -154,5 +162,10 @@ def told(model: Any) -> dict[str, Any]:
         "overhead": solution.overhead,
         "gap": solution.gap,
         "planned_s": solution.wall_s,
+        "captured_s": report.captured_s,
+        "budget_asked": report.budget_bytes,
+        "libraries": report.room.library_bytes if report.room else 0,
+        "first_peaks": list(astuple(report.cuda_peaks)) if report.cuda_peaks else [],
+        "kernels_peak": report.kernels_peak_bytes,
         "attention": attention,
     }

@@ -36,9 +36,15 @@ class Place:
 
 
 def gpt2(
-    place: Place, *, layers: int = 24, width: int = 1024, heads: int = 16, batch: int = 8
+    place: Place,
+    *,
+    layers: int = 24,
+    width: int = 1024,
+    heads: int = 16,
+    batch: int = 8,
+    dropout: float = 0.1,
 ) -> Made:
-    """GPT-2 medium by default (Radford et al., 2019), 512 tokens, dropout on, bf16."""
+    """GPT-2 medium by default (Radford et al., 2019), 512 tokens, bf16."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     length, words = 512, 50257
@@ -46,7 +52,7 @@ def gpt2(
         layers, width, heads, batch, length, words = 2, 64, 4, 4, 64, 64
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     ids = torch.randint(0, config.vocab_size, (batch, length), device=place.device)
     with torch.device(place.device):
@@ -86,7 +92,7 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
 STEPS: dict[str, Callable[[Place], Made]] = {
     "gpt2-medium": gpt2,
     "gpt2-xl": partial(gpt2, layers=48, width=1600, heads=25, batch=4),
-    "gpt2-medium, 12 layers": partial(gpt2, layers=12),
+    "gpt2-medium, 12 layers, no dropout": partial(gpt2, layers=12, dropout=0.0),
     "resnet50": resnet50,
     "llama-3-8b, 8 layers": llama,
 }

@@ -3,7 +3,8 @@
 The models check whether they are being compiled, and then take another path: they make a causal
 mask that plain attention does not need, and so use another attention kernel; Mamba uses an
 associative scan instead of its loop, which rounds differently. While a planned step is captured,
-they take the path of the plain step. Only this module uses private names of `transformers` (5.23).
+they take the path of the plain step. Only this module uses private names of `transformers` (5.17 to
+5.23).
 """
 
 from __future__ import annotations
@@ -81,6 +82,17 @@ def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
     return is_exporting
 
 
+def _never_tracing_nothing(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Without a padding mask there is nothing to trace, but transformers before 5.23 says it is."""
+
+    def is_tracing(tensor: Any = None) -> bool:
+        if tensor is None and torch.compiler.is_dynamo_compiling():
+            return False
+        return plain(tensor)
+
+    return is_tracing
+
+
 def _packed_where_plain_finds_any(
     plain: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -131,6 +143,7 @@ def _say_that_it_scans(_: Any) -> None:
 _STATE_SPACE = ("mamba", "falcon_mamba", "jamba", "zamba")
 _REPLACEMENTS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("masking_utils.is_torchdynamo_exporting", _never_exporting),
+    ("masking_utils.is_tracing", _never_tracing_nothing),
     ("masking_utils.find_packed_sequence_indices", _packed_where_plain_finds_any),
     *(
         (f"models.{name}.modeling_{name}.{function}", make)

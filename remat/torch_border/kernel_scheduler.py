@@ -78,10 +78,11 @@ def scheduled(
         realize: changes a graph before it is lowered.
         key: of all that these do: Inductor keeps what it compiles by it.
     """
-    from torch._inductor import config
+    from torch._inductor import config, custom_graph_pass
     from torch._inductor.choices import InductorChoices
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
     from torch._inductor.virtualized import V
+
+    scheduler_pass = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.13
 
     class Choices(InductorChoices):
         @staticmethod
@@ -95,9 +96,9 @@ def scheduled(
         "reorder_for_locality": False,
         "allow_buffer_reuse": False,
         "custom_partitioner_fn": None,  # was called; its type can not be part of a key
-        "post_grad_custom_pre_pass": _named(CustomGraphPass, keep_apart, key),
-        "post_grad_custom_post_pass": _named(CustomGraphPass, realize, key),
-        "_post_fusion_custom_pass": _named(CustomSchedulerPass, order, key),
+        "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
+        "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),
+        "_post_fusion_custom_pass": _named(scheduler_pass, order, key),
     }
     with config.patch(patches), V.set_choices_handler(Choices()):
         yield
