@@ -44,10 +44,10 @@ def gpt2(
     batch: int = 8,
     dropout: float = 0.1,
 ) -> Made:
-    """GPT-2 medium by default (Radford et al., 2019), 512 tokens, bf16."""
+    """GPT-2 medium by default (Radford et al., 2019), 1,024 tokens, bf16."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    length, words = 512, 50257
+    length, words = 1024, 50257
     if place.is_tiny:
         layers, width, heads, batch, length, words = 2, 64, 4, 4, 64, 64
     config = GPT2Config(
@@ -60,7 +60,7 @@ def gpt2(
     return model.to(torch.bfloat16).train(), {"input_ids": ids, "labels": ids}
 
 
-def resnet50(place: Place, *, batch: int = 64) -> Made:
+def resnet50(place: Place, *, batch: int = 128) -> Made:
     """ResNet-50 (He et al., 2015) in bf16."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -91,6 +91,7 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
 
 STEPS: dict[str, Callable[[Place], Made]] = {
     "gpt2-medium": gpt2,
+    "gpt2-medium, 4 sequences": partial(gpt2, batch=4),
     "gpt2-xl": partial(gpt2, layers=48, width=1600, heads=25, batch=4),
     "gpt2-medium, 12 layers, no dropout": partial(gpt2, layers=12, dropout=0.0),
     "resnet50": resnet50,

@@ -204,7 +204,7 @@ class OutsideRoom:
         """
         whole = planned.meter.whole
         needed_bytes = max(whole.peak_bytes if whole else 0, budget_bytes + 1)
-        own_bytes = planned.meter.peak_bytes or planned.solution.peak_bytes
+        own_bytes = planned.meter.tensor_bytes or planned.solution.peak_bytes
         beside_bytes = max(0, needed_bytes - own_bytes)
         if any(planned.solution is least for least in self._least):
             self._begin_anew()  # another shape may fit

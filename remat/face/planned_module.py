@@ -125,7 +125,7 @@ class PlannedCall(OwnCall):
         They do only where their memory could not be told before they ran.
         """
         peaks = [
-            (step.meter.peak_bytes or 0, step.budget_bytes + self.unplanned_bytes)
+            (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)

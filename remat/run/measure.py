@@ -183,6 +183,14 @@ class FirstStepMeter:
     waiting: MeasuredForward | None = field(default=None, repr=False)
     num_backwards: int = 0
 
+    @property
+    def tensor_bytes(self) -> int:
+        """What tensors held at the peak, as plans count them; 0 if it was not measured.
+
+        On CUDA the allocator's blocks are larger: by 0.02 % for a GPT-2, 0.6 % for a ResNet-50.
+        """
+        return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes or 0
+
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured at each call until a whole step has been measured."""
         return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))

@@ -52,8 +52,8 @@ class MeasuredForward:
     Attributes:
         args: storages of its inputs.
         mark: on CUDA, what was held when it began.
-        peak_bytes: its peak. On CUDA the most that was allocated while it or its backward ran.
-        outside_bytes: on CUDA, the most that was allocated since, while neither ran.
+        peak_bytes: its peak. On CUDA the most that tensors held while it or its backward ran.
+        outside_bytes: on CUDA, the most that they held since, while neither ran.
         held_bytes: what it held at its end.
         saved: storages that it saved for its backward.
         results: storages that it returned or saved, without those of its inputs.
@@ -81,8 +81,8 @@ class MeasuredForward:
 
     @property
     def begun_bytes(self) -> int:
-        """What was allocated on CUDA when it began."""
-        return self.mark.allocated_bytes if self.mark else 0
+        """What tensors held on CUDA when it began."""
+        return self.mark.requested_bytes if self.mark else 0
 
     @property
     def saved_bytes(self) -> int:
@@ -125,13 +125,14 @@ def keep_peak_for(forward: MeasuredForward) -> None:
 def note_peak(planned: MeasuredForward | None = None) -> None:
     """Notes a new peak of CUDA's allocator in the forwards that wait for their backward.
 
-    The allocator's statistics are reset only where a forward begins, since others read them too. So
-    a peak below an earlier one is not known, and not needed.
+    The sizes of tensors are counted, as plans count them, and not the blocks that hold them. The
+    allocator's statistics are reset only where a forward begins, since others read them too. So a
+    peak below an earlier one is not known, and not needed.
 
     Args:
         planned: the forward that ran since the last call, itself or its backward.
     """
-    peak_bytes = torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0)
+    peak_bytes = torch.cuda.memory_stats().get("requested_bytes.all.peak", 0)
     for forward in _ON_CUDA:
         if peak_bytes <= max(forward.peak_bytes, forward.outside_bytes):
             continue

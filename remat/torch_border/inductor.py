@@ -80,28 +80,34 @@ class CompiledModule:
         source: its text.
         names: its global names.
         call: its function, which takes a list of arguments and empties it.
+        partitions: functions that it calls; on a GPU all kernels are in one of them.
     """
 
     source: str
     names: Mapping[str, Any]
-    call: Any
+    call: types.FunctionType
+    partitions: tuple[types.FunctionType, ...]
 
     def with_names(self, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        """Returns its function, which finds `names` as its global names."""
-        function = self.call.__func__
-        changed = types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__
-        )
-        return types.MethodType(changed, self.call.__self__)
+        """Returns its function, which finds `names` as its global names, as its partitions do."""
+
+        def again(function: types.FunctionType) -> types.FunctionType:
+            return types.FunctionType(
+                function.__code__, names, function.__name__, function.__defaults__
+            )
+
+        runner = types.SimpleNamespace(partitions=list(map(again, self.partitions)))
+        return types.MethodType(again(self.call), runner)
 
 
 def compiled_module(compiled: Any) -> CompiledModule | None:
     """Returns the module of a graph that `compile_fx_inner` compiled (2.13); None where its code is
     of another kind: C++ throughout, or cut into CUDA graphs.
     """
-    call = getattr(compiled, "current_callable", None)
-    if not isinstance(call, types.MethodType) or not compiled.source_code:
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    if runner is None or not compiled.source_code:
         return None
-    if getattr(call.__self__, "partitions", None):
-        return None
-    return CompiledModule(compiled.source_code, call.__func__.__globals__, call)
+    call, partitions = runner.call.__func__, tuple(runner.partitions)
+    if not all(getattr(p, "__globals__", None) is call.__globals__ for p in partitions):
+        return None  # recorded as CUDA graphs
+    return CompiledModule(compiled.source_code, call.__globals__, call, partitions)
