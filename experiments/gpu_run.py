@@ -2,6 +2,7 @@
 
     python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
     python -m experiments.gpu_run --device cpu --tiny          a rehearsal
+    python -m experiments.gpu_run --foretell H100              forecasts, on a machine without a GPU
     python -m experiments.gpu_run --show                       tables and pictures of what is there
 
 A run that is cut loses nothing; a section that fails is a fact, and the next one runs. Sections:
@@ -12,7 +13,7 @@ A run that is cut loses nothing; a section that fails is a fact, and the next on
   and selective ones: predicted and measured peaks (requested, allocated, reserved), step times.
 - autocast: GPT-2 medium in float32 under autocast.
 - oom: a batch that plain PyTorch can't run in a quarter of the card, and a plan can.
-- foretold: a laptop's forecast beside the card's plan; the largest batch foretold against the
+- foretold: plans made without a GPU, run on the card; the largest batch foretold against the
   largest that runs.
 - fused: `torch.compile`, `activation_memory_budget` and plans through Inductor.
 """
@@ -35,7 +36,7 @@ import torch
 
 import remat
 from experiments.environment import environment as where
-from experiments.gpu import by_operator, steps, tables
+from experiments.gpu import by_operator, forecast, steps, tables
 from experiments.gpu.measuring import (
     Facts,
     blas_bytes,
@@ -48,6 +49,7 @@ from experiments.gpu.measuring import (
 from experiments.gpu.steps import STEPS, Place
 
 RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
+FORECAST = RESULTS.with_name("gpu_forecast")
 SHARES = ("100%", "80%", "60%", "40%")
 _LEAST = "least"
 Way = Callable[[Any], Callable[..., Any]]
@@ -145,8 +147,9 @@ def _compare_one(
         torch.manual_seed(0)
         model, batch = STEPS[name](place)
         call = prepare(model)
-    # costs are measured at 100 %; others compute plans meanwhile
-    with nullcontext() if way.startswith("remat") and "100%" not in way else facts.turn():
+    # costs are measured at 100 %; other plans are computed while another step is timed
+    compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
+    with nullcontext() if compiles else facts.turn():
         found = gradients(call, model, batch)
     reference.extend(found if not reference else ())
 
@@ -196,19 +199,24 @@ def _at_its_least(model: Any) -> Callable[..., Any]:
 
 def medium(facts: Facts) -> None:
     """GPT-2 medium."""
-    others = (
+    ways = _ways(("100%", "60%"))
+    ways += [
         ("checkpoint per block", steps.block_checkpoints),
-        (
-            "selective checkpoints",
-            steps.selective_checkpoints,
-        ),
-    )
-    compare(facts, "gpt2-medium", _ways((*SHARES, _LEAST), *others))
+        ("selective checkpoints", steps.selective_checkpoints),
+    ]
+    compare(facts, "gpt2-medium", [*ways, *_ways(("40%", _LEAST, "80%"))[2:]])
 
 
 def vision(facts: Facts) -> None:
     """ResNet-50."""
-    compare(facts, "resnet50", _ways((*SHARES, _LEAST)))
+    fragmented = [("remat 60%, expandable segments", _in_expandable_segments)]
+    compare(facts, "resnet50", [*_ways((*SHARES, _LEAST)), *fragmented])
+
+
+def _in_expandable_segments(model: Any) -> Callable[..., Any]:
+    if torch.cuda.is_available():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    return steps.planned(model, "60%")
 
 
 def large(facts: Facts) -> None:
@@ -256,35 +264,23 @@ def oom(facts: Facts) -> None:
 
 
 def foretold(facts: Facts) -> None:
-    """`fits` and `max_batch` as on a laptop, beside what the card does."""
-    place = facts.place
-    device = torch.cuda.get_device_name().split()[1] if place.has_cuda else "H100"
-    laptop = Place("cpu", place.is_tiny)
-    model, batch = steps.gpt2(laptop)
-    fit = remat.fits(model, kwargs=batch, device=device, optimizer="none", time_limit_s=5)
-    facts.say(section="foretold", model="gpt2-medium", laptop=fit.record())
-
-    if place.has_cuda:
-        model, batch = steps.gpt2(place)
-        steps.planned(model, "100%")
-        step(model, model, batch, 0)
-        facts.say(section="foretold", model="gpt2-medium", there=told(model))
+    """Plans and batches that were foretold without a GPU, beside what the card does."""
+    forecast.judge(facts, FORECAST)
 
 
 def fused(facts: Facts) -> None:
     """What `torch.compile` does, and plans through Inductor."""
-    ways: list[tuple[str, Way]] = [("plain", _plain)]
-    ways += [
-        (f"remat inductor {budget}", partial(steps.planned, budget=budget, executor="inductor"))
-        for budget in ("100%", "60%", "40%")
-    ]
-    ways += [
-        (f"torch.compile, activation_memory_budget {share}", partial(steps.compiled, share=share))
-        for share in (1.0, 0.5, 0.3)
-    ]
-    ways += [
-        (f"remat {budget}", partial(steps.planned, budget=budget)) for budget in ("100%", "60%")
-    ]
+
+    def inductor(budget: str) -> tuple[str, Way]:
+        way = partial(steps.planned, budget=budget, executor="inductor")
+        return f"remat inductor {budget}", way
+
+    def compiled(share: float) -> tuple[str, Way]:
+        way = partial(steps.compiled, share=share)
+        return f"torch.compile, activation_memory_budget {share}", way
+
+    ways = [("plain", _plain), compiled(1.0), inductor("100%"), inductor("80%"), compiled(0.5)]
+    ways += [inductor("60%"), compiled(0.3), inductor("70%"), *_ways(("100%", "60%"))[2:]]
     compare(facts, "gpt2-medium, 12 layers, no dropout", ways, need_s=30)
 
 
@@ -314,9 +310,9 @@ _SIDE_BY_SIDE = (
     "timed"
 )
 LANES = (
-    ("environment", "correct", "medium"),
-    ("oom", "vision", "autocast", "operators"),
-    ("foretold", "billions", "large"),
+    ("environment", "correct", "medium", "autocast"),
+    ("oom", "vision", "foretold", "operators"),
+    ("billions", "large"),
     ("fused",),
 )
 
@@ -351,10 +347,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true", help="tables and pictures, no run")
+    parser.add_argument("--foretell", metavar="DEVICE", help="of the device table")
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
     if asked.show:
         tables.show(asked.output)
+        return
+    if asked.foretell:
+        forecast.foretell(FORECAST, asked.foretell, is_tiny=asked.tiny)
         return
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")

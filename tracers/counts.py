@@ -97,12 +97,20 @@ def _product_flop(call: Call) -> int:
     return int(2 * left.shape[-1] * sum(t.numel for t in call.outputs))
 
 
+_ATTENTION = (
+    "flash_attention_for_cpu", "fused_attention_overrideable", "flash_attention",
+    "efficient_attention", "cudnn_attention",
+)  # fmt: skip
 _FORMULAS: dict[Any, Callable[[Call], int]] = {
     aten.convolution_backward: _convolution_backward_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
-    aten._scaled_dot_product_fused_attention_overrideable: _attention_forward_flop,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward_flop,
+    # torch's own formulas refuse heads of queries that share one of keys
+    **{
+        getattr(aten, f"_scaled_dot_product_{name}"): _attention_forward_flop for name in _ATTENTION
+    },
+    **{
+        getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward_flop
+        for name in _ATTENTION
+    },
     **dict.fromkeys(
         (aten.mv, aten.addmv, aten.dot, aten._int_mm, aten._grouped_mm, aten._scaled_grouped_mm),
         _product_flop,

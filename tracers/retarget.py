@@ -1,11 +1,10 @@
 """The graph of a step as a GPU would run it, on a machine without one.
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
-the CPU, and known differences are corrected: CUDA's autocast casts for other operators, its dropout
-saves one byte per element in every precision, its allocator rounds sizes, the generator's state
-takes no memory of the device, and some kernels may not run twice. Two differences remain: attention
-kernels save a little more or less (the logarithms of their sums), and cuDNN saves a reserve for
-batch norm, which the CPU does not have.
+the CPU, and known differences are corrected: CUDA has other attention kernels, its autocast casts
+for other operators, its dropout saves one byte per element in every precision, its allocator rounds
+sizes, the generator's state takes no memory of the device, and some kernels may not run twice. One
+difference remains: cuDNN saves a reserve for batch norm, which the CPU does not have.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from remat.core.graph import Graph
 
+from .cuda_attention import cuda_attention
 from .cuda_autocast import cuda_autocast
+from .devices import Device
 from .recomputable import NONDETERMINISTIC, is_nondeterministic
 from .step_values import CUDA_GRANULARITY_BYTES
 
@@ -59,16 +59,16 @@ def traced_on(device_type: str) -> str:
 
 
 @contextmanager
-def as_on(device_type: str, *, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Traces on `traced_on(device_type)` what a device of that type runs, in a `with` block.
+def as_on(device: Device, *, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Traces on `traced_on(device.type)` what a device runs, in a `with` block.
 
     Args:
-        device_type: `cpu` or `cuda`.
+        device: one of the table, or this machine's.
         autocast: the dtype of `torch.autocast` there; if None, autocast is off.
     """
-    on = traced_on(device_type)
+    on = traced_on(device.type)
     with (
-        nullcontext() if device_type == on else as_on_cuda(),
+        nullcontext() if device.type == on else as_on_cuda(device.name),
         torch.autocast(on, autocast, enabled=autocast is not None),
     ):
         yield
@@ -78,11 +78,11 @@ _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Traces on the CPU what CUDA runs: its attention, its dropout and its autocast."""
+def as_on_cuda(device_name: str) -> Iterator[None]:
+    """Traces on the CPU what a card runs: its attention, its dropout and its autocast."""
     token = _is_for_cuda.set(True)
     try:
-        with fused_attention(), cuda_autocast():
+        with cuda_attention(device_name), cuda_autocast():
             yield
     finally:
         _is_for_cuda.reset(token)
@@ -91,31 +91,3 @@ def as_on_cuda() -> Iterator[None]:
 def is_for_cuda() -> bool:
     """True while a step on CPU tensors is traced as CUDA would run it."""
     return _is_for_cuda.get()
-
-
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Traces attention on the CPU as a fused kernel, as on CUDA, also with dropout.
-
-    The CPU's fused kernel has no dropout, so torch would use operators that save all probabilities;
-    CUDA's kernel saves a seed.
-    """
-    plain: Any = torch.nn.functional.scaled_dot_product_attention
-
-    def without_dropout(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        return plain(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
-
-    functional: Any = torch.nn.functional
-    functional.scaled_dot_product_attention = without_dropout
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = plain

@@ -21,6 +21,7 @@ import remat
 from experiments.gpu.steps import Batch, Place
 
 _STEPS = 8
+_DEAREST = 25  # operators that are listed
 _MOST_ENTRIES = 1 << 16  # of a tensor whose gradient is compared
 Call = Callable[..., Any]
 
@@ -170,4 +171,8 @@ def told(model: Any) -> dict[str, Any]:
         "first_peaks": list(astuple(report.cuda_peaks)) if report.cuda_peaks else [],
         "kernels_peak": report.kernels_peak_bytes,
         "attention": attention,
+        "dearest": [
+            (op.target, round(op.cost_s * 1e6), op.module)
+            for op in sorted(report.graph.operators, key=lambda op: -op.cost_s)[:_DEAREST]
+        ],
     }

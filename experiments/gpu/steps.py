@@ -65,7 +65,9 @@ def resnet50(place: Place, *, batch: int = 128) -> Made:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     batch, pixels = (2, 32) if place.is_tiny else (batch, 224)
-    model: nn.Module = ResNetForImageClassification(ResNetConfig())
+    # otherwise set in the first call, for which a step is captured again
+    config = ResNetConfig(problem_type="single_label_classification")
+    model: nn.Module = ResNetForImageClassification(config)
     images = torch.randn(batch, 3, pixels, pixels, device=place.device, dtype=torch.bfloat16)
     labels = torch.zeros(batch, dtype=torch.long, device=place.device)
     model = model.to(place.device, torch.bfloat16).train()

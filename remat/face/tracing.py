@@ -46,7 +46,7 @@ def trace_for(
             f'costs="profile" times operators on this machine, and device={device.name!r} may be '
             'another device; use costs="roofline", or leave device= out'
         )
-    with as_on(device.type, autocast=autocast):
+    with as_on(device, autocast=autocast):
         step = trace_step(
             model,
             args,

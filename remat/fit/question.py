@@ -103,7 +103,7 @@ class Question:
         self, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> int | None:
         """Returns the peak of the step in plain PyTorch, with what is held beside it."""
-        with as_on(self.device.type, autocast=self.autocast):
+        with as_on(self.device, autocast=self.autocast):
             step_bytes = plain_peak_bytes(
                 self.model,
                 args,

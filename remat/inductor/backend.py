@@ -10,8 +10,10 @@ than the budget, the step is planned and compiled again with less.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 from torch import fx
@@ -85,6 +87,8 @@ def make_inductor_backend(
         compilation = _within_budget(module, example_inputs, read, plan, plain)
         compiled, planned = compilation.compiled, compilation.planned
         if planned:
+            if planned.meter.device == "cuda":
+                planned.meter.num_unmeasured = 1  # the first step also tries Triton's kernels
             on_planned(
                 replace(
                     planned,
@@ -112,14 +116,28 @@ def _within_budget(
 ) -> _Compilation:
     """Compiles a step so that its kernels keep the budget.
 
+    Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
+    fits, that of the least peak is tried.
+
     Raises:
         BudgetError: they never did.
     """
     room_bytes, found = 0, []
+    refusal: BudgetError | None = None
     for _ in range(_ATTEMPTS):
         compilation = _Compilation(read, _with_room(plan, room_bytes), plain, room_bytes)
-        compilation.compile(module, example_inputs)
+        try:
+            compilation.compile(module, example_inputs)
+        except BudgetError as error:
+            if refusal is not None or room_bytes > 0:
+                break
+            refusal = error
+            room_bytes = error.budget_bytes - error.minimum_bytes
+            continue
+
         if compilation.peak_bytes is None or compilation.planned is None:
+            if refusal is not None:
+                raise refusal
             return compilation
 
         budget_bytes = compilation.planned.solution.budget_bytes + room_bytes
@@ -133,6 +151,8 @@ def _within_budget(
             "the kernels of this plan hold %s more than the budget; planning again with less",
             describe_bytes(excess_bytes),
         )
+    if not found and refusal is not None:
+        raise refusal
     raise BudgetError(
         f"Inductor's kernels hold {describe_bytes(min(found))} with the best of {_ATTEMPTS} plans, "
         f"and the budget leaves {describe_bytes(budget_bytes)}; raise it to at least that, or use "
@@ -158,7 +178,7 @@ class _Compilation:
         read: reads a joint graph as a step.
         plan: step -> solution.
         plain: can run the step as plain PyTorch.
-        room_bytes: kept from the plan.
+        room_bytes: kept from the plan; negative where it may hold more than the kernels may.
         compiled: the step; set by `compile`.
         planned: its plan; None where nothing needs a gradient.
     """
@@ -170,7 +190,9 @@ class _Compilation:
     compiled: Callable[..., Any] = field(init=False)
     planned: PlannedStep | None = None
     _memory: dict[bool, HalfMemory] = field(default_factory=dict)  # is it the backward?
-    _resident: set[str] = field(default_factory=set)  # names of inputs that exist throughout
+    # names of what exists throughout a half: inputs, and what the forward returned
+    _resident: set[str] = field(default_factory=set)
+    _saved: list[str] = field(default_factory=list)  # names of what the backward is given
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Plans and compiles a captured forward and its backward."""
@@ -213,6 +235,9 @@ class _Compilation:
         self.planned = PlannedStep.of(fused.step, self.plan, self.plain, fused)
         inputs = fused.step.module.graph.find_nodes(op="placeholder")
         self._resident = {node.name for node in inputs}
+        given = self.planned.split.backward.graph.find_nodes(op="placeholder")
+        num_saved = len(_results(self.planned.split.forward)) - num_fwd_outputs
+        self._saved = [node.name for node in given[:num_saved]]
         return self.planned.split.forward, self.planned.split.backward
 
     def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -225,6 +250,7 @@ class _Compilation:
         is_resident = [name in self._resident for name in names]
         kernels = KernelPlan(
             self.planned.solution.budget_bytes
+            + min(0, self.room_bytes)
             - step.graph.resident_bytes
             - (self._held_beside(inputs, is_resident) if is_backward else 0),
             frozenset(self._resident),
@@ -235,12 +261,13 @@ class _Compilation:
         _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
         module = compiled_module(compiled)
         if module is not None:
-            memory = dry_run(module, inputs, step.graph.device, is_resident)
+            num_returned = 0 if is_backward else step.num_forward_outputs
+            memory = dry_run(module, inputs, step.graph.device, is_resident, num_returned)
             self._memory[is_backward] = memory
             if not is_backward:  # what is saved of an input may be a copy in another layout
-                results = [getattr(node, "name", "") for node in _results(graph)]
-                pairs = zip(results, memory.is_input, strict=True)
-                self._resident -= {name for name, is_input in pairs if not is_input}
+                stays = list(map(operator.or_, memory.is_input, memory.is_returned))
+                self._resident -= set(self._saved)
+                self._resident.update(compress(self._saved, stays[step.num_forward_outputs :]))
         run = compiled.current_callable
         compiled.current_callable = (
             runs_once(meter.backward(run), step, self.plain) if is_backward else meter.forward(run)

@@ -34,15 +34,21 @@ class HalfMemory:
         end_bytes: what it leaves above that, results included: negative where it frees more of what
             it was given.
         is_input: for each result, whether it is one of the inputs that exist throughout.
+        is_returned: for each result, whether the caller gets it, under this name or another.
     """
 
     peak_bytes: int
     end_bytes: int
     is_input: tuple[bool, ...] = ()
+    is_returned: tuple[bool, ...] = ()
 
 
 def dry_run(
-    compiled: CompiledModule, inputs: Sequence[Any], device_type: str, is_resident: Sequence[bool]
+    compiled: CompiledModule,
+    inputs: Sequence[Any],
+    device_type: str,
+    is_resident: Sequence[bool],
+    num_returned: int = 0,
 ) -> HalfMemory:
     """Runs a compiled half without computing anything.
 
@@ -51,6 +57,7 @@ def dry_run(
         inputs: tensors of the sizes that it will be given, fake ones as a rule, and numbers.
         device_type: whose allocator and operators count, `cpu` or `cuda`.
         is_resident: for each input, whether its caller holds it as well.
+        num_returned: how many of the results the caller gets; the others are saved.
     """
     call = compiled.with_names(_without_kernels(compiled))
     counting = CountStorages(
@@ -62,9 +69,16 @@ def dry_run(
         begin_bytes = counting.peak_bytes = counting.held_bytes
         results = call(args)
         end_bytes = counting.held_bytes
-        of_inputs = storages_of(held).keys()
-        is_input = tuple(bool(storages_of([result]).keys() & of_inputs) for result in results)
-    return HalfMemory(counting.peak_bytes - begin_bytes, end_bytes - begin_bytes, is_input)
+        is_input = _share_memory(results, held)
+        is_returned = _share_memory(results, results[:num_returned])
+    return HalfMemory(
+        counting.peak_bytes - begin_bytes, end_bytes - begin_bytes, is_input, is_returned
+    )
+
+
+def _share_memory(results: Sequence[Any], others: Sequence[Any]) -> tuple[bool, ...]:
+    storages = storages_of(others).keys()
+    return tuple(bool(storages_of([result]).keys() & storages) for result in results)
 
 
 def _made_again(value: Any) -> Any:

@@ -7,37 +7,45 @@ Here an operator whose readers all end up in one kernel is joined to it: an oper
 graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
 that of the memory it moves, at the seconds a byte that its members take one by one.
 
-Inductor fuses more than that (a value with two readers, a reduction with what follows it), and
-frees memory in an order of its own: peaks predicted here err upwards as a rule, and the measured
-one decides.
+A value with several readers is part of each where that costs no memory: where what it is made of is
+not larger than itself. So it is not saved for the backward, and computed again there in the kernels
+that read it (the hyperbolic tangent of a GELU, the exponentials of a softmax).
+
+Inductor fuses more than that (a reduction with what follows it), and frees memory in an order of
+its own: peaks predicted here err upwards as a rule, and the compiled one decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph, Operator, Phase, Value
 from remat.core.schedule import Schedule
 from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
 
 aten = torch.ops.aten
 # by name: Inductor's own operators are there once it is imported, which takes seconds
+_RANDOM = "prims.inductor_random.default"
 _GENERATED = frozenset(
-    {
-        "prims.convert_element_type.default",
-        "prims.inductor_random.default",
-        "prims.inductor_lookup_seed.default",
-    }
+    {"prims.convert_element_type.default", _RANDOM, "prims.inductor_lookup_seed.default"}
 )
 _REDUCTIONS = frozenset({
     aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any,
     aten.all, aten.argmax, aten.argmin,
 })  # fmt: skip
+
+
+# What reads a value element by element, or at an index that it computes.
+_INLINING = frozenset({aten.gather})
+
+_MOST_INLINED = 30  # operators: Inductor keeps the result of a loop that computes more
+_SLACK = 1.05  # for statistics and masks that a value is made of, besides one tensor of its size
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class FusedStep:
         graph: kernels and the values that exist.
         step: the step operator by operator; nothing works in place, and nothing random is computed
             again.
-        members: the operators of each kernel, in order.
+        members: the operators of each kernel, in order. An operator may be in several.
     """
 
     graph: Graph
@@ -60,18 +68,28 @@ class FusedStep:
         mark = schedule.num_forward_steps
         forward = [index for kernel in schedule.steps[:mark] for index in self.members[kernel]]
         backward = [index for kernel in schedule.steps[mark:] for index in self.members[kernel]]
-        return Schedule((*forward, *backward), len(forward))
+        operators = self.step.graph.operators
+        # read in the backward alone: every operator is in a schedule, and Inductor drops these
+        idle = {
+            index
+            for index in set(backward) - set(forward)
+            if operators[index].phase is Phase.FORWARD
+        }
+        return Schedule((*forward, *sorted(idle), *backward), len(forward) + len(idle))
 
 
 def fuse(step: TracedStep) -> FusedStep:
     """Returns the kernels of a step; O(E)."""
     step = _functional(step)
-    kernel_of = _kernels(step)
-    members: dict[int, list[int]] = {}
-    for index, kernel in enumerate(kernel_of):
-        members.setdefault(kernel, []).append(index)
-    order = sorted(members)
     graph = step.graph
+    inlined = _inlined(step)
+    members: dict[int, set[int]] = {}
+    for index, kernel in enumerate(_kernels(step, inlined)):
+        if index not in inlined:
+            read = {graph.producer[v] for v in graph.operators[index].reads}
+            chains = (inlined[producer] for producer in read & inlined.keys())
+            members.setdefault(kernel, {index}).update({index}, *chains)
+    order = sorted(members)
     inside = {
         v
         for kernel in order
@@ -83,12 +101,12 @@ def fuse(step: TracedStep) -> FusedStep:
     place = {value: number for number, value in enumerate(kept)}
     fused = Graph(
         values=tuple(graph.values[v] for v in kept),
-        operators=tuple(_kernel(graph, members[kernel], place) for kernel in order),
+        operators=tuple(_kernel(graph, sorted(members[kernel]), place) for kernel in order),
         outputs=tuple(place[v] for v in graph.outputs),
         device=graph.device,
         costs=graph.costs,
     )
-    return FusedStep(fused, step, tuple(tuple(members[kernel]) for kernel in order))
+    return FusedStep(fused, step, tuple(tuple(sorted(members[kernel])) for kernel in order))
 
 
 def _functional(step: TracedStep) -> TracedStep:
@@ -105,26 +123,62 @@ def _functional(step: TracedStep) -> TracedStep:
     return replace(step, graph=replace(step.graph, operators=tuple(operators)), in_place={})
 
 
-def _kernels(step: TracedStep) -> list[int]:
+def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
+    """Returns the operators that are part of all that read them.
+
+    Each with all inlined operators that its result is made of, itself included.
+    """
+    graph = step.graph
+    chains: dict[int, frozenset[int]] = {}
+    sources: dict[int, frozenset[int]] = {}  # values that exist
+    for index in _candidates(step):
+        op = graph.operators[index]
+        readers = graph.users_of[op.writes[0]]
+        if str(step.nodes[index].target) == _RANDOM or not readers:
+            continue
+        if not all(_inlines(step, reader) for reader in readers):
+            continue
+        read = {value: graph.producer[value] for value in op.reads}
+        chain = frozenset({index}).union(*(chains[p] for p in read.values() if p in chains))
+        made_of = frozenset(v for v, producer in read.items() if producer not in chains).union(
+            *(sources[p] for p in read.values() if p in chains)
+        )
+        held = sum(graph.values[v].size_bytes for v in made_of if not graph.values[v].is_resident)
+        own = graph.values[op.writes[0]].size_bytes
+        if len(chain) <= _MOST_INLINED and held <= _SLACK * own:
+            chains[index], sources[index] = chain, made_of
+    return chains
+
+
+def _candidates(step: TracedStep) -> list[int]:
+    """Returns the elementwise operators whose results need not exist, as far as they can tell."""
+    graph = step.graph
+    mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
+    outputs = set(graph.outputs)
+    return [
+        index
+        for index, op in enumerate(graph.operators)
+        if not op.pinned
+        and len(op.writes) == 1
+        and op.writes[0] not in outputs
+        and _is_generated(step, index)
+        and not mutated & set(op.reads)
+    ]
+
+
+def _kernels(step: TracedStep, inlined: Mapping[int, Set[int]]) -> list[int]:
     """For each operator, the last operator of its kernel: itself, or that of all its readers."""
     graph = step.graph
     kernel_of = list(range(graph.num_operators))
-    mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
+    readers_of: dict[int, set[int]] = {}  # through what is inlined
     for index in reversed(range(graph.num_operators)):
+        readers = {reader for v in graph.operators[index].writes for reader in graph.users_of[v]}
+        through = (readers_of[reader] for reader in readers & inlined.keys())
+        readers_of[index] = (readers - inlined.keys()).union(*through)
+    for index in reversed(_candidates(step)):
+        kernels = {kernel_of[reader] for reader in readers_of[index]}
         op = graph.operators[index]
-        if (
-            op.pinned
-            or len(op.writes) != 1
-            or not _is_generated(step, index)
-            or mutated & set(op.reads)
-        ):
-            continue
-        value = op.writes[0]
-        readers = graph.users_of[value]
-        kernels = {kernel_of[reader] for reader in readers}
-        if len(kernels) != 1 or value in graph.outputs:
-            continue
-        if all(_is_joined_to(step, op, reader) for reader in readers):
+        if len(kernels) == 1 and all(_is_joined_to(step, op, r) for r in readers_of[index]):
             kernel_of[index] = kernels.pop()
     return kernel_of
 
@@ -144,9 +198,19 @@ def _is_generated(step: TracedStep, index: int) -> bool:
 
 
 def _is_joined_to(step: TracedStep, op: Operator, reader: int) -> bool:
-    user, target = step.graph.operators[reader], step.nodes[reader].target
-    is_reduction = isinstance(target, OpOverload) and target.overloadpacket in _REDUCTIONS
-    return user.phase is op.phase and (is_reduction or _is_generated(step, reader))
+    return step.graph.operators[reader].phase is op.phase and (
+        _is_of(step, reader, _REDUCTIONS) or _is_generated(step, reader)
+    )
+
+
+def _inlines(step: TracedStep, reader: int) -> bool:
+    """True for an operator that computes what it reads element by element."""
+    return _is_of(step, reader, _REDUCTIONS | _INLINING) or _is_generated(step, reader)
+
+
+def _is_of(step: TracedStep, index: int, packets: Set[Any]) -> bool:
+    target = step.nodes[index].target
+    return isinstance(target, OpOverload) and target.overloadpacket in packets
 
 
 def _kernel(graph: Graph, members: Sequence[int], place: dict[int, int]) -> Operator:
