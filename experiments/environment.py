@@ -31,8 +31,10 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 
 def _commit() -> str:
     """Returns the commit of the checkout, with `+changes` where files other than results differ
-    from it. Outside of one, `REMAT_COMMIT` of the environment may name it.
+    from it. Where the files are a copy, `REMAT_COMMIT` names the commit.
     """
+    if named := os.environ.get("REMAT_COMMIT"):
+        return named
     folder = Path(__file__).resolve().parent
     try:
         commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
@@ -49,7 +51,7 @@ def _commit() -> str:
         )
         return f"{commit}+changes" if changes else commit
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("REMAT_COMMIT", "")
+        return ""
 
 
 def _processor() -> str:

@@ -2,9 +2,11 @@
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
 the CPU, and known differences are corrected: CUDA has other attention kernels, its autocast casts
-for other operators, its dropout saves one byte per element in every precision, its allocator rounds
-sizes, the generator's state takes no memory of the device, and some kernels may not run twice. One
-difference remains: cuDNN saves a reserve for batch norm, which the CPU does not have.
+for other operators, its dropout saves one byte per element in every precision, its layer and batch
+norms save statistics in float32, its allocator rounds sizes, the generator's state takes no memory
+of the device, and some kernels may not run twice. Two differences remain: the workspace of
+convolutions, which only the card knows, and a reserve that cuDNN saves for batch norm in
+channels-last layout.
 """
 
 from __future__ import annotations
@@ -12,45 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from typing import Any
 
 import torch
-
-from remat.core.graph import Graph
+from torch import fx
 
 from .cuda_attention import cuda_attention
 from .cuda_autocast import cuda_autocast
 from .devices import Device
-from .recomputable import NONDETERMINISTIC, is_nondeterministic
-from .step_values import CUDA_GRANULARITY_BYTES
 
+aten = torch.ops.aten
 
-def retarget(graph: Graph, device_type: str) -> Graph:
-    """Returns the graph for `device_type`, `cpu` or `cuda`; unchanged where it was traced there."""
-    if graph.device == device_type:
-        return graph
-    if device_type != "cuda":
-        raise ValueError(
-            f"a step traced on {graph.device} can be planned for cuda, not for {device_type!r}"
-        )
-    states = {
-        value for op in graph.operators if op.target == "generator_state" for value in op.writes
-    }
-    values = tuple(
-        replace(v, size_bytes=0 if i in states else _rounded(v.size_bytes))
-        for i, v in enumerate(graph.values)
-    )
-    operators = tuple(
-        replace(op, pinned=NONDETERMINISTIC)
-        if not op.pinned and is_nondeterministic(op.target, device_type)
-        else op
-        for op in graph.operators
-    )
-    return replace(graph, values=values, operators=operators, device=device_type)
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
+_NORMS = frozenset({
+    aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional, aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional,
+})  # fmt: skip
 
 
 def traced_on(device_type: str) -> str:
@@ -91,3 +70,13 @@ def as_on_cuda(device_name: str) -> Iterator[None]:
 def is_for_cuda() -> bool:
     """True while a step on CPU tensors is traced as CUDA would run it."""
     return _is_for_cuda.get()
+
+
+def statistics_on_cuda(node: fx.Node) -> tuple[Any, ...]:
+    """Returns the results of a layer or batch norm that CUDA's kernels give in float32.
+
+    The CPU's give them in the type of the input.
+    """
+    if getattr(node.target, "overloadpacket", None) not in _NORMS:
+        return ()
+    return tuple(node.meta["val"][1:3])

@@ -14,6 +14,7 @@ from remat.torch_border.scalars import is_symbol
 
 from .phases import is_backward_input
 from .recomputable import is_inference
+from .retarget import is_for_cuda, statistics_on_cuda
 from .storages import Storages
 
 CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
@@ -37,7 +38,8 @@ class StepValues:
     """The values of a joint graph, and which of them each tensor node is in.
 
     Attributes:
-        device_type: `cuda` where any tensor is there, else `cpu`; others' values have size 0.
+        device_type: where the step will run, `cuda` where any tensor is there, else `cpu`.
+        traced_on: where its tensors are; others' values have size 0.
         values: the values so far.
         value_of: tensor node -> the value of its storage.
         value_of_storage: key of a storage -> its value.
@@ -53,32 +55,43 @@ class StepValues:
     ) -> None:
         self.module, self.gradients = module, gradients
         self.static_inputs, self.storages = static_inputs, storages
-        self.device_type = _device_type(module)
+        self.traced_on = _device_type(module)
+        self.device_type = "cuda" if is_for_cuda() else self.traced_on
         self.values: list[Value] = []
         self.value_of: dict[fx.Node, int] = {}
         self.value_of_storage: dict[int, int] = {}
         self.unsavable: set[int] = set()
 
-    def size(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes of a tensor's storage, as the device's allocator rounds them."""
-        size_bytes = tensor.untyped_storage().nbytes()
-        if tensor.device.type != self.device_type:
+    def size(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+        """Returns the bytes of a tensor's storage, as the device's allocator rounds them.
+
+        If a type is given, they are those of a storage of that type.
+        """
+        if tensor.device.type != self.traced_on:
             return 0
+        size_bytes = tensor.untyped_storage().nbytes()
+        if dtype is not None:
+            size_bytes = size_bytes // tensor.dtype.itemsize * dtype.itemsize
         return (
             -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
             if self.device_type == "cuda"
             else size_bytes
         )
 
-    def add(self, name: str, tensor: torch.Tensor, kind: ValueKind) -> int:
-        """Adds the value of a tensor's storage, and returns its index."""
+    def add(
+        self, name: str, tensor: torch.Tensor, kind: ValueKind, dtype: torch.dtype | None = None
+    ) -> int:
+        """Adds the value of a tensor's storage, of another type if one is given.
+
+        Returns its index.
+        """
         self.values.append(
             Value(
                 name,
-                self.size(tensor),
+                self.size(tensor, dtype),
                 kind,
                 tuple(map(int, tensor.shape)),
-                str(tensor.dtype).removeprefix("torch."),
+                str(dtype or tensor.dtype).removeprefix("torch."),
             )
         )
         index = len(self.values) - 1
@@ -137,8 +150,14 @@ class StepValues:
 
     def add_results(self, node: fx.Node, fresh: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Adds the values of the storages that a node makes, and returns them."""
+        wide = set(map(id, statistics_on_cuda(node))) if is_for_cuda() else set()
         writes = tuple(
-            self.add(self._part_name(node, tensor), tensor, ValueKind.INTERMEDIATE)
+            self.add(
+                self._part_name(node, tensor),
+                tensor,
+                ValueKind.INTERMEDIATE,
+                torch.float32 if id(tensor) in wide else None,
+            )
             for tensor in fresh
         )
         if isinstance(node.meta.get("val"), torch.Tensor):

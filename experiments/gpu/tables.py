@@ -16,6 +16,7 @@ from remat.look.plot_style import new_figure, quiet
 
 Fact = dict[str, Any]
 _MIB = 2**20
+_COUNTS = ("requested", "allocated", "reserved")
 _WIDTH = 120  # columns of a table in a file or a log
 
 
@@ -27,7 +28,9 @@ def read(path: Path) -> list[Fact]:
 def compared(facts: Sequence[Fact]) -> list[Fact]:
     """The ways of running a model that ran, the last run of each."""
     rows = {
-        (fact["model"], fact["way"]): fact for fact in facts if "step_s" in fact and "way" in fact
+        (fact["model"], fact["way"]): fact
+        for fact in facts
+        if {"step_s", "way", "model"} <= fact.keys()
     }
     return list(rows.values())
 
@@ -57,21 +60,33 @@ def show(path: Path) -> None:
 
 
 def _table(model: str, rows: Sequence[Fact]) -> Table:
-    table = Table(title=model, title_justify="left", box=None)
+    table = Table(title=f"{model} (MiB)", title_justify="left", box=None)
     table.add_column("", no_wrap=True)
-    for heading in ("predicted", "requested", "allocated", "reserved", "step", "gradient off"):
-        table.add_column(heading, justify="right")
+    for heading in ("predicted", *_COUNTS, "step", "gradient off"):
+        table.add_column(heading, justify="right", no_wrap=True)
     plain_s = next((row["step_s"] for row in rows if row["way"].startswith("plain")), None)
     for row in rows:
-        sizes = [
-            f"{row[name] / _MIB:,.0f} MiB" if row.get(name) else "-"
-            for name in ("predicted", "requested", "allocated", "reserved")
-        ]
-        pace = f" {row['step_s'] / plain_s:.2f} x" if plain_s else ""
+        peaks = [_predicted(row), *(_peak(row, name) for name in _COUNTS)]
+        sizes = [f"{peak / _MIB:,.1f}" if peak > 0 else "-" for peak in peaks]
+        pace = f" {row['step_s'] / plain_s:.2f}x" if plain_s else ""
         table.add_row(
-            row["way"], *sizes, f"{1000 * row['step_s']:.1f} ms{pace}", f"{row['gradient']:.1e}"
+            row["way"],
+            *sizes,
+            f"{1000 * row['step_s']:.1f} ms{pace}",
+            f"{row['gradient']:.1e}" if "gradient" in row else "-",
         )
     return table
+
+
+def _predicted(row: Fact) -> int:
+    """What the plan promises; its kernels' peak where Inductor made them."""
+    promised: int = row.get("kernels_peak") or row.get("predicted") or 0
+    return promised
+
+
+def _peak(row: Fact, count: str) -> int:
+    """A peak of the step alone, without what the process held before: cuBLAS's workspace."""
+    return int(row[count] - row["base"])
 
 
 def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
@@ -82,12 +97,12 @@ def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
     for model in dict.fromkeys(row["model"] for row in planned):
         mine = [row for row in planned if row["model"] == model]
         axes.plot(
-            [row["predicted"] / _MIB for row in mine],
-            [(row["allocated"] - row["base"]) / _MIB for row in mine],
+            [_predicted(row) / _MIB for row in mine],
+            [_peak(row, "allocated") / _MIB for row in mine],
             "o",
             label=model,
         )
-    largest = max((row["predicted"] / _MIB for row in planned), default=1.0)
+    largest = max((_predicted(row) / _MIB for row in planned), default=1.0)
     axes.plot([0, largest], [0, largest], ":", color="grey", label="equal")
     quiet(axes, x_label="predicted, MiB", y_label="allocated, MiB", grid="both")
     axes.legend(frameon=False)
@@ -95,22 +110,28 @@ def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
 
 
 def _draw_times(rows: Sequence[Fact], path: Path) -> None:
-    """Step time against peak, both measured, over plain's."""
-    figure = new_figure("Step time against peak, both over plain PyTorch's")
+    """Step time against peak, both measured, over plain's: dots for plans, crosses for others."""
+    figure = new_figure("Step time against peak, both over plain PyTorch's; dots are plans")
     axes = figure.subplots()
-    for model in dict.fromkeys(row["model"] for row in rows):
+    for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
         mine = [row for row in rows if row["model"] == model]
-        plain = next((row for row in mine if row["way"] == "plain"), None)
-        if plain is None:
+        plain = [row for row in mine if row["way"].startswith("plain")]
+        if not plain:
             continue
-        for family, marker in (("remat", "o"), ("", "x")):
-            shown = [row for row in mine if row["way"].startswith("remat") == bool(family)]
+        plain_s, plain_bytes = min(row["step_s"] for row in plain), _peak(plain[0], "allocated")
+        for is_plan, marker in ((True, "o"), (False, "x")):
+            shown = [row for row in mine if _is_plan(row) == is_plan and row not in plain]
             axes.plot(
-                [row["allocated"] / plain["allocated"] for row in shown],
-                [row["step_s"] / plain["step_s"] for row in shown],
+                [_peak(row, "allocated") / plain_bytes for row in shown],
+                [row["step_s"] / plain_s for row in shown],
                 marker,
-                label=f"{model}, {family or 'others'}",
+                color=f"C{number}",
+                label=model if is_plan else None,
             )
     quiet(axes, x_label="peak over plain's", y_label="step time over plain's", grid="both")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")
     save(figure, path)
+
+
+def _is_plan(row: Fact) -> bool:
+    return "predicted" in row

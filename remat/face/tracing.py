@@ -27,7 +27,7 @@ from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs, roofline
 from remat.tracers.costs import CostModel
 from remat.tracers.devices import Device
-from remat.tracers.retarget import as_on, retarget, traced_on
+from remat.tracers.retarget import as_on, traced_on
 
 
 def trace_for(
@@ -55,7 +55,7 @@ def trace_for(
             differentiate=differentiate,
             on_device_type=traced_on(device.type),
         )
-    return retarget(step.graph, device.type)
+    return step.graph
 
 
 def trace_step(

@@ -180,8 +180,14 @@ def test_every_picture_has_a_result_file_that_says_when_and_where_it_was_made() 
     for document, picture in found:
         assert picture.is_file(), f"{document} shows {picture.name}"
         name = re.sub(r"_figure\d", "_figures", picture.stem).removesuffix("_schedule")
-        record = picture.parent / ("demo.json" if picture.parent.name == "demo" else f"{name}.json")
-        content = json.loads(record.read_text())
+        if name.startswith("gpu_run"):  # a fact per line
+            record = picture.with_name("gpu_run.jsonl")
+            facts = map(json.loads, record.read_text().splitlines())
+            content = next(fact for fact in facts if fact["section"] == "environment")
+        else:
+            is_demo = picture.parent.name == "demo"
+            record = picture.parent / ("demo.json" if is_demo else f"{name}.json")
+            content = json.loads(record.read_text())
         made = content.get("environment", content)
         assert {"date", "seed", "python", "cores"} <= set(made), record.name
 

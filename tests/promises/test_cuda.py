@@ -88,7 +88,8 @@ def test_inductors_kernels_hold_what_was_predicted() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
     remat.checkpoint(model, "70%", executor="inductor")
-    _step(model, x)
+    for _ in range(2):  # the first also tries Triton's kernels, and is not measured
+        _step(model, x)
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None and report.cuda_peaks is not None
     assert report.cuda_peaks.requested_bytes <= report.kernels_peak_bytes

@@ -22,7 +22,7 @@ from torch import nn
 
 import remat
 from remat.run import capture, executor, rewrite
-from remat.tracers import aot, cleaning, retarget
+from remat.tracers import aot, cleaning, recomputable
 from tests.support.planned import (
     UNLIMITED,
     ChangedBuffer,
@@ -259,11 +259,11 @@ def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.Monkey
     The gradient is then of other values than the loss. The reason is on the node.
     """
     args = (torch.randn(4, 8), torch.tensor([0, 1, 1, 2]))
-    on_cpu = remat.trace(Scatters(), args, costs="flops")
+    on_cpu = remat.trace(Scatters(), args, costs="flops", device="cpu")
     assert not any(op.pinned for op in on_cpu.operators if "index_add" in op.target)
 
     def check() -> None:
-        graph = retarget.retarget(on_cpu, "cuda")
+        graph = remat.trace(Scatters(), args, costs="flops", device="H100")
         times = Counter(keep_nothing(graph))
         assert max(times.values()) > 1
         for index, op in enumerate(graph.operators):
@@ -272,7 +272,7 @@ def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.Monkey
                 assert op.pinned == "its CUDA kernel gives another result at every run"
 
     assert_only_naive_is_wrong(
-        check, monkeypatch, (retarget, "is_nondeterministic", lambda *_: False)
+        check, monkeypatch, (recomputable, "is_nondeterministic", lambda *_: False)
     )
 
 
