@@ -52,6 +52,7 @@ compile_fx, compile_fx_inner = inductor_compilers()
 
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 4  # at a plan whose kernels keep the budget
+_LEAST_SLOPE = 0.25  # of the kernels' peak against the plan's, where the next plan is chosen
 
 
 def make_inductor_backend(
@@ -122,14 +123,15 @@ def _within_budget(
     Raises:
         BudgetError: they never did.
     """
-    room_bytes, found = 0, []
+    room_bytes = 0
+    tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
     refusal: BudgetError | None = None
     for _ in range(_ATTEMPTS):
         compilation = _Compilation(read, _with_room(plan, room_bytes), plain, room_bytes)
         try:
             compilation.compile(module, example_inputs)
         except BudgetError as error:
-            if refusal is not None or room_bytes > 0:
+            if refusal is not None or tried:
                 break
             refusal = error
             room_bytes = error.budget_bytes - error.minimum_bytes
@@ -145,22 +147,35 @@ def _within_budget(
         if excess_bytes <= 0:
             return compilation
 
-        found.append(compilation.peak_bytes)
-        room_bytes += excess_bytes
+        tried.append((room_bytes, compilation.peak_bytes))
+        room_bytes += _more_room(tried, excess_bytes)
         _LOG.info(
             "the kernels of this plan hold %s more than the budget; planning again with less",
             describe_bytes(excess_bytes),
         )
-    if not found and refusal is not None:
+    if not tried and refusal is not None:
         raise refusal
+    least_bytes = min(peak for _, peak in tried)
     raise BudgetError(
-        f"Inductor's kernels hold {describe_bytes(min(found))} with the best of {_ATTEMPTS} plans, "
-        f"and the budget leaves {describe_bytes(budget_bytes)}; raise it to at least that, or use "
-        'executor="eager"',
+        f"Inductor's kernels hold {describe_bytes(least_bytes)} with the best of {len(tried)} "
+        f"plans, and the budget leaves {describe_bytes(budget_bytes)}; raise it to at least that, "
+        'or use executor="eager"',
         budget_bytes=budget_bytes,
-        minimum_bytes=min(found),
+        minimum_bytes=least_bytes,
         is_proved=False,
     )
+
+
+def _more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
+    """Returns how much less the next plan may hold, so that its kernels hold `excess_bytes` less.
+
+    By the secant through the last two plans; the kernels' peak falls by less than the plan's.
+    """
+    if len(tried) < 2:
+        return excess_bytes
+    (room, peak), (last_room, last_peak) = tried[-2:]
+    slope = (peak - last_peak) / max(1, last_room - room)
+    return int(excess_bytes / min(1.0, max(_LEAST_SLOPE, slope)))
 
 
 def _with_room(plan: Planner, room_bytes: int) -> Planner:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -170,8 +171,12 @@ class Loops:
             )
 
     def _overwritten(self, time: int, kernel: Kernel, spans: dict[int, Span]) -> int:
-        """Returns the bytes of those results that are written over what dies in this kernel."""
+        """Returns the bytes of those results that are written over what dies in this kernel.
+
+        Inductor does so where one loop alone reads what dies.
+        """
         total, taken = 0, set[int]()
+        num_readers = Counter(b for loop in kernel for b in set(self.loops[loop].reads))
         for loop in (self.loops[index] for index in kernel):
             for buffer in (b for b in loop.writes if b in spans):
                 dying = (
@@ -179,6 +184,7 @@ class Loops:
                     for other in loop.overwrites - taken - self.outputs
                     if other in spans
                     and spans[other][0] < time == spans[other][1]
+                    and num_readers[other] == 1
                     and self.size_bytes[other] == self.size_bytes[buffer]
                 )
                 overwritten = next(dying, None)

@@ -349,3 +349,40 @@ def test_a_kernel_moves_less_than_its_operators() -> None:
         <= simulate(fused.step.graph, Schedule.keep_all(fused.step.graph)).peak_bytes
     )
     assert not any(op.reuses for op in fused.graph.operators)
+
+
+class Scored(nn.Module):
+    """Returns a loss and the scores that it is of, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scores = nn.Linear(64, 256), nn.Linear(256, 2000, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.scores(F.gelu(self.up(x), approximate="tanh"))
+        return F.cross_entropy(scores, y), scores
+
+
+def scored() -> tuple[Scored, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Scored(), (torch.randn(512, 64), torch.randint(2000, (512,)))
+
+
+@pytest.mark.parametrize("budget", ["100%", "97%"])
+def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> None:
+    model, args = scored()
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, budget, executor="inductor", costs="roofline", time_limit_s=2.0)
+    results = []
+    for one in (model, plain):
+        loss, scores = one(*args)
+        loss.backward()
+        results.append([loss, scores, *(p.grad for p in one.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    report = remat.report(model)
+    assert report.measured_peak_bytes == report.kernels_peak_bytes
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.budget_bytes
+    # scores, their gradient and that of the weights: not the logarithms of the softmax
+    assert report.keep_all.peak_bytes < 3 * 512 * 2000 * 4 + report.graph.resident_bytes
