@@ -274,6 +274,7 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
     halves: list[HalfMemory] = []
     monkeypatch.setattr("remat.inductor.backend.dry_run", more_than_there_is)
     monkeypatch.setattr("remat.inductor.backend._ATTEMPTS", 2)
+    monkeypatch.setattr("remat.inductor.backend._REUSES", {"cpu": (False,)})
     model = Net()
     remat.checkpoint(
         model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
