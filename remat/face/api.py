@@ -90,7 +90,8 @@ def checkpoint(
         executor: "eager" runs the rewritten step operator by operator, in exactly the planned
             memory. "inductor" compiles it to fused kernels as `torch.compile` does, which run in
             the plan's order; what they hold is known before the first step, and planned again with
-            less where it is above the budget.
+            less where it is above the budget. "auto" takes Inductor's kernels on a GPU and where
+            the module was compiled before, and "eager" elsewhere and where they can't run.
         differentiate: "scalars" plans for gradients of scalar outputs where there are any (the
             loss); "all" for every output.
         plan_cache: plans are written to the user's cache folder (`remat doctor` says where), and
@@ -126,7 +127,7 @@ def checkpoint(
     )
     part, plans = planned_part(step), Plans(options)
     if blocks is not None:
-        _refuse_blocks(step, on_unsupported)
+        _refuse_blocks(step, on_unsupported, executor)
         install(part, PlannedBlocks(part, blocks, plans, costs))
     else:
         call = PlannedCall(
@@ -184,7 +185,12 @@ def _what_runs(model: Model, step: nn.Module) -> Model:
     return model
 
 
-def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported) -> None:
+def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported, executor: str) -> None:
+    if executor == "inductor":
+        raise ValueError(
+            'blocks= run operator by operator, and executor="inductor" compiles a step that is one '
+            "graph; leave one of them out"
+        )
     if on_unsupported == "plain":
         raise ValueError(
             'on_unsupported="plain" works for a step that is planned as one graph, and blocks= '
@@ -343,6 +349,7 @@ def report(model: Callable[..., Any]) -> Report:
             plan.unplanned_bytes,
             call.plan.room_of(plan.solution),
             plan.meter.cuda_peaks,
+            executor=call.executor.text(),
         )
     if not call.pieces:
         raise TraceError(
@@ -359,4 +366,5 @@ def report(model: Callable[..., Any]) -> Report:
         outside_bytes=call.outside.held_bytes,
         whole_peak_bytes=last.meter.whole.peak_bytes if last.meter.whole else None,
         kernels_peak_bytes=last.kernels_peak_bytes,
+        executor=call.executor.text(),
     )

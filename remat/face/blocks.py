@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from remat.face.capturing import run_compiled, tensors_in
+from remat.face.executors import Executor
 from remat.face.outside_room import OutsideRoom
 from remat.face.planned_module import PlannedCall, install
 from remat.pieces.joined_step import JoinedStep
@@ -42,6 +43,7 @@ class PlannedBlocks(PlannedCall):
         self.costs = resolve_costs(costs, self.device_type)
         self.pieces = []
         self.captured_s = 0.0
+        self.executor = Executor("eager", "eager")
         self.outside = OutsideRoom(module, is_fixed=True)  # blocks run in pieces: stays empty
         self.blocks = list(blocks)
         self.piecewise: Piecewise = Piecewise(module, plan, self.costs)

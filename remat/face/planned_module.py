@@ -29,6 +29,7 @@ from remat.face.capturing import (
     run_compiled,
     tensors_in,
 )
+from remat.face.executors import Executor
 from remat.face.outside_room import OutsideRoom
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
@@ -68,13 +69,19 @@ _LOG = logging.getLogger(__name__)
 def install(module: nn.Module, call: OwnCall) -> None:
     """Makes `module(...)` run `call`, also where the module is compiled later."""
     keep_plans()
-    if get_call(module) is not None and not isinstance(get_call(module), OwnCall):
+    is_eager = not (isinstance(call, PlannedCall) and call.is_inductor)
+    if is_compiled(module) and is_eager:
         _LOG.warning(
             "%s was compiled by model.compile(), which its plan replaces; for compiled kernels "
             'within the plan use executor="inductor"',
             type(module).__name__,
         )
     set_call(module, call)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for a module that `model.compile()` compiled."""
+    return get_call(module) is not None and not isinstance(get_call(module), OwnCall)
 
 
 class PlannedCall(OwnCall):
@@ -111,13 +118,18 @@ class PlannedCall(OwnCall):
         self._whole: dict[int, Callable[..., Any]] = {}
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
+        self.executor = Executor.chosen(
+            plan.options.executor if isinstance(plan, Plans) else "eager",
+            self.device_type,
+            is_compiled=is_compiled(module),
+        )
         # a fixed plan was made for a graph in which every number is a constant
         self._numbers_are_inputs = isinstance(plan, Plans) and not self.is_inductor
 
     @property
     def is_inductor(self) -> bool:
         """True where Inductor runs the plan."""
-        return isinstance(self.plan, Plans) and self.plan.options.executor == "inductor"
+        return self.executor.name == "inductor"
 
     def _keep_within_budget(self) -> None:
         """Plans again where Inductor's kernels held more than the budget.
@@ -199,7 +211,13 @@ class PlannedCall(OwnCall):
             )
         start = time.perf_counter()
         self._plan_largest(args, kwargs)
-        result = self._run(args, kwargs)
+        try:
+            result = self._run(args, kwargs)
+        except (BudgetError, TraceError) as failure:
+            if not self.executor.gives_up_kernels(failure):
+                raise
+            self._forget_plans()
+            result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
         if not self.pieces and not (self.piecewise and self.piecewise.plans):
             is_left_plain = any(tensor.requires_grad for tensor in tensors_of(result))
@@ -386,7 +404,7 @@ def backend(
     plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
     costs = resolve_costs(options.costs, kind)
     make = make_backend
-    if options.executor == "inductor":
+    if options.executor in ("inductor", "auto"):
         from remat.inductor.backend import make_inductor_backend as make
     inner = make(
         plans,

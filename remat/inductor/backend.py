@@ -41,6 +41,7 @@ from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
     compiled_module,
     copied,
+    forget_output_strides,
     halves_compiled_at_once,
     inductor_compilers,
     inductor_partitioner,
@@ -277,6 +278,7 @@ class _Compilation:
         num_returned = 0 if is_backward else step.num_forward_outputs
         memory = None
         for reuses in _REUSES[step.graph.device]:
+            forget_output_strides()
             with kernels.followed(reuses_buffers=reuses):
                 compiled = compile_fx_inner(copied(graph), inputs, **kwargs)
             module = compiled_module(compiled)

@@ -77,6 +77,7 @@ class Report:
             with the loss and all else; None before that, and for a step in pieces.
         kernels_peak_bytes: the peak of the kernels that Inductor made of the plan, known before
             they run; None where operators run one by one.
+        executor: what runs and why; empty where operators run one by one, as by default.
     """
 
     graph: Graph
@@ -91,6 +92,7 @@ class Report:
     outside_bytes: int = 0
     whole_peak_bytes: int | None = None
     kernels_peak_bytes: int | None = None
+    executor: str = ""
 
     @property
     def budget_bytes(self) -> int:
@@ -292,6 +294,7 @@ class Report:
                 f"{sum(self.recomputed.values())} recomputations",
             ),
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
+            *([("executor", self.executor)] if self.executor else []),
         ]
         if solution.techniques:
             rows.append(("techniques", solution.techniques))

@@ -42,7 +42,7 @@ class Options:
         time_limit_s: time limit of the solver.
         gap: the solver stops as soon as it proved this gap.
         executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to
-            fused kernels.
+            fused kernels, "auto" is one of them.
         differentiate: "scalars" or "all", see `make_backend`.
         plan_cache: plans are read from and written to the user's cache folder.
         is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
@@ -69,8 +69,8 @@ class Options:
             parse_budget(self.budget, keep_all_bytes=1 << 60)
         if self.reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
-        if self.executor not in ("eager", "inductor"):
-            raise ValueError(f'executor={self.executor!r} is neither "eager" nor "inductor"')
+        if self.executor not in ("eager", "inductor", "auto"):
+            raise ValueError(f'executor={self.executor!r} is not "eager", "inductor" or "auto"')
         check_on_unsupported(self.on_unsupported)
 
 

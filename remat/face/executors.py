@@ -1,0 +1,62 @@
+"""Which executor runs a module's plans: operator by operator, or Inductor's fused kernels."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+
+from remat.core.errors import RematError
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Executor:
+    """The executor of a planned module.
+
+    Attributes:
+        asked: `eager`, `inductor` or `auto`.
+        name: `eager` or `inductor`: what runs.
+        reason: why it was chosen, where `auto` was asked.
+    """
+
+    asked: str
+    name: str
+    reason: str = ""
+
+    @classmethod
+    def chosen(cls, asked: str, device_type: str, *, is_compiled: bool) -> Executor:
+        """Returns the executor for a module on `cpu` or `cuda`.
+
+        Args:
+            asked: `eager`, `inductor` or `auto`.
+            device_type: where the module is.
+            is_compiled: it was compiled before it was planned.
+        """
+        if asked != "auto":
+            return cls(asked, asked)
+        if device_type == "cpu" and shutil.which("g++") is None:
+            return cls(asked, "eager", "Inductor needs a C++ compiler, g++, and there is none")
+        if is_compiled:
+            return cls(asked, "inductor", "the module was compiled before it was planned")
+        if device_type == "cuda":
+            return cls(asked, "inductor", "on a GPU fused kernels halve a step's time")
+        return cls(
+            asked, "eager", "on a CPU fused kernels save little, and take a minute to compile"
+        )
+
+    def gives_up_kernels(self, failure: RematError) -> bool:
+        """Changes to `eager` after a failure to plan for Inductor, if the choice was left open."""
+        if self.asked != "auto" or self.name == "eager":
+            return False
+        self.name, self.reason = "eager", f"Inductor can't run it: {str(failure).splitlines()[0]}"
+        _LOG.info("the step runs operator by operator; %s", self.reason)
+        return True
+
+    def text(self) -> str:
+        """Returns what runs and why; empty for `eager` that was asked for."""
+        kernels = "Inductor's kernels" if self.name == "inductor" else "operator by operator"
+        if self.asked == "eager":
+            return ""
+        return f"{kernels}: {self.reason}" if self.reason else kernels

@@ -1,0 +1,94 @@
+"""`executor="auto"` takes what suits the step, and the report says what runs and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.core.errors import TraceError
+from remat.face.executors import Executor
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    # torch 2.13's, where `torch.compile` imports Inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self, *, has_break: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.has_break = has_break
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        if self.has_break:
+            torch._dynamo.graph_break()
+        loss: torch.Tensor = self.layers(hidden).pow(2).mean()
+        return loss
+
+
+def test_what_is_asked_for_runs() -> None:
+    for name in ("eager", "inductor"):
+        assert Executor.chosen(name, "cpu", is_compiled=True).name == name
+
+
+@pytest.mark.parametrize(
+    ("device_type", "is_compiled", "has_compiler", "name"),
+    [
+        ("cuda", False, True, "inductor"),
+        ("cpu", True, True, "inductor"),
+        ("cpu", True, False, "eager"),
+        ("cpu", False, True, "eager"),
+    ],
+)
+def test_auto_takes_kernels_where_they_pay(
+    device_type: str,
+    is_compiled: bool,
+    has_compiler: bool,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/g++" if has_compiler else None)
+    chosen = Executor.chosen("auto", device_type, is_compiled=is_compiled)
+    assert chosen.name == name and chosen.reason in chosen.text()
+
+
+def test_only_an_open_choice_is_given_up() -> None:
+    failure = TraceError("the step has a graph break\nand more")
+    asked = Executor.chosen("inductor", "cpu", is_compiled=False)
+    assert not asked.gives_up_kernels(failure) and asked.name == "inductor"
+    left_open = Executor.chosen("auto", "cuda", is_compiled=False)
+    assert left_open.gives_up_kernels(failure) and not left_open.gives_up_kernels(failure)
+    assert left_open.text() == (
+        "operator by operator: Inductor can't run it: the step has a graph break"
+    )
+
+
+def test_the_report_says_what_runs_and_why() -> None:
+    model = Net()
+    remat.checkpoint(model, "100%", executor="auto", costs="flops")
+    model(torch.randn(4, 8)).backward()
+    assert "executor" in str(remat.report(model)) and "on a CPU" in remat.report(model).executor
+    remat.checkpoint(remat.unwrap(model), "100%", costs="flops")
+    model(torch.randn(4, 8)).backward()
+    assert remat.report(model).executor == ""
+
+
+def test_a_compiled_module_with_a_graph_break_runs_in_pieces() -> None:
+    model = Net(has_break=True)
+    model.compile()
+    remat.checkpoint(model, "100%", executor="auto", costs="flops")
+    model(torch.randn(4, 8)).backward()
+    report = remat.report(model)
+    assert report.num_pieces > 1
+    assert "as one graph" in report.executor
+
+
+def test_blocks_are_not_left_to_inductor_silently() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="leave one of them out"):
+        remat.checkpoint(model, "100%", executor="inductor", blocks=[model.layers])
