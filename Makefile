@@ -4,7 +4,7 @@ BIN := .venv/bin
 PROCESSES ?= 2
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types docs bench experiments clean
+.PHONY: demo test lint types docs bench experiments versions clean
 
 demo: $(STAMP)
 	$(BIN)/python -m remat demo
@@ -30,6 +30,10 @@ bench: $(STAMP)
 # The field's figures and tables that two cores can make, in under 45 minutes; some of them with python -m experiments.all --only NAME.
 experiments: $(STAMP)
 	$(BIN)/python -m experiments.all
+
+# A part of the tests on every supported PyTorch, in environments under .versions: several GB and minutes each.
+versions: $(STAMP)
+	$(BIN)/python -m experiments.versions
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage demo
