@@ -41,7 +41,6 @@ from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
     compiled_module,
     copied,
-    forget_output_strides,
     halves_compiled_at_once,
     inductor_compilers,
     inductor_partitioner,
@@ -53,10 +52,7 @@ compile_fx, compile_fx_inner = inductor_compilers()
 
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 4  # at a plan whose kernels keep the budget
-# Whether buffers take the memory of others, tried in order. On a CPU new memory is cleared page by
-# page; on a GPU the allocator keeps what it has.
-_REUSES = {"cpu": (True, False), "cuda": (False,)}
-_LEAST_SLOPE = 0.25  # of the kernels' peak against the plan's, where the next plan is chosen
+_LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
 
 
 def make_inductor_backend(
@@ -275,20 +271,13 @@ class _Compilation:
             frozenset(self._resident),
             step.graph.device,
         )
-        num_returned = 0 if is_backward else step.num_forward_outputs
-        memory = None
-        for reuses in _REUSES[step.graph.device]:
-            forget_output_strides()
-            with kernels.followed(reuses_buffers=reuses):
-                compiled = compile_fx_inner(copied(graph), inputs, **kwargs)
-            module = compiled_module(compiled)
-            if module is None:
-                break
-            memory = dry_run(module, inputs, step.graph.device, is_resident, num_returned)
-            if memory.peak_bytes <= kernels.limit_bytes:
-                break
+        with kernels.followed():
+            compiled = compile_fx_inner(graph, inputs, **kwargs)
         _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
-        if memory is not None:
+        module = compiled_module(compiled)
+        if module is not None:
+            num_returned = 0 if is_backward else step.num_forward_outputs
+            memory = dry_run(module, inputs, step.graph.device, is_resident, num_returned)
             self._memory[is_backward] = memory
             if not is_backward:  # what is saved of an input may be a copy in another layout
                 stays = list(map(operator.or_, memory.is_input, memory.is_returned))

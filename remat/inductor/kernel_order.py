@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -173,18 +172,20 @@ class Loops:
     def _overwritten(self, time: int, kernel: Kernel, spans: dict[int, Span]) -> int:
         """Returns the bytes of those results that are written over what dies in this kernel.
 
-        Inductor does so where one loop alone reads what dies.
+        Inductor does so where all others of the kernel that read it come before the loop.
         """
         total, taken = 0, set[int]()
-        num_readers = Counter(b for loop in kernel for b in set(self.loops[loop].reads))
-        for loop in (self.loops[index] for index in kernel):
+        for index in kernel:
+            loop = self.loops[index]
+            later = set(kernel) - self._before(index, kernel) - {index}
+            read_later = {b for other in later for b in self.loops[other].reads}
             for buffer in (b for b in loop.writes if b in spans):
                 dying = (
                     other
                     for other in loop.overwrites - taken - self.outputs
                     if other in spans
                     and spans[other][0] < time == spans[other][1]
-                    and num_readers[other] == 1
+                    and other not in read_later
                     and self.size_bytes[other] == self.size_bytes[buffer]
                 )
                 overwritten = next(dying, None)
@@ -192,6 +193,16 @@ class Loops:
                     taken.add(overwritten)
                     total += self.size_bytes[buffer]
         return total
+
+    def _before(self, loop: int, kernel: Kernel) -> set[int]:
+        """Returns the loops of a kernel that one of them needs."""
+        found: set[int] = set()
+        open_ = [loop]
+        while open_:
+            needed = self.loops[open_.pop()].after & set(kernel) - found
+            found |= needed
+            open_ += needed
+        return found
 
     def to_blame(self, order: Sequence[Kernel], limit_bytes: int) -> dict[int, int]:
         """Returns the loops that hold more than planned where the limit is exceeded.

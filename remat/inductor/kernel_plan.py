@@ -54,16 +54,11 @@ class KernelPlan:
     _reach: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def followed(self, *, reuses_buffers: bool) -> Iterator[None]:
-        """Within, Inductor compiles the half.
-
-        With `reuses_buffers`, a buffer that is no longer needed may be kept for a later one of its
-        size, which may exceed the limit.
-        """
+    def followed(self) -> Iterator[None]:
+        """Within, Inductor compiles the half."""
         with scheduled(
             self._order,
             self._is_near,
-            reuses_buffers=reuses_buffers,
             keep_apart=lambda graph: _realize(graph, products_to_keep_apart(graph)),
             realize=lambda graph: _realize(graph, values_to_realize(graph, self.resident)),
             key=f"{_code_digest()} {self.limit_bytes} {self.device_type} {sorted(self.resident)}",

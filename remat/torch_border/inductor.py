@@ -36,17 +36,6 @@ def halves_compiled_at_once() -> Any:
     return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
 
 
-def forget_output_strides() -> None:
-    """Lets the half that was compiled last be compiled again: AOTAutograd is told the strides of
-    its results once (`TracingContext.output_strides`, 2.13).
-    """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    if context is not None and context.output_strides:
-        context.output_strides.clear()
-
-
 def copied(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a graph that dynamo captured, for Inductor changes what it compiles.
 

@@ -65,17 +65,15 @@ def scheduled(
     order: Callable[[list[Any]], list[Any]],
     can_fuse: Callable[[Sequence[str]], bool],
     *,
-    reuses_buffers: bool,
     keep_apart: GraphPass,
     realize: GraphPass,
     key: str,
 ) -> Iterator[None]:
-    """Within, Inductor's kernels run in an order of ours.
+    """Within, Inductor's kernels run in an order of ours, and each buffer is allocated for itself.
 
     Args:
         order: fused kernels -> the same in their order.
         can_fuse: says whether parts, given by name, may share a kernel.
-        reuses_buffers: buffers may take the memory of others; otherwise each is allocated.
         keep_apart: changes a graph before Inductor looks for patterns in it.
         realize: changes a graph before it is lowered.
         key: of all that these do: Inductor keeps what it compiles by it.
@@ -96,7 +94,7 @@ def scheduled(
     patches = {
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
-        "allow_buffer_reuse": reuses_buffers,
+        "allow_buffer_reuse": False,  # no quicker, measured on a CPU
         "custom_partitioner_fn": None,  # was called; its type can not be part of a key
         "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
         "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),

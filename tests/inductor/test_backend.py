@@ -274,7 +274,6 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
     halves: list[HalfMemory] = []
     monkeypatch.setattr("remat.inductor.backend.dry_run", more_than_there_is)
     monkeypatch.setattr("remat.inductor.backend._ATTEMPTS", 2)
-    monkeypatch.setattr("remat.inductor.backend._REUSES", {"cpu": (False,)})
     model = Net()
     remat.checkpoint(
         model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
@@ -387,21 +386,3 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
     assert report.measured_peak_bytes <= report.budget_bytes
     # scores, their gradient and that of the weights: not the logarithms of the softmax
     assert report.keep_all.peak_bytes < 3 * 512 * 2000 * 4 + report.graph.resident_bytes
-
-
-@pytest.mark.usefixtures("idle_kernels")
-def test_buffers_are_reused_only_where_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: what Inductor keeps for a later buffer of the same size is forgotten."""
-
-    def held_more(*args: object) -> HalfMemory:
-        halves.append(dry_run(*args))  # type: ignore[arg-type]  # passed on
-        extra_bytes = 1 << 30 if len(halves) in (1, 3) else 0  # the first of each half
-        return replace(halves[-1], peak_bytes=halves[-1].peak_bytes + extra_bytes)
-
-    halves: list[HalfMemory] = []
-    monkeypatch.setattr("remat.inductor.backend.dry_run", held_more)
-    model = Net()
-    remat.checkpoint(model, "100%", executor="inductor", costs="flops", plan_cache=False)
-    model(batch()).backward()
-    assert len(halves) == 4  # both are compiled again, without reuse
-    assert remat.report(model).measured_peak_bytes == remat.report(model).kernels_peak_bytes

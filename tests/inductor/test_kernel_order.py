@@ -52,6 +52,16 @@ def test_what_two_loops_of_a_kernel_read_is_not_written_over() -> None:
     assert half.bytes_at([[0], [1], [2]]) == [8, 16, 16]
 
 
+def test_what_an_earlier_loop_of_the_kernel_reads_is_written_over() -> None:
+    loops = (
+        Loop(0, frozenset(), (), (0,)),
+        Loop(1, frozenset({0}), (0,), (1,)),
+        Loop(2, frozenset({0, 1}), (0, 1), (2,), overwrites=frozenset({0})),
+    )
+    half = Loops(loops, (8, 2, 8), frozenset(), frozenset({1, 2}))
+    assert half.bytes_at([[0], [1, 2]]) == [8, 10]
+
+
 def test_kernels_run_by_their_place_after_what_they_need() -> None:
     loops = (
         Loop(7, frozenset(), (), (0,)),
