@@ -5,7 +5,7 @@ Elementwise operators are part of what reads them, and their values never exist.
 Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
 Here an operator whose readers all end up in one kernel is joined to it: an operator of the fused
 graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
-that of the memory it moves, at the seconds a byte that its members take one by one.
+that of the memory it moves, at the seconds per byte that its members take one by one.
 
 A value with several readers is part of each where that costs no memory: where what it is made of is
 not larger than itself. So it is not saved for the backward, and computed again there in the kernels
@@ -40,10 +40,7 @@ _REDUCTIONS = frozenset({
     aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any,
     aten.all, aten.argmax, aten.argmin,
 })  # fmt: skip
-
-
-# What reads a value element by element, or at an index that it computes.
-_INLINING = frozenset({aten.gather})
+_INLINING = frozenset({aten.gather})  # compute what they read, at an index of their own
 
 _MOST_INLINED = 30  # operators: Inductor keeps the result of a loop that computes more
 _SLACK = 1.125  # for statistics and masks that a value is made of, besides one tensor of its size
@@ -89,7 +86,7 @@ def fuse(step: TracedStep) -> FusedStep:
         if index not in inlined:
             read = {graph.producer[v] for v in graph.operators[index].reads}
             chains = (inlined[producer] for producer in read & inlined.keys())
-            members.setdefault(kernel, {index}).update({index}, *chains)
+            members.setdefault(kernel, set()).update({index}, *chains)
     order = sorted(members)
     inside = {
         v
@@ -125,9 +122,9 @@ def _functional(step: TracedStep) -> TracedStep:
 
 
 def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
-    """Returns the operators that are part of all that read them.
+    """Returns the operators that are part of everything that reads them.
 
-    Each with all inlined operators that its result is made of, itself included.
+    Each comes with all inlined operators that its result is made of, itself included.
     """
     graph = step.graph
     chains: dict[int, frozenset[int]] = {}
