@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables.show(asked.output)
         return
     if asked.foretell:
-        forecast.foretell(FORECAST, asked.foretell, is_tiny=asked.tiny)
+        forecast.foretell(FORECAST, asked.foretell)
         return
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")

@@ -19,40 +19,48 @@ _SHARE = "60%"
 _BATCHES = "batches.json"
 
 
-def foretell(folder: Path, device: str, *, is_tiny: bool = False) -> None:
+def foretell(folder: Path, device: str) -> None:
     """Writes a plan per model for a device of the table, and the largest batch of the first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    place = Place("cpu", is_tiny)
-    for name in MODELS:
-        model, batch = STEPS[name](place)
-        graph = remat.trace(model, (), batch, device=device)
-        remat.solve(graph, _SHARE, time_limit_s=10).save(folder / f"{_file(name)}.json")
+    write_plans(folder, Place("cpu", is_tiny=False), device)
 
-    model, batch = STEPS[MODELS[0]](place)
+    model, batch = STEPS[MODELS[0]](Place("cpu", is_tiny=False))
     length = batch["input_ids"].shape[1]
 
-    def of(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, length, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
-    class ByName(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, ids: torch.Tensor) -> Any:
-            return self.inner(input_ids=ids, labels=ids)
+    def loss(ids: torch.Tensor) -> Any:
+        return model(input_ids=ids, labels=ids)
 
     batches = remat.max_batch(
-        ByName(), lambda size: (of(size)["input_ids"],), BATCH_BUDGET,
+        loss, lambda size: (torch.zeros(size, length, dtype=torch.long),), BATCH_BUDGET,
         device=device, optimizer="none", time_limit_s=5, points=3,
     )  # fmt: skip
     rows = [{"batch": row.batch, **row.fit.record()} for row in batches.rows]
     (folder / _BATCHES).write_text(json.dumps(rows))
 
 
+def write_plans(folder: Path, place: Place, device: str) -> None:
+    """Writes a plan per model for a device of the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in MODELS:
+        model, batch = STEPS[name](place)
+        graph = remat.trace(model, (), batch, device=device)
+        remat.solve(graph, _SHARE, time_limit_s=10).save(folder / f"{_file(name)}.json")
+
+
 def judge(facts: Facts, folder: Path) -> None:
-    """Runs what was foretold in a folder; a plan that is not the card's step is said so."""
+    """Runs what a folder foretells."""
+    run_plans(facts, folder)
+    largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
+    for size in (largest, largest + 1):
+        way = f"batch {size}, of which {largest} was foretold to be the largest"
+        with facts.section(section="foretold", model=MODELS[0], way=way):
+            model, batch = gpt2(facts.place, batch=size)
+            planned(model, BATCH_BUDGET)
+            step(model, model, batch, 0)
+            facts.say(section="foretold", model=MODELS[0], way=way, **told_by(model))
+
+
+def run_plans(facts: Facts, folder: Path) -> None:
+    """Runs the plans of a folder; one that is not the step here is a fact as well."""
     for name in MODELS:
         way = f"a laptop's plan at {_SHARE}"
         with facts.section(section="foretold", model=name, way=way), facts.turn():
@@ -65,15 +73,6 @@ def judge(facts: Facts, folder: Path) -> None:
             row = measured(model, model, batch, facts.place)
             told = {"predicted": solution.peak_bytes, "predicted_step_s": solution.cost_s}
             facts.say(section="foretold", model=name, way=way, base=base, **told, **row)
-
-    largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
-    for size in (largest, largest + 1):
-        way = f"batch {size}, of which {largest} was foretold to be the largest"
-        with facts.section(section="foretold", model=MODELS[0], way=way):
-            model, batch = gpt2(facts.place, batch=size)
-            planned(model, BATCH_BUDGET)
-            step(model, model, batch, 0)
-            facts.say(section="foretold", model=MODELS[0], way=way, **told_by(model))
 
 
 def _file(name: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from experiments import gpu_run
-from experiments.gpu import measuring, tables
+from experiments.gpu import forecast, measuring, tables
+from experiments.gpu.steps import Place
 
 pytest.importorskip("transformers")
 
@@ -39,6 +40,21 @@ def test_a_rehearsal_writes_facts_and_no_errors(
     capsys.readouterr()
     tables.show(output)
     assert "remat least" in capsys.readouterr().out
+
+
+def test_a_plan_that_was_made_elsewhere_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "MODELS", ("gpt2-medium",))
+    place, output = Place("cpu", is_tiny=True), tmp_path / "facts.jsonl"
+    forecast.write_plans(tmp_path, place, "cpu")
+    forecast.run_plans(measuring.Facts(output, place, 600), tmp_path)
+    (plan,) = facts(output)
+    assert plan["predicted"] > 0 and plan["step_s"] > 0
+
+    forecast.write_plans(tmp_path, place, "H100")  # another step: other kernels
+    forecast.run_plans(measuring.Facts(output, place, 600), tmp_path)
+    assert facts(output)[-1]["error"].startswith("ScheduleError: this plan is for another step")
 
 
 def test_a_failure_is_written_down_and_the_next_section_runs(
