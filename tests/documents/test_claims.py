@@ -86,14 +86,14 @@ def depth_growth(d: dict[str, Any]) -> Claims:
         way: [100 * (row["over_keep_all"] - 1) for row in d["paces"] if row["way"] == way]
         for way in ("sublinear", "ours, least")
     }
-    yield "cost {:.0f} % and {:.0f} % of the step's time, measured".format(*price["sublinear"])
+    yield "cost {:.0f} % and {:.0f} % more time per step, measured".format(*price["sublinear"])
     yield "at {:.0f} % and {:.0f} % more time".format(*price["ours, least"])
     ways = {
         name: {way: found["bytes"] for way, found in row["ways"].items()}
         for name, row in deepest.items()
     }
     yield (
-        f"save {100 * (1 - ways['ResNet']['drop cheap'] / ways['ResNet']['sharing']):.0f} % of "
+        f"saves {100 * (1 - ways['ResNet']['drop cheap'] / ways['ResNet']['sharing']):.0f} % of "
         "the deepest ResNet and nothing of the LSTM"
     )
     assert ways["LSTM"]["drop cheap"] > 0.98 * ways["LSTM"]["sharing"]
@@ -114,7 +114,7 @@ def transformer_arithmetic(d: dict[str, Any]) -> Claims:
     selective, ours = (
         row["step_s"] for row in d["ways"] if "T × T" in row["way"] or "T x T" in row["way"]
     )
-    yield f"Ours is {100 * (1 - ours / selective):.1f} % quicker than dropping the T × T matrices"
+    yield f"Our plan is {100 * (1 - ours / selective):.1f} % faster than dropping the T × T matrices"
 
 
 def attention(d: dict[str, Any]) -> Claims:
@@ -185,7 +185,7 @@ def sharding(d: dict[str, Any]) -> Claims:
         only(d["measured"], ranks=4, precision="fp32", plan=plan)["step_bytes"] / MIB
         for plan in ("remat, 60%", "everything kept")
     ]
-    yield f"({span(steps)} MiB on 4 ranks)"
+    yield "({:.0f} of {:.0f} MiB on 4 ranks)".format(*steps)
     planned = [r for r in d["measured"] if "predicted_peak_bytes" in r and r["ranks"] > 1]
     excess = [100 * (r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1) for r in planned]
     yield f"{span(excess)} % above its prediction"
@@ -226,7 +226,7 @@ def new_lengths(d: dict[str, Any]) -> Claims:
     pays = [row["symbolic_s"] / (row["capture_s"] - row["concrete_s"]) for row in rows]
     yield f"takes {span(times)} times a capture with fixed sizes"
     yield f"{span(shares)} % of a capture for each length"
-    yield f"pays from the {span(pays)}th length on"
+    yield f"pays off after {span(pays)} lengths"
     assert all(row["equal_lengths"] == row["lengths"] == 4 for row in rows)
     assert all(row["symbolic_captures"] == 1 for row in rows)
 
@@ -251,15 +251,15 @@ def gpu_run(d: dict[str, Any]) -> Claims:
     medium = {way: row for (model, way), row in rows.items() if model == "gpt2-medium"}
     plain_s = medium["plain"]["step_s"]
     yield (
-        f"takes {medium['remat 60%']['step_s'] / plain_s:.2f} times plain's (planned: "
-        f"{1 + medium['remat 60%']['overhead']:.2f}), where selective checkpoints take "
-        f"{medium['selective checkpoints']['step_s'] / plain_s:.2f} times"
+        f"takes {medium['remat 60%']['step_s'] / plain_s:.2f} times as long as plain "
+        f"PyTorch (planned: {1 + medium['remat 60%']['overhead']:.2f}); selective checkpoints take "
+        f"{medium['selective checkpoints']['step_s'] / plain_s:.2f} times as long"
     )
     least, blocks_ = medium["remat least"], medium["checkpoint per block"]
     saved = 1 - (least["requested"] - least["base"]) / (blocks_["requested"] - blocks_["base"])
     yield (
-        f"with {100 * saved:.0f} % less memory than checkpoints per block it takes "
-        f"{least['step_s'] / blocks_['step_s']:.2f} times theirs"
+        f"With {100 * saved:.0f} % less memory than checkpoints per block it takes "
+        f"{least['step_s'] / blocks_['step_s']:.2f} times their time"
     )
     fused = {way: row for (model, way), row in rows.items() if "12 layers" in model}
     ours, theirs = (
@@ -268,7 +268,7 @@ def gpu_run(d: dict[str, Any]) -> Claims:
     yield "{:.1f} ms in {:,.0f} MiB".format(
         1000 * ours["step_s"], (ours["allocated"] - ours["base"]) / MIB
     )
-    yield "takes {:.1f} ms in {:,.0f} MiB".format(
+    yield "`torch.compile` takes {:.1f} ms in {:,.0f} MiB".format(
         1000 * theirs["step_s"], (theirs["allocated"] - theirs["base"]) / MIB
     )
 
