@@ -1,14 +1,15 @@
-"""What each technique of `auto` is worth: each switched off, on points that seconds don't close.
+"""What each technique of `auto` is worth: a solve without it, on points not solved in seconds.
 
     python -m experiments.ablation FOLDER [--instances DIR] [--only NAME ...] [--seconds 20]
 
 FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published instances. Rows are
-written as they are made, so that a run that is cut goes on where it was; one commit and one machine
-a file: rows of another commit are made again. For each technique and point the change of cost, gap
-and time against the solve with everything, the median over the seeds.
+written as they are made, so that an interrupted run continues where it stopped. A file has one
+commit and one machine: rows of another commit are made again. Shown are, for each technique and
+point, the changes of cost, gap and time against the solve with everything, as medians over the
+seeds.
 
 A technique *helps* a point that costs 0.1 % more, or has a gap that is 0.3 points wider, without
-it, and *harms* one where it is the other way round. What helps fewer than three points goes.
+it, and *harms* one where the opposite holds. What helps fewer than three points goes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from remat.solvers.auto.solver import NAMES, Auto
 from remat.tracers.synthetic import random_layered
 
 SEEDS = (0, 1)
-COST, GAP = 0.1, 0.3  # percent of the cost, and points of the gap, that count
+COST, GAP = 0.1, 0.3  # percent of the cost and points of the gap: smaller changes don't count
 LEAST_HELPED = 3  # points
 NOTHING = "nothing"  # is switched off
-ALWAYS = ("keep-all", "window", "families", "annealing")  # what everything else stands on
+ALWAYS = ("keep-all", "window", "families", "annealing")  # every other technique needs these
 
 # points that were open after five seconds in `bench_published`, `bench_real` and `bench_random`
 PUBLISHED = {
@@ -111,7 +112,7 @@ def _solve(point: Point, without: str, seed: int, time_limit_s: float) -> Row:
 
 @dataclass(frozen=True)
 class Change:
-    """What switching a technique off changes at one point: positive where it was of use.
+    """What switching a technique off changes at one point: positive where the technique helped.
 
     Attributes:
         cost_percent: of the cost with everything; infinite where nothing fits any more.
@@ -163,7 +164,7 @@ def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints a line per technique: points helped and harmed, and the largest changes."""
+    """Prints one line per technique: points helped and harmed, and the largest changes."""
     table = new_table(
         f"Techniques of auto, each switched off; helps: {COST} % of cost or {GAP} points of gap",
         ("without", "points", "helps", "harms", "cost %", "gap points", "s", "verdict"),

@@ -1,7 +1,7 @@
-"""Empty modules in place of libraries that are imported and not used.
+"""Empty modules in place of libraries that are imported but not used.
 
-`timm`, `open_clip`, `vit_pytorch` and others import torchvision for transformations of image files,
-`speechbrain` torchaudio for sound files. Their models need neither.
+`timm`, `open_clip`, `vit_pytorch` and others import torchvision to transform image files,
+`speechbrain` imports torchaudio to read sound files. Their models need neither.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import ModuleType
 
 
 def stand_in_for(*names: str) -> tuple[str, ...]:
-    """Makes those of the top-level names that aren't installed importable; returns which."""
+    """Makes the top-level names that aren't installed importable; returns these."""
     missing = tuple(name for name in names if find_spec(name) is None)
     sys.meta_path.append(_Absent(missing))
     return missing
 
 
 class _AnyName(type):
-    """A class of which each attribute is the attribute's name: enough for a table of options."""
+    """A class whose every attribute is the attribute's own name: enough for a table of options."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -46,7 +46,7 @@ class _Absent(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Finds the absent modules and whatever is said to lie in them."""
+        """Finds the absent modules and any submodule of theirs."""
         if fullname.partition(".")[0] not in self.names:
             return None
         return ModuleSpec(fullname, self, is_package=True)

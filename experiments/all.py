@@ -3,9 +3,8 @@ long each took: `make experiments`.
 
     python -m experiments.all [--only NAME ...]
 
-A script that fails does not stop the others, but the exit status is 1 then. A run of all of them
-that went well writes `results/experiments_time.json`: seconds on the clock and of CPU by script,
-and their sums.
+If a script fails, the others still run, and the exit status is 1. A complete run without failures
+writes `results/experiments_time.json`: wall and CPU seconds by script, and their sums.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALL = (*FIGURES, *FRONT_PAGE, *IN_A_BROWSER)
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of a script on the clock, CPU seconds of its processes, and whether it went well."""
+    """Wall seconds of a script, CPU seconds of its processes, and whether it succeeded."""
 
     wall_s: float
     cpu_s: float

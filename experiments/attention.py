@@ -53,7 +53,7 @@ class Tiled(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Running maximum m, sum l and output.
 
-        The log-sum-exp of each row is kept for the backward.
+        Keeps the log-sum-exp of each row for the backward.
         """
         scale = q.shape[-1] ** -0.5
         out, total = torch.zeros_like(q), q.new_zeros(*q.shape[:-1], 1)
@@ -73,7 +73,7 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each tile's weights again from the log-sum-exp, and the gradients that they carry."""
+        """Computes each tile's weights again from the log-sum-exp, and from them the gradients."""
         (gradient,) = gradients
         q, k, v, out, log_sum = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
@@ -204,8 +204,8 @@ def remaining() -> Iterator[dict[str, Any]]:
 
 
 def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
-    """Returns the tokens from which tiled attention takes less than the written-out form up to the
-    longest; between lengths on log axes.
+    """Returns the number of tokens from which tiled attention takes less than the written-out form,
+    up to the longest; interpolated between lengths on log axes.
     """
     written, tiles = (
         {row["tokens"]: row[field] for row in rows if row["way"] == way}

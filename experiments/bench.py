@@ -10,11 +10,11 @@ Sets: `published` (instances of papers beside what was printed for them), `proof
 among them, until the cost is proved to be within 0.2 % of the optimum, U-Net within 0.5 %),
 `random` (layered graphs, three seeds of the generator and of the solver), `real` (traced training
 steps, beside every baseline of the field at the same simulated peak), `real_proof` (points among
-them that a minute does not prove within 1 %, in ten minutes), `frontier` (20 budgets for the price
-of a few solves), `scale` (time and memory against size, to 100,000 operators).
+them that a minute does not prove within 1 %, in ten minutes), `frontier` (20 budgets in the time of
+a few solves), `scale` (time and memory against size, to 100,000 operators).
 
-A row is written when it is finished, and an interrupted run goes on where it was; `--fresh` makes
-all rows again.
+Each row is written when it is finished, and an interrupted run continues where it stopped;
+`--fresh` makes all rows again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LOG = logging.getLogger("bench")
 def instances_folder(given: Path | None) -> Path:
     """Returns where the published instances are looked for.
 
-    What is given, the environment's, or beside the checkout.
+    In this order: what is given, what the environment names, a folder beside the checkout.
     """
     return given or Path(
         os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances"
@@ -68,7 +68,7 @@ def instances_folder(given: Path | None) -> Path:
 
 
 def run_set(name: str, options: argparse.Namespace) -> bool:
-    """Runs one set and prints its table; False where its instances are not there."""
+    """Runs one set and prints its table; False where its instances are missing."""
     module = SETS[name]
     limit_s = options.time_limit if options.time_limit is not None else module.TIME_LIMIT_S
     gap = options.gap if options.gap is not None else module.GAP
@@ -106,7 +106,7 @@ def draw(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 2 where the instances of a set are not there."""
+    """Runs what was asked for; 2 where the instances of a set are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

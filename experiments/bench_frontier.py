@@ -2,7 +2,7 @@
 
 `curve`: 20 budgets in one call of `frontier_solutions`; `separate`: the same budgets solved one by
 one with the same options. Their ratio says what sharing saves; most single solves end long before
-their time limit, so what the curve costs is told in time limits as well.
+their time limit, so the cost of the curve is given in time limits as well.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _peer(graph: Graph, peer: str, budget_bytes: int, time_limit_s: float) -> Ro
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints what a curve costs in time limits and beside single solves, and whether sharing made
-    it worse.
+    """Prints the time of a curve, in time limits and against single solves, and whether sharing
+    made any point worse.
     """
     table = new_table(
         f"Curves of {_NUM_POINTS} budgets, at most {time_limit_s:g} s a budget",

@@ -16,11 +16,11 @@ from experiments.bench_rows import Row
 from remat.look.plot import save
 from remat.look.plot_style import BLUE, GREEN, GREY, LINES, legend, new_figure, quiet
 
-_HEADROOM = 1.4  # the first schedules may cost far more than the last, which the picture is about
+_HEADROOM = 1.4  # the picture is about the last schedules; the first may cost far more
 
 
 def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Draws what the rows of the sets suffice for and returns the files."""
+    """Draws the pictures that the rows of the sets suffice for; returns the files."""
     pictures = {
         "bench_hard_instance": _hard_instance([*rows["published"], *rows["random"]]),
         "bench_scale": _scale(rows["scale"]),
@@ -35,8 +35,8 @@ def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
 
 
 def _hard_instance(rows: Sequence[Row]) -> Figure | None:
-    """Cost and bound over time where the gap is largest in the end, of instances with a published
-    cost where there are any.
+    """Draws cost and bound over time for the instance with the largest final gap, of those with a
+    published cost where there are any.
     """
     candidates = [row for row in rows if row["gap_percent"] is not None and len(row["moments"]) > 1]
     hardest = max(

@@ -1,10 +1,10 @@
-"""Published networks at published budgets.
+"""How long proofs take on published networks at published budgets.
 
-How long it takes until the cost is proved to be within a given gap of the optimum.
+The time until the cost is proved to be within a given gap of the optimum.
 
 `bench_published` gives each point a minute and no gap, which shows what a minute is worth; here
-each has ten and stops as soon as the proof is there. A point that isn't proved in that time is
-reported with the gap that is left.
+each has ten minutes and stops as soon as the proof is found. A point not proved in that time is
+reported with the remaining gap.
 """
 
 from __future__ import annotations

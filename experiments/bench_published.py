@@ -1,10 +1,8 @@
-"""Published instances at published budgets.
+"""Published instances at published budgets: our cost, bound and time beside the published ones.
 
-Our cost, bound and time beside what was printed for them.
-
-Every schedule is judged by the referee that lies beside the instances and knows nothing of this
+Every schedule is checked by the referee that comes with the instances and knows nothing of this
 package. Only results in fixed order are compared; where a paper prints an overhead with one digit,
-its cost is known to that digit only.
+its cost is known only to that digit.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _LOG = logging.getLogger("bench")
 
 @dataclass(frozen=True)
 class Published:
-    """The best result that was printed for one instance and budget, in fixed order.
+    """The best published result for one instance and budget, in fixed order.
 
     Attributes:
         system: whose it is; empty where there is none.
@@ -57,10 +55,7 @@ class Published:
 
 
 def best_published(instance: Mapping[str, Any], label: str) -> Published:
-    """Returns the cheapest comparable result of an instance at one of its budgets.
-
-    The fastest one on ties.
-    """
+    """Returns the cheapest comparable result at one budget of an instance; on ties the fastest."""
     found = []
     for system, result in instance["published"].get(label, {}).items():
         if any(word in system for word in _NOT_COMPARED):
@@ -139,7 +134,7 @@ def _referee(path: Path) -> ModuleType | None:
 
 
 def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution) -> str:
-    """Returns `valid`, or what the referee has against the schedule."""
+    """Returns `valid`, or the referee's objection to the schedule."""
     if solution.schedule is None:
         return "no schedule"
     try:

@@ -59,10 +59,7 @@ def _point(graph: Graph, share: int, seed: int, time_limit_s: float, gap: float)
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints a row a graph and budget.
-
-    The median of the solver's seeds, and how far they spread.
-    """
+    """Prints one row per graph and budget: median and spread over the solver's seeds."""
     table = new_table(
         f"Random layered graphs, {len(_SEEDS)} seeds of the solver, {time_limit_s:g} s each: "
         "% over keeping everything",

@@ -2,11 +2,11 @@
 
 Our overhead and bound from 90 % to the least budget.
 
-Every baseline of the field runs on the same graph at the same budgets. What it reaches is compared
-at *its own simulated peak*: we are solved again with that peak as the budget, so that nobody is
-charged for memory he did not use. The time limit is of graphs with up to 2,000 operators, at the
-budgets of the first table in proportion to their number above; baselines, and we at their peaks,
-have 20 s at most.
+Every baseline of the field runs on the same graph at the same budgets. Each is compared at *its own
+simulated peak*: our solver runs again with that peak as the budget, so that no method is charged
+for memory that it did not use. The time limit holds for graphs of up to 2,000 operators; for larger
+graphs it grows in proportion, at the budgets of the first table. Baselines, and our solver at their
+peaks, have 20 s at most.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything
 LEAST = "least"
 _MINIMUM_LIMIT_S = 120.0
 _MEET_GAP = 1e-4  # a baseline may be the optimum itself
-_MEET_LIMIT_S = 20.0  # at most, of a baseline, and of us at its peak; there are hundreds of these
-_USUAL_OPERATORS = 2_000  # that the time limit is of
+_MEET_LIMIT_S = 20.0  # at most, for a baseline, and for us at its peak; there are hundreds
+_USUAL_OPERATORS = 2_000  # up to this many the time limit is as given
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Case:
         return self.plans / f"{self.name}-{label.rstrip('%')}-{self.time_limit_s:g}s.json"
 
     def known_plans(self) -> list[Solution]:
-        """The plans that earlier rows left for this very graph."""
+        """Returns the plans that earlier rows found for this very graph."""
         paths = [self.plan_path(label) for label in (*(f"{share}%" for share in _SHARES), LEAST)]
         found = [Solution.load(path) for path in paths if path.is_file()]
         return [plan for plan in found if plan.fingerprint == self.graph.fingerprint]
@@ -97,8 +97,8 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
 
 
 def budgets_of(rows: Rows, name: str, graph: Graph) -> dict[str, int]:
-    """Returns the budgets that can be met in bytes, shares of the peak of keeping everything, the
-    least one last.
+    """Returns the budgets that can be met, in bytes: shares of the peak of keeping everything, and
+    last the least one.
     """
     row = rows.row({"graph": name, "kind": "least"}, lambda: _least(graph))
     budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
@@ -142,7 +142,7 @@ def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
 def _meet(case: _Case, budget_bytes: int) -> Row:
     """Solves at a baseline's peak.
 
-    What is known of other budgets helps, as it would a user who asks again.
+    Schedules of other budgets help, as they would a user who solves again.
     """
     known = case.known_plans()
     steps = [
@@ -233,7 +233,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Returns each result of a baseline with ours at its peak.
 
-    A schedule that it gives for several budgets once.
+    A schedule that it gives for several budgets counts once.
     """
     ours = {
         (row["graph"], row["budget_bytes"]): row

@@ -1,10 +1,8 @@
-"""Traced training steps at budgets where a minute leaves a gap above 1 %.
-
-Whether ten minutes close it.
+"""Whether ten minutes close what a minute leaves: traced steps with a gap above 1 %.
 
 `bench_real` gives each budget about a minute; here each solve stops as soon as the cost is proved
-to be within 1 % of the optimum. A point that isn't proved in that time is reported with the gap
-that is left. What is not among `POINTS` was not tried.
+to be within 1 % of the optimum. A point not proved in that time is reported with the remaining gap.
+Points outside of `POINTS` were not tried.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of a benchmark.
+"""Rows of a benchmark, one per solve.
 
-Kept as soon as they are made, so that an interrupted run goes on where it was; one solve as a row.
+Each is saved as soon as it is made, so that an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rows:
     def __init__(
         self, folder: Path, name: str, options: Mapping[str, Any], *, is_fresh: bool
     ) -> None:
-        """Takes over the rows that were made with the same options, unless `is_fresh`."""
+        """Keeps the rows that were made with the same options, unless `is_fresh`."""
         self._path = folder / f"bench_{name}.json"
         self._options = dict(options)
         self.rows: list[Row] = []
@@ -67,7 +67,7 @@ class Rows:
         self._environment = environment()  # before the solves: others may commit while they run
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
-        """Returns the row of `key`; makes and writes it where it is not there yet."""
+        """Returns the row of `key`; makes and writes it if it does not exist yet."""
         for row in self.rows:
             if all(row.get(name) == value for name, value in key.items()):
                 return row
@@ -110,9 +110,9 @@ def _replace(path: Path, text: str) -> None:
 
 
 def warm_up() -> None:
-    """Waits for the compiler, so that no row does.
+    """Waits for the compiler, so that no row includes its time.
 
-    Naive: a graph of a few operators is solved exactly, and nothing is compiled.
+    A graph of a few operators would not do: it is solved exactly, and nothing is compiled.
     """
     if not is_ready(anneal):
         minimum(random_layered(8, seed=0))
@@ -169,9 +169,8 @@ def geometric_mean(numbers: Iterable[float]) -> float:
 
 
 def mean_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the geometric mean of the rows' seconds, each counted as a millisecond at least.
-
-    They are rounded to that.
+    """Returns the geometric mean of the rows' seconds, each counted as at least a millisecond, to
+    which they are rounded.
     """
     return geometric_mean(max(row["seconds"], 1e-3) for row in rows)
 
@@ -188,7 +187,7 @@ def percent(number: float | None, *, is_signed: bool = True) -> str:
 
 
 def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
-    """Says how the solve that took most of its time limit kept it: its row's own, or `limit_s`."""
+    """Says whether all solves kept their time limit: that of the row, or else `limit_s`."""
     limits = [
         (row["seconds"], row.get("time_limit_s", limit_s))
         for row in rows

@@ -1,8 +1,8 @@
 """Time and memory against size.
 
-Synthetic training steps to 100,000 operators, and one traced architecture to 200 layers.
+Synthetic training steps up to 100,000 operators, and one traced architecture up to 200 layers.
 
-Each solve runs in a process of its own, whose largest resident memory is the solve's.
+Each solve runs in its own process, so that the largest resident memory is that of the solve.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _point(kind: str, size: int | str, folder: Path, time_limit_s: float, gap: f
 
 
 def _seconds_within(row: Row, gap: float) -> float | None:
-    """Returns when cost and bound came within a gap, as far as progress was told."""
+    """Returns when cost and bound came within a gap, as far as progress was reported."""
     reached = [
         seconds
         for seconds, cost, bound in row["moments"]

@@ -3,9 +3,9 @@ its picture.
 
     python -m experiments.browser PAGE.html PICTURE.png [WIDTH HEIGHT]
 
-The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`). It
-is spoken to over a pipe in its own protocol (https://chromedevtools.github.io/devtools-protocol),
-which needs no driver, no port and no package.
+The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`).
+This script talks to it over a pipe in its own protocol
+(https://chromedevtools.github.io/devtools-protocol), which needs no driver, no port and no package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POLL_S, _PATIENCE_S = 0.2, 60.0
 
 @dataclass
 class Seen:
-    """What came of opening a page.
+    """What happened when a page was opened.
 
     Attributes:
         value: what the script's JSON text says; None where it stayed empty.
@@ -56,7 +56,7 @@ class Seen:
     requests: list[str] = field(default_factory=list)
 
     def note(self, method: str, event: dict[str, Any]) -> None:
-        """Keeps what an event of the browser says of errors and requests."""
+        """Keeps the errors and requests that an event of the browser reports."""
         if method == "Runtime.exceptionThrown":
             self.errors.append(
                 event["exceptionDetails"]
@@ -74,7 +74,7 @@ class Seen:
 
 
 def installed_browser() -> str | None:
-    """Returns the path of a browser that can be spoken to, None where there is none."""
+    """Returns the path of a browser that can be driven, None where there is none."""
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 

@@ -9,13 +9,13 @@ resolutions: VGG16 (256 images of 224 x 224), MobileNet (512; V2 here, V1 there)
 proved bound; `auto` and its bound on A100 and H100 costs. *Table 2*: cost over the best proved
 bound, geometric mean over the budgets that a strategy can meet. The paper divides by the optimum of
 its MILP. *Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass
-above keeping everything, by strategy. Sizes and costs are linear in the batch: traced at two batch
-sizes, and interpolated.
+above keeping everything, by strategy. Sizes and costs are linear in the batch: graphs are traced at
+two batch sizes and interpolated.
 
 What differs from the paper, by cause: costs are computed from the device's rates and not measured;
-graphs have every operator of PyTorch's backward and not one node a layer; a budget bounds the whole
-step, gradients and workspace included. With 4 seconds for each solve (the committed results; the
-paper gave Gurobi an hour):
+graphs have every operator of PyTorch's backward, not one node per layer; a budget bounds the whole
+step, gradients and workspace included; each solve has 4 seconds (Gurobi had an hour).
+`results/README.md` says by how much the results differ.
 
 - Figure 6: the largest MobileNet at 16 GB is 5.0 times keep-all's (984 to 197), 5.1 in the paper
   for V1. Over the best heuristic it is 1.36 times (1.73 in the paper, "up to"): on a graph of
@@ -118,10 +118,7 @@ def bounds_of(found: dict[str, list[Solution]]) -> list[float]:
 
 
 def ratios(found: dict[str, list[Solution]]) -> dict[str, float | None]:
-    """Returns each method's cost over the best bound.
-
-    The geometric mean over the budgets that it meets.
-    """
+    """Returns each method's geometric mean of cost over the best bound, at budgets it meets."""
     bounds, result = bounds_of(found), {}
     for method, solutions in found.items():
         logs = [
@@ -163,9 +160,8 @@ def largest_batch(
     memory: int,
     time_limit_s: float,
 ) -> int:
-    """Returns the largest batch that fits with at most one more forward pass of compute.
-
-    Bisection.
+    """Returns the largest batch that fits with at most one more forward pass of compute, by
+    bisection.
     """
     solver = make_solver(method, time_limit_s=time_limit_s)
 
@@ -199,13 +195,13 @@ def figure_6(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
 _NAME = {"auto": "remat (auto)"}
 _COLOURS = dict(zip(METHODS, (INK, *LINES[1:], "#b0519d", RED, BLUE), strict=True))
 _MARKERS = dict(zip(METHODS, "o^sDvP*X.", strict=True))
-_TOP = 45.0  # percent; a schedule that computes more than that is no answer
+_TOP = 45.0  # percent; a schedule that computes more than that is no practical answer
 
 
 def draw_figure_5(panels: list[dict[str, Any]]) -> None:
-    """Draws extra compute against memory, a column a network.
+    """Draws extra compute against memory, one column per network.
 
-    Every strategy on V100 costs above, ours on three devices below.
+    Above, every strategy on V100 costs; below, our solver on three devices.
     """
     names = list(dict.fromkeys(panel["model"] for panel in panels))
     figure = new_figure(
@@ -361,9 +357,9 @@ def run(models: Sequence[str], time_limit_s: float) -> None:
 
 
 def cells_of_table_2(record: Mapping[str, Any]) -> list[list[str]]:
-    """Returns a row a strategy.
+    """Returns one row per strategy.
 
-    Its ratio by network, how many budgets it met, and the paper's ratio where it has one.
+    Its ratio by network, how many budgets it met, and the paper's ratio where there is one.
     """
     met = {
         panel["model"]: panel["overhead_percent"]

@@ -6,8 +6,8 @@ usage: python -m experiments.checkmate_published [--instances FOLDER] [--time-li
 
 VGG-19 in FLOP at one 224x224 image (Checkmate's own notebook) and VGG-16 at batch 176 on a P100
 (the logs of utsaslab/monet-schedules), each at the budgets of the logs, where Gurobi proved the
-optimum on 12 threads. Writes one JSON file: per point our cost, bound, status and seconds beside
-the published ones, and where and when that was.
+optimum on 12 threads. Writes one JSON file: for each point our cost, bound, status and seconds
+beside the published ones, and where and when it was run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
 
 
 def main() -> int:
-    """Runs all points and writes the file; 2 where the instances are not there."""
+    """Runs all points and writes the file; 2 where the instances are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

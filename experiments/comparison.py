@@ -1,4 +1,4 @@
-"""A planned training step beside the plain one: is it the same to the bit, and what is its peak."""
+"""Compares a planned training step with the plain one: equal to the bit? at what peak?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_same_step(one: Workload, other: Workload, seed: int) -> bool:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the bit; what is no number is equal to itself."""
+    """Equal to the bit; NaN equals NaN."""
     return (
         one.shape == other.shape
         and one.dtype == other.dtype
@@ -62,7 +62,7 @@ def _resident_bytes(workload: Workload) -> int:
 
 
 def least_bytes(graph: remat.Graph, *, time_limit_s: float) -> int:
-    """The least budget as a user learns it: from the error of one that can't be met."""
+    """The least budget as a user learns it: from the error for a budget that can't be met."""
     try:
         return remat.solve(graph, 1, time_limit_s=time_limit_s).peak_bytes
     except remat.BudgetError as error:

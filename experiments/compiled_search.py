@@ -1,10 +1,9 @@
-"""What compiling the search's inner loops brings: the same code with numba and in plain Python.
+"""How much compiling the search's inner loops helps: the same code with numba and in plain Python.
 
     python -m experiments.compiled_search [--output FILE]
 
-Annealing moves a second and one greedy schedule with eviction, each in a process of its own, on
-random layered training graphs at 70 % of the peak. CPU time of one thread, after the compiler is
-done.
+Annealing moves per second, and one greedy schedule with eviction, each in its own process, on
+random layered training graphs at 70 % of the peak. CPU time of one thread, without compilation.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from experiments.environment import environment
 HERE = Path(__file__).resolve()
 SEED = 0
 _NODES = (50, 200, 1_000)  # forward nodes; a step has twice as many operators and one more
-_TIMES = 5  # that eviction runs, which is over in a millisecond; the median counts
+_TIMES = 5  # of eviction, which takes a millisecond; the median counts
 _MOVES = {"compiled": 200_000, "plain": 500}
 
 
 def measure(way: str) -> list[dict[str, Any]]:
-    """Returns a row a graph, in this process, which sees numba or does not."""
+    """Returns one row per graph; this process has numba, or has it hidden."""
     import numpy as np
 
     from remat.core.schedule import Schedule, simulate

@@ -1,20 +1,19 @@
 """Does a planned step equal the plain one? Every family of architectures, and every module of
 `torch.nn`.
 
-    python -m experiments.coverage [MODEL ...]     # all architectures, or what is named, of both
+    python -m experiments.coverage [MODEL ...]     # all architectures, or the models named
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
-    python -m experiments.coverage --missing       # what has no rows yet, of both: goes on where a
-    run was stopped
+    python -m experiments.coverage --missing       # what has no rows yet, of both kinds
 
 For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random
 stream against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead.
-What can't be captured must say so in a `TraceError`, whose first line stands in the table. Plain
+A step that can't be captured must raise a `TraceError`, whose first line goes into the table. Plain
 PyTorch is compared with itself first. A step that `torch.compile` cuts into pieces is planned as
-one; what is summed in pieces may be rounded otherwise, and then has to equal the same pieces of
-PyTorch's own `aot_eager` (see `graph_breaks`). Plans are searched for a second, at a roofline's
-costs, so overheads are upper bounds. The least budget is `remat.minimum`'s, or in pieces, where a
-later step learns that it is too little, the one that the error names; where it is above 70 % of
-keeping everything, the table says so.
+one; sums over pieces may round differently, and then the step has to equal PyTorch's own
+`aot_eager` in the same pieces (see `graph_breaks`). Plans are searched for a second, at a
+roofline's costs, so overheads are upper bounds. The least budget is that of `remat.minimum`. In
+pieces a later step may find it too small; then it is the one that the error names. Where it is
+above 70 % of keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -53,8 +52,8 @@ from .models import Workload
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 SEED = 0
-_TIME_LIMIT_S = 1.0  # a plan that is right is asked for, not the cheapest
-_ATTEMPTS = 4  # at what is needed: what gaps hold is known after a step
+_TIME_LIMIT_S = 1.0  # plans have to be right here, not the cheapest
+_ATTEMPTS = 4  # at the least budget: what the code between pieces holds is known after a step
 _COSTS = "roofline"  # the same on a loaded machine
 _EQUAL = "equal"
 _EQUAL_IN_PIECES = "equal to aot_eager"
@@ -74,12 +73,12 @@ class Row:
         family: of architectures, or "torch.nn".
         name: of the model.
         budget: "100%", "70%" or "least"; empty where the step was refused.
-        outcome: "equal", "equal to aot_eager" (in pieces, which round otherwise than the whole),
+        outcome: "equal", "equal to aot_eager" (in pieces, which round differently from the whole),
             "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "equal, above predicted on a
-            path of its own" (data led the measured step through other pieces than those planned, as
-            experts in a Python loop do), "BudgetError at a later step" (in pieces: on another path,
-            or as the gaps hold more), "below the least" (a budget that can't be met), "plain
-            PyTorch differs from itself", or the error's text.
+            path of its own" (data led the measured step through pieces that were not planned, as
+            with experts in a Python loop), "BudgetError at a later step" (in pieces: on another
+            path, or because the code between pieces holds more), "below the least" (a budget that
+            can't be met), "plain PyTorch differs from itself", or the error's text.
         predicted_bytes: peak of the schedule in the simulator; the other numbers are those of
             `predicted_vs_measured`.
     """
@@ -108,7 +107,7 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     _compile_search()
-    gc.freeze()  # what is loaded stays; each measured step collects garbage first
+    gc.freeze()  # each measured step collects garbage first; what is loaded now need not be scanned
     known = load()
     for name, family, make in _asked_for(arguments, known.keys()):
         rows = measure(name, family, make)
@@ -142,10 +141,10 @@ def load() -> dict[str, Any]:
 
 
 def _save(known: dict[str, Any]) -> str:
-    """Writes the results, after each model, so that a run that is stopped leaves both files right;
+    """Writes the results, after each model, so that a stopped run leaves both files consistent;
     returns the table.
 
-    Environments are written once each, rows without what they share and what is 0.
+    Each environment is written once; rows omit zeros and what they share.
     """
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
@@ -181,7 +180,7 @@ def _short(value: Any) -> Any:
 
 
 def _compile_search() -> None:
-    """Has the search compiled once, which takes longer than the limit of a plan."""
+    """Compiles the search once, which takes longer than the limit of a plan."""
     model = ARCHITECTURES["GPT-2"].make()
     graph = remat.trace(model.model, kwargs=model.kwargs, costs=_COSTS)
     remat.solve(graph, minimum(graph).peak_bytes * 5 // 4, gap=0.02)
@@ -201,7 +200,7 @@ def _asked_for(
 def _in_turn(
     cases: list[tuple[str, str, Callable[[], Workload]]],
 ) -> list[tuple[str, str, Callable[[], Workload]]]:
-    """One of every family after the other, so that a run that is stopped has some of each."""
+    """Takes one of each family in turn, so that a stopped run has some of each."""
     families: dict[str, list[tuple[str, str, Callable[[], Workload]]]] = {}
     for case in cases:
         families.setdefault(case[1], []).append(case)
@@ -209,15 +208,15 @@ def _in_turn(
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
-    """The first case of each module, then the second of each, so that a run that is stopped has
-    some of all.
+    """Takes the first case of each module, then the second of each, so that a stopped run has some
+    of all.
     """
     cases = [(name, "torch.nn", make) for name, make in module_cases()]
     return sorted(cases, key=lambda case: int(case[0].rpartition(", ")[2]))
 
 
 def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
-    """Returns the rows of one model: one where it is refused, else one a budget."""
+    """Returns the rows of one model: one where it is refused, else one per budget."""
     torch._dynamo.reset()
     torch.manual_seed(SEED)
     blank = Row(family, name, "", "")
@@ -243,7 +242,7 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
 
 
 def _graph(plain: Workload) -> remat.Graph:
-    """Returns the graph of a step; where only data tells what it does, that of a real one."""
+    """Returns the graph of a step; where it depends on data, the graph of a real step."""
     model = copy.deepcopy(plain.model)
     try:
         return remat.trace(model, kwargs=plain.kwargs, costs=_COSTS)
@@ -255,9 +254,9 @@ def _graph(plain: Workload) -> remat.Graph:
 
 
 def _outcome(planned: Workload, plain: Workload) -> str:
-    """Whether planned steps equal plain ones.
+    """Says whether planned steps equal plain ones.
 
-    Those in pieces, the same pieces of PyTorch's own (see `graph_breaks`).
+    Steps in pieces may equal `aot_eager` in the same pieces instead (see `graph_breaks`).
     """
     if all(is_same_step(planned, plain, seed) for seed in (1, 2)):
         return _EQUAL
@@ -279,7 +278,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     try:
         row, is_same_path = _steps(row, planned, plain)
         allowed_bytes = solution.peak_bytes
-    # what is held between pieces, or another path: a given plan is not made again
+    # more is held between pieces, or the path is another: a given plan is not made again
     except (remat.BudgetError, remat.ScheduleError):
         found = _steps_planned_anew(row, plain, row.budget if row.budget == "100%" else budget)
         if found is None:
@@ -304,9 +303,9 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
 def _steps_planned_anew(
     row: Row, plain: Workload, budget: int | str
 ) -> tuple[Row, bool, Workload] | None:
-    """Returns what steps do that may be planned again, None where they end in an error.
+    """Returns what steps do that may be planned again; None where they end in an error.
 
-    "least" is then tried at what the error names.
+    "least" is then tried at the budget that the error names.
     """
     for _ in range(_ATTEMPTS if row.budget == "least" else 1):
         torch._dynamo.reset()
@@ -339,9 +338,9 @@ def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
 
 
 def _settle(planned: Workload) -> None:
-    """Runs steps until one that was measured kept its budget.
+    """Runs steps until a measured one kept its budget.
 
-    One in pieces that did not is planned again before the next.
+    A step in pieces that did not is planned again before the next.
     """
     for seed in range(_ATTEMPTS):
         report = remat.report(planned.model)
@@ -389,8 +388,8 @@ def table(rows: list[Row]) -> str:
 
 
 def outcomes(rows: list[Row]) -> Counter[str]:
-    """How many models there are of each outcome; a model's is that of its worst budget."""
-    # of the rest all are worse
+    """Counts the models by outcome; a model has the outcome of its worst budget."""
+    # from good to bad; any other outcome is worse
     severity = (_EQUAL, _BELOW_LEAST, _EQUAL_IN_PIECES, _ANOTHER_PATH, _LATER_REFUSED)
     worst: dict[str, str] = {}
     for row in rows:

@@ -1,9 +1,8 @@
-"""Training steps of many architectures, as small as they can be.
+"""Training steps of many architectures, as small as possible: each family of `transformers`, and
+hand-written ones.
 
-Each family of `transformers`, and hand-written ones.
-
-Every model is in training mode with dropout on. Sizes are tiny on purpose: what is asked of these
-models is whether a planned step is the plain one to the bit, not how long it takes.
+Every model is in training mode with dropout on. Sizes are tiny on purpose: the question is whether
+a planned step equals the plain one to the bit, not how long it takes.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ def _question_about_image() -> dict[str, Any]:
 
 
 def _image_in_words() -> dict[str, Any]:
-    """Words of which the first 16 stand for the patches of an image."""
+    """Token ids, the first 16 of which stand for the patches of an image."""
     batch = words(48)
     batch["input_ids"][:, :16] = _VOCABULARY - 1
     batch["input_ids"][:, 16:].clamp_(max=_VOCABULARY - 2)
@@ -532,8 +531,8 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
-    # padded: a mask of ones plain transformers drops, for another kernel that on some processors
-    # rounds otherwise
+    # padded: without padding, transformers drops the mask and calls another kernel, which on some
+    # processors rounds differently
     "LFM2": _state_space("Lfm2ForCausalLM", {**_LLAMA, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, padded_words),
     # several inputs
     "CLIP": _several("CLIPModel", _clip_config(), _text_and_image),

@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .models import Workload
 
-# of its 857 combinations of the same few options one in 16; of all others each case
+# it has 857 combinations of the same few options: one in 16 runs; of other modules every case
 _EVERY = {"nn.LinearCrossEntropyLoss": 16}
-# PyTorch has no gradient of its targets
+# PyTorch has no gradient for its targets
 _TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})
 
 
 class Stepped(nn.Module):
     """A module behind a layer of its own shape, with a loss behind it.
 
-    Everything floating is trained, or its first argument alone.
+    All floating-point arguments are trained, or the first alone.
     """
 
     def __init__(self, module: nn.Module, *, is_first_alone: bool = False) -> None:
@@ -32,7 +32,7 @@ class Stepped(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, args: Any, kwargs: Any) -> torch.Tensor:
-        """Returns a scalar of everything floating that the module returns."""
+        """Returns a scalar made of every floating-point tensor that the module returns."""
         trained = args[:1] if self.is_first_alone else args
         scaled = tree_map_only(
             torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained
@@ -48,8 +48,8 @@ class Stepped(nn.Module):
 
 
 def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
-    """Yields (name, maker) of each module in the database, one case a distinct set of constructor
-    arguments; of one loss, one in 16.
+    """Yields (name, maker) of each module in the database, one case per distinct set of constructor
+    arguments (of one loss, one in 16).
     """
     from torch.testing._internal.common_modules import module_db
 
@@ -61,7 +61,7 @@ def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
 
 
 def inputs_of(info: Any) -> list[Any]:
-    """Returns the database's inputs of one module that are for its forward."""
+    """Returns the database's inputs for the forward of one module."""
     torch.manual_seed(0)
     found = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
@@ -82,7 +82,7 @@ def make_case(info: Any, index: int) -> Workload:
     given = case.forward_input
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         with torch.no_grad():
-            # it gets its shapes from a first batch, with plain PyTorch as well
+            # a lazy module gets its shapes from a first batch, also in plain PyTorch
             module(*given.args, **given.kwargs)
     stepped = Stepped(module, is_first_alone=info.name in _TRAINS_ITS_FIRST_ARGUMENT)
     return Workload(stepped, {"args": tuple(given.args), "kwargs": dict(given.kwargs)})

@@ -1,9 +1,9 @@
-"""Valid files and what a hostile or broken machine makes of them: one field at a time.
+"""Valid files, and copies with one piece of damage, as a hostile or broken machine makes them.
 
 `seeds` writes one valid file of each kind. `damaged` returns a changed copy of one: mostly one
 field replaced by a value that some program somewhere would write, sometimes bytes cut off or
-flipped. The field is drawn among the kinds of fields, not among the fields: a graph's one `version`
-is changed as often as its hundred costs together. Everything follows from the generator.
+flipped. First a kind of field is drawn, then a field of that kind: a graph's one `version` is
+changed as often as its hundred costs together. The random generator determines everything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from remat.tracers.synthetic import chain
 
 KINDS = ("plain", "graph", "schedule", "plan", "curve", "measured")
 _NESTED = 60_000  # levels; deeper than any reader's stack
-_RAW = re.compile(r'"\\u0001(\d+)\\u0001"')  # stands for what `json` would not write
+_RAW = re.compile(r'"\\u0001(\d+)\\u0001"')  # marks text that `json` would not write
 _BYTES = 0.12  # share of files that are damaged without regard to their structure
 
 _INTEGERS = (
@@ -54,7 +54,7 @@ Path_ = tuple[str | int, ...]
 
 
 def seeds(folder: Path) -> tuple[remat.Graph, dict[str, bytes]]:
-    """Returns a traced graph, and one valid file of each kind; what is no plain file is of it."""
+    """Returns a traced graph, and one valid file of each kind; plans are of that graph."""
     import torch
 
     class Net(torch.nn.Module):
@@ -85,7 +85,7 @@ def seeds(folder: Path) -> tuple[remat.Graph, dict[str, bytes]]:
 
 
 def budget(chance: random.Random) -> str:
-    """Returns a budget as somebody might type it."""
+    """Returns a budget as a user might type it."""
     return chance.choice(_BUDGETS) if chance.random() < 0.3 else f"{chance.randint(40, 110)}%"
 
 
@@ -149,7 +149,7 @@ def _change(tree: Any, path: Path_, chance: random.Random, raw: list[str]) -> tu
 
 
 def _other(value: Any, chance: random.Random, raw: list[str]) -> tuple[Any, str]:
-    """Returns what stands in a field's place: often of its own type, sometimes of any."""
+    """Returns a replacement for a field: often of its own type, sometimes of any."""
     found: Any
     if chance.random() < 0.06:
         raw.append(chance.choice(_TOKENS))

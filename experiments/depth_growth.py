@@ -9,7 +9,7 @@ depth whatever is done:
 
 - *no optimization*: every value has memory of its own for the whole step;
 - *in place*: elementwise operators write over inputs that die with them;
-- *sharing*: and memory is given back after the last read: keeping everything as PyTorch does it;
+- *sharing*: as above, and memory is freed after the last read: keeping everything as PyTorch does;
 - *drop cheap*: batch norm, activations and pooling are computed again (the paper's section 4.2);
 - *sublinear*: the leanest of the paper's square root heuristic at single values, its linearized
   form, and segments of about equal length cut where the fewest bytes cross: between the cells of an
@@ -17,9 +17,9 @@ depth whatever is done:
 - *ours, least*: the smallest peak that `remat.minimum` finds.
 
 Growth is fitted twice: as memory = c N^p, p from the larger half of the sizes, and as a + b f(N)
-with f linear, square root or logarithm, whichever is off the least. Beside it the measured step of
-one network of each kind with each plan, over the step that keeps everything: the paper's price of a
-sublinear plan is one more forward pass, "about 30 % slower". Writes `results/depth_growth.json` and
+with f linear, square root or logarithm, whichever fits best. Also measured: the step time of one
+network of each kind with each plan, over the step that keeps everything. In the paper a sublinear
+plan costs one more forward pass, "about 30 % slower". Writes `results/depth_growth.json` and
 `.png`.
 """
 
@@ -50,9 +50,9 @@ from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.on_demand import steps_on_demand
 
 SEED = 0
-MEASURED = {"ResNet": 16, "LSTM": 64}  # the size that is run for real
+MEASURED = {"ResNet": 16, "LSTM": 64}  # sizes of the networks that are timed
 PAIRS = 9
-# for the memory: the same on every machine; what is timed is planned with measured costs
+# for memory plans, the same on every machine; timed plans use measured costs
 COSTS = "roofline:A100"
 
 
@@ -116,8 +116,8 @@ LAWS: dict[str, Callable[[Any], Any]] = {
 
 
 def crossing_bytes(graph: Graph) -> Any:
-    """Returns, for each place between operators of the forward, the bytes that its later part reads
-    of its earlier part.
+    """Returns, for each place between two forward operators, the bytes that later operators read
+    from earlier ones.
     """
     change = np.zeros(graph.num_forward + 1, np.int64)
     for value, users in enumerate(graph.users_of):
@@ -133,7 +133,8 @@ def crossing_bytes(graph: Graph) -> Any:
 def segments(graph: Graph, count: int) -> Solution:
     """Returns the plan of Chen's segments.
 
-    Each is computed again when the backward comes to it, from what crosses its beginning.
+    The backward computes each segment again when it reaches it, from the values that cross its
+    start.
     """
     crossing, length = crossing_bytes(graph), graph.num_forward / count
     kept: set[int] = set()
@@ -276,7 +277,7 @@ _COLOURS = dict(zip(WAYS, (GREY, INK, ORANGE, "#7b4fa3", GREEN, BLUE), strict=Tr
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws memory against size on logarithmic axes, and the measured price of the plans."""
+    """Draws memory against size on logarithmic axes, and the measured cost of the plans."""
     figure = new_figure(
         "Memory against depth: allocations of Chen et al. (2016), and the least found",
         width=15,
@@ -298,7 +299,7 @@ def picture(record: Mapping[str, Any]) -> None:
             y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
             axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
             text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
-            # these two all but coincide on the LSTM
+            # these two almost coincide on the LSTM
             offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
             axes.annotate(
                 text,

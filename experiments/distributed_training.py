@@ -1,6 +1,6 @@
-r"""Trains a GPT on several GPUs inside a budget a GPU: DDP or FSDP2.
+r"""Trains a GPT on several GPUs within a budget per GPU: DDP or FSDP2.
 
-Start it on a cluster as it is.
+Runs on a cluster unchanged.
 
 One node of eight GPUs:
     torchrun --nproc-per-node 8 -m experiments.distributed_training --parallel fsdp --budget 60GiB \
@@ -11,9 +11,8 @@ Two nodes, on each of them:
 Without a GPU, to try it:
     torchrun --nproc-per-node 2 -m experiments.distributed_training
 
-What makes it a planned training is two lines, `remat.checkpoint(...)` before the model is sharded
-or wrapped. `--plain` leaves them out, for comparison. The text is random: what is shown is memory
-and time.
+Two lines make it train with a plan: `remat.checkpoint(...)` before the model is sharded or wrapped.
+`--plain` leaves them out, for comparison. The text is random; only memory and time matter.
 """
 
 from __future__ import annotations
@@ -137,14 +136,14 @@ def parallel_model(asked: argparse.Namespace, device: torch.device) -> nn.Module
 
 
 def main() -> None:
-    """Trains, and says what each step took."""
+    """Trains, and prints what each step took."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
     train(arguments(), int(os.environ["RANK"]), device)
-    # after the model: the last one to hold the group, DDP over gloo can hang (torch 2.13)
+    # after the model is gone: if DDP over gloo holds the group last, it can hang (torch 2.13)
     dist.destroy_process_group()
 
 

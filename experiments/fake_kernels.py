@@ -3,13 +3,14 @@
     python -m experiments.fake_kernels [--only NAME] [--samples N]
 
 Every operator of torch's database (`operator_calls.py`), in float32, bfloat16 and complex64. Each
-call that it makes, forward and backward, is made again with its tensors in several layouts. Of its
-results are compared: type, strides, conjugate and negative bits, bytes of memory, and whether
-they share it with an input. Three promises are compared with the kernel: torch's, the one that
-`remat` traces with, and the one that it would make for large tensors, from a run at smaller sizes.
+call that it makes, forward and backward, is repeated with its tensors in several layouts. These
+properties of the results are compared: type, strides, conjugate and negative bits, bytes of memory,
+and whether they share it with an input. Three promises are compared with the kernel: torch's, the
+one that `remat` traces with, and the one that it would make for large tensors, from a run at
+smaller sizes.
 
-And each form of an elementwise operator that writes over an input is compared with the operator
-itself, to the bit.
+Each form of an elementwise operator that writes over an input is compared with the operator itself,
+to the bit.
 
 Writes `experiments/results/fake_kernels.json` and `.md`.
 """
@@ -42,19 +43,19 @@ RESULTS = Path(__file__).parent / "results" / "fake_kernels.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SEED = 0
 CHUNK = 50
-# Of calls whose tensors all have one shape: three dimensions, and sizes that are made smaller.
+# For calls whose tensors all have one shape: three dimensions, and sizes to be reduced.
 LARGE = (17, 11, 23)
 PROMISES = ("torch's", "remat's", "remat's at smaller sizes")
 
 
 @dataclass
 class Row:
-    """One operator, or one form of it that works in place.
+    """One operator, or one in-place form of it.
 
     Attributes:
         calls: how many were compared.
         differ: promise, or type of numbers -> how many differ.
-        kinds: what differs of torch's promise -> how many.
+        kinds: what differs from torch's promise -> how many.
         example: the first call that differs.
     """
 
@@ -73,7 +74,7 @@ class Found:
     incomparable: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Found) -> None:
-        """Adds what was found elsewhere."""
+        """Adds the rows of another search."""
         pairs = ((self.promises, other.promises), (self.in_place, other.in_place))
         for mine, rows in pairs:
             for name, row in rows.items():
@@ -84,7 +85,7 @@ class Found:
         self.incomparable.update(other.incomparable)
 
     def as_dict(self) -> dict[str, Any]:
-        """What a JSON file holds of it."""
+        """Returns the content of the JSON file."""
         tables = {"promises": self.promises, "in_place": self.in_place}
         rows = {
             table: {name: vars(row) for name, row in sorted(found.items())}
@@ -96,7 +97,7 @@ class Found:
 def variants(made: Made, seen: set[Call]) -> Iterator[tuple[Made, Any]]:
     """Yields a call in all layouts that its operator takes, with what it returns.
 
-    Calls in `seen` are left out, and those that are yielded are in it afterwards.
+    Skips calls in `seen`, and adds those that it yields.
     """
     for other in (made, *in_layouts(made), *in_layouts(made, LARGE)):
         call = Call.made(*other, None)
@@ -105,7 +106,7 @@ def variants(made: Made, seen: set[Call]) -> Iterator[tuple[Made, Any]]:
         seen.add(call)
         try:
             yield other, other.run()
-        except REFUSALS:  # in this layout, or at this shape, the kernel takes none
+        except REFUSALS:  # the kernel does not take this layout or shape
             continue
 
 
@@ -149,7 +150,7 @@ def _at_smaller_sizes(target: Any, promised: Any, args: Any, kwargs: Any) -> Any
 
 
 def _is_part(leaf: Any) -> bool:
-    """True for a tensor that leaves some of its memory, before it or behind it, unread."""
+    """True for a tensor that does not cover its memory, at the start or the end."""
     if _memory(leaf) is None:
         return False
     return bool(leaf.untyped_storage().nbytes() != TensorSpec.of(leaf).extent_bytes)
@@ -160,7 +161,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _marks(result: Any, given: Any) -> dict[str, list[Any]]:
-    """What can differ, of each tensor of a result; strides of sizes above 1."""
+    """Returns what can differ, for each tensor of a result; strides only of sizes above 1."""
     inputs = {_memory(leaf) for leaf in tree_leaves(given)} - {None}
     tensors = [t for t in tree_leaves(result) if _memory(t) is not None]
     return {
@@ -247,9 +248,9 @@ def search(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) 
 
 
 def search_apart(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) -> Found:
-    """Compares all calls in processes of their own, as some kernels crash on odd layouts.
+    """Compares all calls in separate processes, because some kernels crash on odd layouts.
 
-    Where one does, its operators are searched by halves, and the one that is left is noted.
+    After a crash the operators are searched by halves until one is left, which is noted.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

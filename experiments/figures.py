@@ -1,4 +1,4 @@
-"""What the figures' scripts share.
+"""What the scripts of the figures share.
 
 Models that take no memory, where results go, and how a picture is finished.
 """
@@ -39,7 +39,7 @@ _BEGAN = time.perf_counter()
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser that describes a script and knows `--redraw`.
 
-    The picture again, from the results that are there.
+    With it the script draws the picture again from the existing results.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -52,7 +52,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """What is built inside takes no memory and has `dtype` by default."""
+    """Models built inside take no memory and have `dtype` by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -63,10 +63,7 @@ def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[None]:
 
 
 def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solution:
-    """Returns the schedule of a heuristic that needs the least memory.
-
-    What it answers for the smallest budget that it meets.
-    """
+    """Returns a heuristic's schedule for the smallest budget that it meets."""
     most, solver = (
         simulate(graph, Schedule.keep_all(graph)).peak_bytes,
         make_solver(method, time_limit_s=time_limit_s),
@@ -87,7 +84,7 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
     """Writes `results/NAME.json`.
 
-    The environment, how long the script took until here, and a record.
+    It has the environment, how long the script took so far, and a record.
     """
     RESULTS.mkdir(exist_ok=True)
     content = {"environment": environment(seed=seed), "run": _run(), **record}
@@ -95,8 +92,8 @@ def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> N
 
 
 def _run() -> dict[str, float]:
-    """Seconds since this module was imported, and CPU seconds of the process and of those that it
-    waited for.
+    """Returns seconds since this module was imported, and CPU seconds of the process and its
+    finished children.
     """
     user, system, their_user, their_system, _ = os.times()
     return {
@@ -112,13 +109,13 @@ def read(name: str) -> dict[str, Any]:
 
 
 def draw(name: str, figure: Figure) -> None:
-    """Writes `results/NAME.png`, and says how long the script took until here."""
+    """Writes `results/NAME.png`, and prints how long the script took so far."""
     save(figure, RESULTS / f"{name}.png")
     print(f"results/{name}.png after {_run()['wall_s']:.0f} s")
 
 
 def titled(axes: Axes, text: str) -> None:
-    """Writes above one of several axes what it shows."""
+    """Writes the title of one of several axes above it."""
     axes.set_title(text, fontsize=10.5, loc="left")
 
 
@@ -133,13 +130,13 @@ _ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]
 
 
 def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes a text beside each mark (x, y, text, colour) where it covers no other text, no mark
-    and no line, or as little as can be.
+    """Writes a text beside each mark (x, y, text, colour) where it covers other texts, marks and
+    lines as little as possible.
 
-    Limits of the axes have to be final.
+    The limits of the axes have to be final.
     """
     canvas: Any = FigureCanvasAgg(axes.get_figure(root=True))
-    canvas.draw()  # places are known from then on
+    canvas.draw()  # positions are known after this
     points = axes.transData.transform([(x, y) for x, y, _, _ in marks])
     lines = [
         _along(axes.transData.transform(line.get_xydata()))
@@ -180,7 +177,7 @@ def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> N
 
 
 def _along(corners: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns points on a line of straight pieces, some pixels apart."""
+    """Returns points a few pixels apart on a polyline."""
     at = np.linspace(0, len(corners) - 1, 60 * len(corners))
     return np.column_stack(
         [np.interp(at, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1)]

@@ -1,4 +1,4 @@
-"""What another order saves.
+"""What another order of the operators saves.
 
 Annealing of order and recomputations against FastSA, and against the graph's own order.
 
@@ -11,7 +11,7 @@ usage: python -m experiments.free_order [--instances FOLDER] [--output FILE] [--
    `auto` finds in the traced order against the one in any order that the dependencies allow, each
    with its bound, within the same time.
 
-Writes one JSON file, with where and when that was. The order of a traced step is not changed when
+Writes one JSON file, with where and when it was run. The order of a traced step is not changed when
 it runs: the second table says what that would save.
 """
 
@@ -87,10 +87,7 @@ def _run(
 
 
 def compare_orders(name: str, graph: Graph, label: str, time_limit_s: float) -> dict[str, Any]:
-    """Returns one row of the second table.
-
-    One training step at one budget, in its own order and in any.
-    """
+    """Returns one row of the second table: a step at one budget, in its own order and any."""
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = remat.parse_budget(label, keep_all_bytes=keep_all_bytes)
     fixed = Auto(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
@@ -123,7 +120,7 @@ def _facts(solution: Solution) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Makes both tables and writes the file; 2 where the instances are not there."""
+    """Makes both tables and writes the file; 2 where the instances are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""What Python blocks of the front page and the guide print, where they show it.
+"""The output of those Python blocks of the front page and the guide that show it.
 
     python -m experiments.front_page
 
-Each block runs as it stands, in a process of its own on a terminal of 80 columns.
-Writes `results/front_page.json`; a test compares the pages with it.
+Each block runs unchanged, in its own process, on a terminal of 80 columns. Writes
+`results/front_page.json`; a test compares the pages with it.
 """
 
 from __future__ import annotations

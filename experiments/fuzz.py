@@ -1,12 +1,12 @@
-"""Damaged files before every reader and command.
+"""Damaged files given to every reader and command.
 
     python -m experiments.fuzz [--files 20000] [--seed 0] [--output FILE]
 
-Each file (`damage.py`) goes to a reader of its kind and to a command. What must not happen, and is
-counted: a traceback, a hang of more than 20 s, an exit status that is not documented, several lines
-of error, an output that is half there, an invalid graph or schedule that is accepted, and a number
-of a file that is believed. Everything runs in this process; a case repeats with its number,
-`--first 1234 --files 1`.
+Each file (`damage.py`) goes to a reader of its kind and to a command. These must not happen, and
+are counted: a traceback, a hang of more than 20 s, an undocumented exit status, several lines of
+error, a half-written output, an invalid graph or schedule that is accepted, and a number of a file
+taken on trust. Everything runs in this process; a case is repeated by its number, `--first 1234
+--files 1`.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ _METHODS = [
 
 
 class Hang(BaseException):
-    """A case took longer than it may."""
+    """A case took longer than allowed."""
 
 
 class Wrong(AssertionError):
-    """A case came out as it must not; the first word says of which kind."""
+    """A case failed; the first word says in which way."""
 
 
 @dataclass
 class Outcome:
-    """What came of many files.
+    """The outcome of many files.
 
     Attributes:
-        counts: of each end: refused by a reader, exit statuses of a command.
-        wrong: a line for each case that came out as it must not.
+        counts: by outcome: refused by a reader, exit statuses of a command.
+        wrong: a line for each case that failed.
         slowest_s: the longest that a case took.
     """
 
@@ -97,7 +97,7 @@ class Fuzzer:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compiles what is compiled at its first use, which is no hang of a case."""
+        """Compiles what is compiled at its first use, so that it does not count as a hang."""
         for graph in (self.graph, read_instance(self.folder / "plain.json")):
             least = frontier_solutions(graph, 2, make_solver("auto", time_limit_s=1.0))[0]
             for method in _METHODS:
@@ -107,7 +107,7 @@ class Fuzzer:
                     )
 
     def run(self, numbers: range, *, tell: Callable[[str], None] = lambda line: None) -> Outcome:
-        """Returns what came of the cases of these numbers."""
+        """Returns the outcome of the cases with these numbers."""
         outcome = Outcome()
         for number in numbers:
             began = time.monotonic()
@@ -127,9 +127,9 @@ class Fuzzer:
         return outcome
 
     def _attempt(self, part: Any, kind: str, path: Path, number: int, counts: Counter[str]) -> str:
-        """Runs a reader or a command and counts its end; a line where it is wrong.
+        """Runs a reader or a command and counts the outcome; returns a line if it is wrong.
 
-        What takes too long is tried again: a machine may have other work.
+        What takes too long is tried again: the machine may be busy.
         """
         for trial in range(2):
             try:
@@ -280,7 +280,7 @@ class Fuzzer:
 
 
 def _check_graph(graph: Graph) -> None:
-    """Raises `Wrong` where a graph breaks a rule; written down a second time on purpose."""
+    """Raises `Wrong` where a graph breaks a rule; an independent copy of the rules, on purpose."""
     sizes = [value.size_bytes for value in graph.values]
     workspaces = [op.workspace_bytes for op in graph.operators]
     costs = [op.cost_s for op in graph.operators]
@@ -299,14 +299,14 @@ def _check_graph(graph: Graph) -> None:
 
 
 def _check_schedule(graph: Graph, schedule: Schedule) -> None:
-    """Raises where the simulator takes a schedule that the validator names broken."""
+    """Raises where the simulator accepts a schedule that the validator rejects."""
     broken = validate(graph, schedule)
     if not broken and simulate(graph, schedule).peak_bytes < 0:
         raise Wrong("invalid: a negative peak")
 
 
 def _check_numbers(graph: Graph, solution: Solution, budget_bytes: int | None = None) -> None:
-    """Raises `Wrong` where a number of a solution is not what the simulator says."""
+    """Raises `Wrong` where a number of a solution differs from the simulator's."""
     if solution.schedule is None:
         return
     limit = solution.budget_bytes if budget_bytes is None else budget_bytes
@@ -362,7 +362,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the cases and writes what came of them; 1 where one came out as it must not."""
+    """Runs the cases and writes the outcome; 1 where a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

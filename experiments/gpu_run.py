@@ -1,11 +1,12 @@
-"""A quarter of an hour on a GPU, as results: one JSON line per fact, as soon as it is known.
+"""What a quarter of an hour on a GPU shows: one JSON line per fact, as soon as it is known.
 
     python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
     python -m experiments.gpu_run --device cpu --tiny          a rehearsal
     python -m experiments.gpu_run --foretell H100              forecasts, on a machine without a GPU
-    python -m experiments.gpu_run --show                       tables and pictures of what is there
+    python -m experiments.gpu_run --show                       tables and pictures of the results
 
-A run that is cut loses nothing; a section that fails is a fact, and the next one runs. Sections:
+An interrupted run loses nothing; a section that fails is written as a fact, and the next one runs.
+Sections:
 
 - environment: the card, cuBLAS's bytes, one launch against one of a thousand.
 - correct: loss, gradients and random state against plain, beside plain against itself.
@@ -13,7 +14,7 @@ A run that is cut loses nothing; a section that fails is a fact, and the next on
   and selective ones: predicted and measured peaks (requested, allocated, reserved), step times.
 - autocast: GPT-2 medium in float32 under autocast.
 - oom: a batch that plain PyTorch can't run in a quarter of the card, and a plan can.
-- foretold: plans made without a GPU, run on the card; the largest batch foretold against the
+- foretold: plans made without a GPU, run on the card; the largest predicted batch against the
   largest that runs.
 - fused: `torch.compile`, `activation_memory_budget` and plans through Inductor.
 """
@@ -56,7 +57,7 @@ Way = Callable[[Any], Callable[..., Any]]
 
 
 def environment(facts: Facts) -> None:
-    """The machine, and what is held beside every step."""
+    """The machine, and what is held in addition to every step."""
     place = facts.place
     held = {"blas_bytes": blas_bytes(place), "blas_bytes_again": blas_bytes(place)}
     facts.say(section="environment", device=place.device, **held, **where(seed=0))
@@ -71,7 +72,7 @@ def environment(facts: Facts) -> None:
 
 
 def _say_attention_kernels(facts: Facts) -> None:
-    """Which kernel torch chooses here for an attention, for plans that are made elsewhere."""
+    """Writes which attention kernel torch chooses here, for plans that are made elsewhere."""
     facts.say(section="attention", priority=list(torch._C._get_sdp_priority_order()))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (32, 64, 72, 128, 160, 256, 512):
@@ -181,7 +182,7 @@ def _ways(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, W
 
 
 def _at_its_least(model: Any) -> Callable[..., Any]:
-    """Plans with the least budget, which a first, hopeless one tells."""
+    """Plans with the least budget, which the error for a hopeless one names."""
 
     def call(**batch: torch.Tensor) -> Any:
         if not hasattr(call, "is_planned"):
@@ -244,7 +245,7 @@ def autocast(facts: Facts) -> None:
 
 
 def oom(facts: Facts) -> None:
-    """The budget as a user would choose it, where plain PyTorch runs out of memory."""
+    """Plans with a budget that a user would choose, where plain PyTorch runs out of memory."""
     if not facts.place.has_cuda:
         return
 
@@ -264,12 +265,12 @@ def oom(facts: Facts) -> None:
 
 
 def foretold(facts: Facts) -> None:
-    """Plans and batches that were foretold without a GPU, beside what the card does."""
+    """Plans and batch sizes predicted without a GPU, beside what the card does."""
     forecast.judge(facts, FORECAST)
 
 
 def fused(facts: Facts) -> None:
-    """What `torch.compile` does, and plans through Inductor."""
+    """`torch.compile` alone, and plans through Inductor."""
 
     def inductor(budget: str) -> tuple[str, Way]:
         way = partial(steps.planned, budget=budget, executor="inductor")
@@ -337,7 +338,7 @@ def _run_side_by_side(asked: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the sections that there is time for, or shows what is there."""
+    """Runs the sections that there is time for, or shows the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

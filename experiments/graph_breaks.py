@@ -2,17 +2,17 @@
 
     python -m experiments.graph_breaks [MODEL ...]
 
-Each model at 100 %, 80 % and 60 % of what keeping everything needs: four steps, of which the first
-finds the pieces; loss, gradients, buffers and random stream of all four against plain PyTorch, and
-against the same pieces compiled by PyTorch's own `aot_eager`, which keeps everything; peak
-predicted, and measured from outside.
+Each model runs four steps at 100 %, 80 % and 60 % of what keeping everything needs; the first step
+finds the pieces. Loss, gradients, buffers and random stream of all four are compared with plain
+PyTorch, and with the same pieces compiled by PyTorch's own `aot_eager`, which keeps everything. The
+peak is predicted, and measured from outside.
 
-Where a tensor is read by several pieces, its gradient is summed a piece at a time, and plain
-PyTorch sums it a reader at a time: `(residual + value) + key` or `residual + (value + key)`. That
-rounds otherwise, in every backend that runs those pieces. So a planned step is right where it
-equals `aot_eager` to the bit. That the difference of both from plain PyTorch is one of rounding
-only shows in float64: there that of `aot_eager` is 2^29 times smaller, where a wrong mask or a
-stale value would stay as large as it is.
+Where several pieces read a tensor, its gradient is summed piece by piece; plain PyTorch sums it
+reader by reader: `(residual + value) + key` or `residual + (value + key)`. The two round
+differently, in every backend that runs those pieces. So a planned step is right if it equals
+`aot_eager` to the bit. Float64 shows that both differ from plain PyTorch by rounding alone: there
+the difference of `aot_eager` is 2^29 times smaller, whereas that of a wrong mask or a stale value
+would stay as large.
 
 Writes `experiments/results/graph_breaks.json` and `.md`.
 """
@@ -59,17 +59,17 @@ class Row:
         budget: as given to `remat.checkpoint`.
         outcome: "equal" to plain PyTorch to the bit, "equal to aot_eager" to the bit, "DIFFERENT"
             from both, or the error's text.
-        num_rounded: tensors that differ from plain PyTorch's, of all those that a step leaves.
+        num_rounded: tensors of a step that differ from plain PyTorch's.
         num_tensors: loss, gradients and buffers.
         difference: the largest from plain PyTorch, relative to the largest entry of its tensor.
         difference_in_float64: the same of `aot_eager` in float64.
         num_pieces: runs of compiled pieces in a step.
         num_operators: of the joined graph.
-        budget_bytes: what the step may hold.
+        budget_bytes: the limit of the step.
         predicted_bytes: peak of the schedule in the simulator.
         measured_bytes: of a step after the fourth, from outside.
         plain_bytes: of plain PyTorch's step.
-        unplanned_bytes: left to what runs between the pieces.
+        unplanned_bytes: reserved for the code between the pieces.
         overhead: extra compute, as a fraction.
         breaks: where the step is cut, and why.
     """
@@ -119,7 +119,7 @@ def main(names: list[str]) -> None:
 
 
 class _Hook:
-    """What a forward hook of a user does: it looks at data."""
+    """A user's forward hook that looks at data."""
 
     def __init__(self, then: Callable[[torch.Tensor], object]) -> None:
         self.then = then
@@ -139,7 +139,7 @@ def _workload(name: str) -> Workload:
     torch.manual_seed(SEED)
     if name in ARCHITECTURES:
         made = ARCHITECTURES[name].make()
-        # of smaller ones nothing is kept
+        # of smaller images nothing is kept
         images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}
         return Workload(made.model, {**made.kwargs, **images})
     base, _, kind = name.partition(", ")
@@ -193,7 +193,7 @@ def _checkpointed(model: nn.Module, budget: str) -> nn.Module:
 
 
 class _Compiled(nn.Module):
-    """A model in the pieces that planning finds, each run by another backend."""
+    """A model in the pieces that planning finds, run by another backend."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class _Compiled(nn.Module):
 
 
 def _is_compiled_by_torch(plain: Workload) -> bool:
-    """True where dynamo can run the model in whatever pieces it likes."""
+    """True where dynamo can run the model, in pieces of its choice."""
     torch._dynamo.reset()
     try:
         torch.compile(copy.deepcopy(plain.model), backend="eager")(**plain.kwargs)
@@ -222,7 +222,7 @@ def in_pieces(plain: Workload) -> Workload:
 
 
 def _difference_in_float64(plain: Workload) -> float:
-    """How far `aot_eager` is from plain PyTorch where rounding is no matter.
+    """Returns the difference of `aot_eager` from plain PyTorch when rounding hardly matters.
 
     0.0 where it can't run the model.
     """
@@ -239,9 +239,9 @@ def _difference_in_float64(plain: Workload) -> float:
 
 
 def _pairs(one: Workload, other: Workload, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What both leave, but the gradients that only one has.
+    """Pairs the tensors of both steps, without gradients that only one has.
 
-    `aot_eager` makes zeros of those that nothing asks for.
+    `aot_eager` returns zeros for gradients that nothing asks for.
     """
     ends = zip(state_after_step(one, seed), state_after_step(other, seed), strict=True)
     return [(a, b) for a, b in ends if a.numel() and a.shape == b.shape]
@@ -253,12 +253,12 @@ def _is_float(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What four planned steps leave, beside plain ones.
+    """The results of four planned steps, compared with plain ones.
 
     Attributes:
         outcome: "equal", "equal to aot_eager" or "DIFFERENT".
         num_rounded: tensors that differ from plain PyTorch's.
-        num_tensors: of all.
+        num_tensors: all tensors.
         largest: the largest difference, relative.
     """
 
@@ -269,7 +269,7 @@ class Comparison:
 
 
 def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparison:
-    """Four steps of each; what a step leaves, tensor by tensor."""
+    """Runs four steps of each and compares their results, tensor by tensor."""
     rounded: set[int] = set()
     is_same, largest, num_tensors = True, 0.0, 0
     for seed in range(4):
@@ -279,7 +279,7 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
         num_tensors = len(ours)
         for place, (a, b, c) in enumerate(zip(ours, theirs, pieces, strict=True)):
             assert a.shape == b.shape, "a gradient is missing"
-            # aot_eager makes zeros of a gradient that nothing asks for
+            # aot_eager returns zeros for a gradient that nothing asks for
             is_same &= torch.equal(a, c) or (not a.numel() and not c.any())
             if not torch.equal(a, b):
                 rounded.add(place)
@@ -291,7 +291,7 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative to the largest entry.
 
-    A gradient that is zero but for rounding, as of a bias before a softmax, to 1e-3.
+    A gradient that is zero apart from rounding, such as that of a bias before a softmax: to 1e-3.
     """
     return float(
         (one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-3)

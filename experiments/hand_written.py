@@ -1,4 +1,4 @@
-"""Training steps written by hand, as papers have them.
+"""Training steps written by hand, as in the papers.
 
 VGG, DenseNet, U-Net, recurrent networks, a GAN and a diffusion step.
 """
@@ -44,7 +44,7 @@ def _conv(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class VGG(nn.Module):
-    """Convolutions by twos, each pair halved in size, and two linear layers with dropout."""
+    """Pairs of convolutions, each halving the size, and two linear layers with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class DenseNet(nn.Module):
 class UNet(nn.Module):
     """Three scales down and up with skips.
 
-    Knows the time where one is given (Ronneberger et al. 2015; Ho et al. 2020).
+    Takes the time step as an input where one is given (Ronneberger et al. 2015; Ho et al. 2020).
     """
 
     def __init__(self, width: int = 8) -> None:
@@ -121,7 +121,7 @@ class UNet(nn.Module):
 
 
 class Segmentation(nn.Module):
-    """A U-Net that tells three classes apart at each pixel."""
+    """A U-Net that classifies each pixel into three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ class Segmentation(nn.Module):
 
 
 class DiffusionStep(nn.Module):
-    """Noise of a random strength is drawn inside the step, and the U-Net says what it was (Ho et
-    al. 2020, algorithm 1).
+    """Draws noise of random strength inside the step; the U-Net predicts it (Ho et al. 2020,
+    algorithm 1).
     """
 
     shares: torch.Tensor
@@ -156,7 +156,7 @@ class DiffusionStep(nn.Module):
 class GANStep(nn.Module):
     """One step of both players.
 
-    Each has its loss, and the discriminator's does not reach the generator.
+    Each has its own loss; the discriminator's does not reach the generator.
     """
 
     def __init__(self, width: int = 16) -> None:

@@ -4,13 +4,13 @@ the eager executor, at the same peaks.
     python -m experiments.inductor [--models NAME ...] [--device cuda] [--rounds N]
 
 For each model: `torch.compile` alone; PyTorch's knapsack at some of its budgets, and for each the
-plan whose budget is the peak that the knapsack was measured at; plans at shares of the peak of
-`torch.compile`, and at the least budget that both a plan and its kernels were found to keep; the
-eager executor at the same budgets. Each: what the kernels were predicted to hold before the first
-step, and the measured peak; seconds a step, the median of rounds in which every way takes one step
-in turn; seconds until the first step was done; the largest relative difference of the loss and of a
-gradient from those of `torch.compile` alone under the same seed. Random numbers of the eager
-executor are others than Inductor's, so its gradients are not compared where there is dropout.
+plan whose budget is the knapsack's measured peak; plans at shares of the peak of `torch.compile`,
+and at the least budget that both a plan and its kernels were found to keep; the eager executor at
+the same budgets. For each: the peak of the kernels predicted before the first step, and the
+measured peak; seconds per step, the median of rounds in which every way takes one step in turn;
+seconds until the first step was done; the largest relative difference of the loss and of a gradient
+from those of `torch.compile` alone with the same seed. The eager executor draws other random
+numbers than Inductor, so its gradients are not compared where there is dropout.
 
 "GPT" is one with four layers, 16 x 128 tokens, with dropout; "GPT, no dropout" the same without.
 The others are those of `experiments.models`, as they are.
@@ -47,7 +47,7 @@ SEED = 0
 NAMES = ("GPT", "GPT, no dropout", *(name for name in MODELS if name not in ("GPT", "Llama, tied")))
 _KNAPSACK = (0.75, 0.5, 0.25)
 _SHARES = (1.0, 0.8, 0.6, 0.4)
-_ATTEMPTS = 3  # at the least budget: what kernels need beside a plan is known after compiling
+_ATTEMPTS = 3  # at the least budget: what kernels need beyond a plan is known after compiling
 _COMPILE, _PYTORCH, _INDUCTOR, _EAGER = (
     "torch.compile",
     "activation_memory_budget",
@@ -67,17 +67,17 @@ class Row:
             Inductor, or `eager` for remat's own executor.
         asked: the budget it was given.
         budget_bytes: the same in bytes, where it has one.
-        predicted_bytes: what it was said to hold before the first step.
+        predicted_bytes: the peak predicted before the first step.
         first_bytes: measured in that first step, by remat itself.
-        peak_bytes: measured from outside in a later one, everything that the step holds.
+        peak_bytes: measured from outside in a later step, everything that the step holds.
         seconds: of a step, forward and backward; the median.
         compile_s: until the first step was done.
         overhead: predicted extra compute of a plan.
         loss_difference: from `torch.compile` alone, relative.
         gradient_difference: of a gradient, relative to the gradient's largest entry; None where
-            random numbers are others.
+            random numbers differ.
         outcome: empty, or why there is no number.
-        minimum_bytes: what is known to do, where the budget could not be met.
+        minimum_bytes: a budget known to suffice, where this one could not be met.
     """
 
     way: str
@@ -96,7 +96,7 @@ class Row:
 
 
 class Comparison:
-    """Rows of one model, and the steps that they are timed by."""
+    """Rows of one model, and the steps to be timed."""
 
     def __init__(self, name: str, device: str) -> None:
         self.device, self.workload = device, workload(name)
@@ -113,7 +113,7 @@ class Comparison:
         self.expected: list[torch.Tensor] = []
 
     def add(self, row: Row, prepare: Callable[[nn.Module], Step]) -> Row:
-        """Measures all of one way but its time."""
+        """Measures everything of one way except its time."""
         torch._dynamo.reset()
         model = copy.deepcopy(self.model)
         step = prepare(model)
@@ -149,7 +149,7 @@ class Comparison:
         return self.rows[-1]
 
     def add_least(self, way: str, executor: str) -> None:
-        """Adds the least budget that is found: what an error says would do, then that."""
+        """Adds the least budget that is found: starts with one that an error names."""
         budget_bytes = 1
         for _ in range(_ATTEMPTS):
             row = self.add(Row(way, "least", budget_bytes), planned(budget_bytes, executor))
@@ -188,7 +188,7 @@ class Comparison:
         return sum(storages.values()) + remat.measure(run, device=self.device).peak_bytes
 
     def time(self, rounds: int) -> None:
-        """Times the steps in turn, so that whatever else the machine does meets them all."""
+        """Times the steps in turn, so that other load on the machine affects all of them."""
         found: dict[int, list[float]] = {place: [] for place in self.steps}
         for _ in range(rounds):
             for place, (model, step) in self.steps.items():
@@ -229,7 +229,7 @@ def compare(name: str, device: str, rounds: int) -> list[Row]:
 
 
 def planned(budget_bytes: int, executor: str) -> Callable[[nn.Module], Step]:
-    """Returns what plans a module."""
+    """Returns a function that plans a module."""
 
     def prepare(model: nn.Module) -> Step:
         return remat.checkpoint(
@@ -245,7 +245,7 @@ def planned(budget_bytes: int, executor: str) -> Callable[[nn.Module], Step]:
 
 
 def _compiled(model: nn.Module) -> Step:
-    """A frame of its own for each model: dynamo would run the first one's code for all."""
+    """Gives each model its own frame; otherwise dynamo would run the first one's code for all."""
     return compile_call(model, "inductor")
 
 

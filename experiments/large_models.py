@@ -1,4 +1,4 @@
-"""Networks at the sizes of their papers that `transformers` has not.
+"""Networks at the sizes of their papers that `transformers` lacks.
 
 DenseNet-121, U-Net, an unrolled LSTM.
 """
@@ -95,9 +95,9 @@ class UNet(nn.Module):
 
 
 class UnrolledLSTM(nn.Module):
-    """A language model of stacked LSTM cells, one operator a gate and token.
+    """A language model of stacked LSTM cells, one operator per gate and token.
 
-    A fused LSTM is one operator to a planner.
+    To a planner, a fused LSTM is a single operator.
     """
 
     def __init__(self, *, width: int = 1024, num_layers: int = 2, vocabulary: int = 10_000) -> None:

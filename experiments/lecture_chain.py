@@ -1,24 +1,24 @@
-"""The chain of ten matrix products that lectures count: products against memory, exactly.
+"""The chain of ten layers that lectures count: matrix products against memory, exactly.
 
     python -m experiments.lecture_chain [--redraw]
 
 A linear network of ten layers, x[i] = x[i-1] W[i]. A layer is one product in the forward and two in
 the backward (the gradients of its input and of its weight), 30 in all where everything is kept.
-Memory counts matrices of one layer's size: activations and gradients on the way; weights, their
-gradients and the input x[0] are held anyway. Drawn is the least number of products at every size of
-memory, proved, beside what is done by hand:
+Memory counts matrices of one layer's size: activations and their gradients; weights, their
+gradients and the input x[0] are held anyway. The picture shows the least number of products for
+each size of memory, proved, beside schedules made by hand:
 
 - *everything kept*: 30.
 - *one checkpoint at layer 5, one layer at a time*: x[5] alone is kept, and each activation is
   computed from the nearest of x[0] and x[5] whenever the backward needs it: 50.
 - *one checkpoint at layer 5, one segment at a time* (Chen et al., 2016): each half is computed
   again once and kept: 38.
-- *nothing kept*: each activation from x[0]: 75. Lecture notes that count 75 "with one checkpoint at
-  layer 5" count 0 + 1 + ... + 9 = 45 extra products, which is this case: with the checkpoint the
-  sums are 2 (0 + 1 + 2 + 3 + 4) = 20.
+- *nothing kept*: each activation from x[0]: 75. Lecture notes that say 75 "with one checkpoint at
+  layer 5" count 0 + 1 + ... + 9 = 45 extra products, which is this case; with the checkpoint there
+  are 2 (0 + 1 + 2 + 3 + 4) = 20.
 
-The least is then run: a network of ten linear layers is trained with `remat.wrap` on a few of the
-schedules' budgets, and the matrix products that PyTorch executes are counted. Writes
+The least schedules are then run: a network of ten linear layers is trained with `remat.wrap` at a
+few of the budgets, and the matrix products that PyTorch executes are counted. Writes
 `results/lecture_chain.json` and `.png`.
 """
 
@@ -126,9 +126,7 @@ def by_hand(graph: Graph) -> Iterator[dict[str, Any]]:
 
 
 def least(graph: Graph) -> Iterator[dict[str, Any]]:
-    """Yields the least number of products for each number of matrices in memory, and what is
-    proved.
-    """
+    """Yields the least number of products for each number of matrices in memory, and its bound."""
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     for matrices in range(1, most + 1):
         try:

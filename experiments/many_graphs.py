@@ -1,10 +1,10 @@
-"""Every solver against brute force on many random graphs, once.
+"""Every solver against brute force on many random graphs.
 
-`tests/promises/test_many_graphs.py` with a large number of examples.
+Runs `tests/promises/test_many_graphs.py` with a large number of examples.
 
     python -m experiments.many_graphs [--examples 10000] [--output FILE]
 
-Writes what came of it, with where and when that was.
+Writes the outcome, with where and when it was run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Workload:
     def step(self) -> torch.Tensor:
         """Runs forward and backward and returns the loss.
 
-        The whole output is held until the end, as users do.
+        The whole output is held until the end, as in users' loops.
         """
         output = self.model(**self.kwargs)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss

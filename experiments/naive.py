@@ -1,12 +1,12 @@
-"""Does a test see what it is there for? Each protection is taken out of a copy of the package, and
-the test that stands for it must fail.
+"""Do the tests notice what they are for? Each protection is removed from a copy of the package, and
+the test for it must fail.
 
     python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words;
     others keep their rows
 
-`tests/promises/test_never_wrong.py` takes protections out itself; here are those of the other tests, which
-take an edit of the source: what is looked for must be there once, or the script stops. Writes
-`experiments/results/naive.json` and `.md`.
+`tests/promises/test_never_wrong.py` removes protections itself; here are those of the other tests,
+which need an edit of the source: the text to replace must occur exactly once, or the script stops.
+Writes `experiments/results/naive.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Naive:
     Attributes:
         name: what is wrong.
         path: the file that is edited.
-        edits: pairs of a text that is there once, and the one in its place.
+        edits: pairs of a text that occurs once, and its replacement.
         tests: what must fail, as arguments of pytest.
     """
 
@@ -47,7 +47,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a mistake: the tests that failed, and how many passed."""
+    """The outcome of a mistake: the tests that failed, and how many passed."""
 
     name: str
     failed: tuple[str, ...]
@@ -242,9 +242,7 @@ def main(words: list[str]) -> None:
 
 
 def _save(rows: list[dict[str, Any]]) -> None:
-    """Writes the results, after each mistake, so that a run that is stopped leaves both files
-    right.
-    """
+    """Writes the results, after each mistake, so that a stopped run leaves both files consistent."""
     RESULTS.write_text(
         json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n"
     )

@@ -2,9 +2,9 @@
 
     python -m experiments.near_least [--graphs 5000] [--first 0] [--output FILE]
 
-An answer or a `BudgetError` is right, another exception or a bound that is no number never is
-(`tests/support/near_least.py` has the problems, and what is looked at). Writes how often each came
-out, with where and when that was, and the seeds that went wrong.
+A schedule or a `BudgetError` is right; any other exception, or a bound that is not a number, is
+wrong (`tests/support/near_least.py` has the problems and the checks). Writes how often each outcome
+occurred, with where and when it was run, and the seeds that went wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.environment import environment
 from tests.support.near_least import Problem, outcome
 
 HERE = Path(__file__).resolve()
-_BETWEEN_WRITES = 50  # graphs; what was done by then is kept where it is stopped
+_BETWEEN_WRITES = 50  # graphs; a stopped run keeps the results up to the last write
 
 
 def main() -> int:

@@ -1,16 +1,16 @@
-"""What a new length costs: a capture each, or one symbolic capture made concrete for each length.
+"""What a new length costs: a capture, or one symbolic capture made concrete for each length.
 
     python -m experiments.new_lengths [--output FILE]
 
-For each model, by CPU time of the process, with everything that is captured on fake tensors:
+For each model, in CPU time of the process, everything captured on fake tensors:
 
 1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each.
 2. *symbolic*: the same once with a symbol for the length.
 3. *made concrete*: the symbolic joint graph run on fake tensors of one length: a plan for it needs
    the sizes of all that the step makes.
 
-And whether the symbolic graph could stand for the concrete ones: whether its gradients equal those
-of plain PyTorch to the bit, at how many lengths, and how many captures dynamo made of them.
+It also checks whether the symbolic graph could replace the concrete ones: at how many lengths its
+gradients equal those of plain PyTorch to the bit, and how many captures dynamo made for these.
 """
 
 from __future__ import annotations

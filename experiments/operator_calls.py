@@ -1,8 +1,8 @@
-"""Calls of torch's operators, forward and backward, as its own operator database makes them.
+"""Calls of torch's operators, forward and backward, from its own operator database.
 
 Each operator of `torch.testing._internal.common_methods_invocations.op_db` is run with a few of
-its sample inputs, and backward through all that it returns. What is noted are the operators below
-autograd that do the work, in their functional form, as a captured graph has them.
+its sample inputs, and backward through all that it returns. The operators below autograd that do
+the work are recorded, in their functional form, as in a captured graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Made(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self) -> Any:
-        """Returns what the operator returns, the same random numbers at each run."""
+        """Returns the operator's result, with the same random numbers at each run."""
         torch.manual_seed(0)
         return self.target(*self.args, **self.kwargs)
 
@@ -46,7 +46,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         functional = functional_form(func)
         if functional is not None:
-            # in place: the inputs as they were
+            # in place: the inputs as they were before the call
             keep = torch.Tensor.detach if functional is func else copied
             kept = tree_map_only(torch.Tensor, keep, (args, kwargs or {}))
             self.calls.append(Made(functional, *kept))
@@ -87,7 +87,7 @@ def calls_of(info: Any, dtype: torch.dtype, num_samples: int) -> list[Made]:
             try:
                 with recorder:
                     _step(info.op, sample, trains=trains)
-            except REFUSALS:  # the samples are for tests that expect errors, too
+            except REFUSALS:  # some samples are for tests that expect errors
                 continue
     for made in recorder.calls:
         found.setdefault(Call.made(made.target, made.args, made.kwargs, None), made)
@@ -98,7 +98,7 @@ def _samples(info: Any, dtype: torch.dtype, count: int, *, trains: bool) -> list
     try:
         drawn = info.sample_inputs("cpu", dtype, requires_grad=trains)
         return [sample for _, sample in zip(range(count), drawn, strict=False)]
-    except REFUSALS:  # a GPU's alone
+    except REFUSALS:  # the operator runs on GPUs only
         return []
 
 
@@ -117,7 +117,7 @@ def _that_train(values: Any) -> list[torch.Tensor]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in memory of its own that lies in it as the original does."""
+    """Returns a copy in its own memory, with the original's layout."""
     if tensor.layout != torch.strided:
         return tensor.detach().clone()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def _swapped(t: torch.Tensor, one: int, other: int) -> torch.Tensor:
 
 
 def _with_gaps(t: torch.Tensor) -> torch.Tensor:
-    """Every other element of memory, and no gap behind the last one."""
+    """Uses every other element of memory, without a gap behind the last one."""
     rows = t.contiguous()
     wide = t.new_zeros(max(0, 2 * t.numel() - 1))
     return wide.as_strided(t.shape, [2 * n for n in rows.stride()]).copy_(t)
@@ -184,7 +184,7 @@ def _is_dense_data(leaf: Any) -> bool:
 
 
 def _filled(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor's numbers over and over, each a little different where they are fractions."""
+    """Repeats a tensor's numbers, with small differences where they are floating-point."""
     count = math.prod(shape)
     flat = tensor.detach().reshape(-1)
     flat = flat.repeat(-(-count // len(flat)))[:count].reshape(shape)

@@ -1,5 +1,5 @@
-"""The baselines of the field, each as the methods that a user would try, the cheapest that fits
-being taken.
+"""The baselines of the field: each is the methods that a user would try; the cheapest that fits
+counts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PyTorch's `activation_memory_budget` with both of its solvers; Checkmate's two-p
 def solve_as_peer(
     name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float
 ) -> tuple[Solution | None, float, str]:
-    """Returns a baseline's cheapest schedule that fits, the seconds it took, and why there is none
-    where there is none.
+    """Returns a baseline's cheapest schedule that fits and the seconds it took, or the reason why
+    there is none.
     """
     began, best, reason = time.perf_counter(), None, "does not fit"
     for solver in PEERS[name](time_limit_s):

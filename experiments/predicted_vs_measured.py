@@ -5,12 +5,12 @@
 For each model at 100 %, 70 % and the least budget: the simulated peak, the allocator's true peak of
 a whole step in which the caller holds the model's output, and whether loss, gradients, buffers and
 the random stream are those of plain PyTorch to the bit, with dropout on. At 100 % also the peak and
-the time of a step over plain PyTorch's (median of pairs that take turns). Writes
-`experiments/results/predicted_vs_measured.json` and prints the table that stands in the README.
-Models named on the command line are measured again; the others keep their results.
+the time of a step over plain PyTorch's (median of alternating pairs). Writes
+`experiments/results/predicted_vs_measured.json` and prints the table of `results/README.md`. Models
+named on the command line are measured again; the others keep their results.
 
-Known difference: a constant that the step makes out of a Python number is predicted and not part of
-the module (T5, 8 bytes).
+Known difference: a constant that the step makes from a Python number is predicted, but is not part
+of the module (T5, 8 bytes).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Row:
         measured_bytes: peak on the allocator.
         plain_bytes: measured peak of plain PyTorch.
         is_equal: loss, gradients, buffers and random state equal plain PyTorch's, to the bit.
-        overhead: extra cost over computing everything once, as the cost model has it.
-        gap: how far from the least cost it can be.
+        overhead: extra cost over computing everything once, by the cost model.
+        gap: how far the cost may be above the least.
         planning_s: how long the solver took.
         capture_s: how long the first step took, which captures and rewrites it.
         time_ratio: step time over plain PyTorch's; None where it was not measured.

@@ -1,12 +1,10 @@
-"""Training steps of real size as graphs.
-
-Bf16, roofline costs of an H100, no memory taken for weights.
+"""Training steps of real size as graphs: bf16, roofline costs of an H100, no memory for weights.
 
     python -m experiments.real_graphs FOLDER [NAME ...]     saves FOLDER/NAME.json
 
 Built and traced under fake tensors on the CPU, so that a machine of 24 GiB traces a model of 7
-billion parameters. What is traced is what the CPU would run: attention and layout of convolutions
-differ in detail from a GPU's kernels.
+billion parameters. The graphs are what the CPU would run: attention and convolution layouts differ
+in detail from a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ def mobilenet_v2() -> Step:
 def mixtral(num_layers: int) -> Step:
     """Mixtral 8x7B (Jiang et al., 2024) in its width with fewer layers.
 
-    Eight experts, two a token.
+    Eight experts, two per token.
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -167,7 +165,7 @@ BENCHMARKED = tuple(name for name in STEPS if name not in ("gpt2_100", "gpt2_200
 DEEP = ("gpt2_12", "gpt2_24", "gpt2_48", "gpt2_100", "gpt2_200")
 
 
-# while it is built, which fake tensors can't; small enough to be real
+# while they are built, which fake tensors can't do; small enough to have real weights
 _READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")
 
 

@@ -1,17 +1,17 @@
 """What reverse mode costs.
 
-Backward over forward, rooflines, and model FLOP utilisation with recomputation.
+Gradient over forward, rooflines, and model FLOP utilisation with recomputation.
 
     python -m experiments.reverse_price [--time-limit S] [--redraw]
 
-*Price.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating
+*Cost.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating
 derivatives", 2008) bounds function and gradient together by a small constant, at most five, times
 the function. Counted here for eight architectures, in FLOP and in seconds by an H100's roofline:
 gradient (forward and backward) over forward. *Roofline.* Each operator of a GPT-2 and of a
 ResNet-50 step in bf16: FLOP over bytes moved, and FLOP over its roofline time. *Utilisation.* Model
 FLOP over the step's roofline time and the device's peak (Chowdhery et al., 2022, appendix B: what
-is recomputed does not count): everything kept, block by block, and ours in the memory of the
-blocks.
+is recomputed does not count): for everything kept, for block by block, and for our plan in the same
+memory as the latter.
 
 All numbers are computed from shapes and the device's data sheet: they bound what a device can
 reach. Writes `results/reverse_price.json` and `.png`.
@@ -101,7 +101,7 @@ def roofline(step: TracedStep) -> Iterator[dict[str, Any]]:
 
 
 def blocks_plan(graph: Graph) -> Solution:
-    """Returns the leanest schedule of one segment a block."""
+    """Returns the leanest schedule with one segment per block."""
     most, solver = simulate(graph, Schedule.keep_all(graph)).peak_bytes, make_solver("per-block")
     answers = (
         solver.solve(graph, budget_bytes=most * percent // 100) for percent in range(5, 101, 3)
@@ -134,8 +134,8 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
 
 
 def points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Returns FLOP per byte and FLOP per second of the operators that compute, products apart from
-    the rest; equal ones once.
+    """Returns FLOP per byte and FLOP per second of the operators that compute, products separately;
+    equal ones once.
     """
     found: dict[str, set[tuple[float, ...]]] = {"products, convolutions": set(), "the rest": set()}
     for row in rows:
@@ -272,9 +272,7 @@ def main() -> None:
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns how much of FLOP and of time is in products, and how much of the time is bound by
-    memory.
-    """
+    """Returns the shares of FLOP and of time in products, and the share of time bound by memory."""
     flop, seconds = sum(row["flop"] for row in rows), sum(row["seconds"] for row in rows)
     products = [row for row in rows if row["is_product"]]
     by_memory = sum(

@@ -4,7 +4,7 @@ What a rank holds in a training step, by category, with and without rematerializ
 
     python -m experiments.sharding [--redraw]
 
-A GPT-2 medium (24 layers, width 1,024, 8 x 1,024 tokens a rank, fused attention) with AdamW,
+A GPT-2 medium (24 layers, width 1,024, 8 x 1,024 tokens per rank, fused attention) with AdamW,
 computed from traces:
 
 - *fp32*: parameters, gradients and two moments of 4 bytes;
@@ -14,12 +14,10 @@ computed from traces:
   gathered in full while they are used.
 
 Activations (what the step holds beyond parameters, inputs and returned gradients, at its peak) are
-no part of what is sharded: beyond some ranks they are all that is left, and that is where a plan
-(the least that `remat.minimum` finds, its extra compute beside it) helps.
+not sharded: with enough ranks almost nothing else is left, and there a plan helps (the least that
+`remat.minimum` finds, with its extra compute).
 
-Bars add each category's own peak, an upper bound on the peak of their sum. The least plans of both
-precisions hold about the same: the loss in float32 over a vocabulary of 50,257 is what neither can
-drop.
+Each bar is the sum of the categories' own peaks, an upper bound on the peak of their sum.
 
 Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU),
 fp32 and bf16-mixed (FSDP's mixed precision policy). Bytes of the shards of parameters, gradients
@@ -123,7 +121,7 @@ def parameter_counts() -> tuple[int, int]:
 
 
 def computed() -> Iterator[dict[str, Any]]:
-    """Yields bytes a rank by precision, ranks and plan."""
+    """Yields bytes per rank by precision, ranks and plan."""
     count, gathered = parameter_counts()
     for precision, is_mixed in (("fp32", False), ("bf16-mixed", True)):
         graph = traced(is_mixed=is_mixed)
@@ -177,7 +175,7 @@ def _sharded(*, is_mixed: bool, is_planned: bool) -> nn.Module:
 
 
 def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
-    """Trains a step, measures the next one, and says what this rank holds and held."""
+    """Trains a step, measures the next one; returns what this rank holds, and held at its peak."""
     model = _sharded(is_mixed=is_mixed, is_planned=is_planned)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, SMALL["vocabulary"], (SMALL_BATCH, SMALL_TOKENS))
@@ -215,7 +213,7 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
 def _rank(rank: int, ranks: int, folder: str) -> None:
     """One process: trains in both precisions, plain and planned.
 
-    The first one writes what it found.
+    The first one writes the results.
     """
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -256,7 +254,7 @@ def measured() -> Iterator[dict[str, Any]]:
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws bytes a rank against ranks, a panel for each precision and plan, and what was
+    """Draws bytes per rank against ranks, a panel for each precision and plan, and what was
     measured.
     """
     figure = new_figure(

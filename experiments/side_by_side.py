@@ -8,8 +8,8 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 
 - plain PyTorch;
 - `torch.utils.checkpoint` around every block;
-- the same with selective checkpointing: products and convolutions are saved, the rest is computed
-  again;
+- the same with selective checkpointing: products and convolutions are saved, the rest is
+  recomputed;
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers
   replaced by PyTorch's so that masks can be compared);
 - `remat` from 100 % to the least, and its predicted peak; and two of its plans run through
@@ -17,14 +17,12 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
   was measured above its budget is made again with as much reserved.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and
-backward over the plain step's, medians of pairs that take turns. Gradients of one step from the
-same seed are compared with plain's: equal to the bit, close, or wrong; in the picture a cross marks
-wrong ones. Close is what is no further off than twice Inductor's own rounding, which is what it
-is off at 1, where it computes nothing again: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on
-the ResNet, whose untrained batch norms make so much of it, at every budget alike. rockmate 2.0.0
-can't be run beside them: its dependency rkgb 2.0.0 on PyPI lacks the module `rkgb.core` that it
-imports. Every row is written as it is measured; with `--resume` rows that are there are kept.
-Writes `results/side_by_side.json` and `.png`.
+backward over the plain step's, medians of alternating pairs. Gradients of one step from the same
+seed are compared with plain's: equal to the bit, close, or wrong; in the picture a cross marks
+wrong ones. *Close* means within twice Inductor's own rounding, which is its difference at a budget
+of 1, where it recomputes nothing: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on the
+ResNet, whose untrained batch norms make it that large. Every row is written as it is measured;
+`--resume` keeps the existing rows. Writes `results/side_by_side.json` and `.png`.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def difference(found: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows with a word on their gradients: equal, close or wrong."""
+    """Returns the rows with a verdict on their gradients: equal, close or wrong."""
     rounding = {
         row["model"]: row["gradient_difference"]
         for row in rows
@@ -269,7 +267,7 @@ _COLOURS = {
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws step time against peak, a panel a model."""
+    """Draws step time against peak, one panel per model."""
     rows = [row for row in record["rows"] if "refused" not in row]
     figure = new_figure(
         "The same training step by several ways (CPU, one thread)", width=12, height=5.2

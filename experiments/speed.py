@@ -3,8 +3,8 @@
     python -m experiments.speed [--output FILE]
 
 1. `simulate` on random training graphs of 1,000 and 10,000 operators with a tenth computed twice:
-   median time a call.
-2. One operator called through `torch.ops` and through torch's own binding: what
+   median time per call.
+2. One operator called through `torch.ops` and through torch's own binding: the time that
    `remat.run.bindings` saves.
 3. A whole step at 100 % against the plain step, alternating: the median of the pairs' ratios, from
    a tiny model to a larger one. CPU time of one thread, which other programs on the machine disturb

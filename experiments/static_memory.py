@@ -11,8 +11,8 @@ kept and at 60 % of that:
 - *in place alone*: an elementwise operator writes over an input that dies with it.
 - *shared alone*: memory is taken when a value is computed and given back after its last read
   (liveness counting).
-- *both*: this is what the simulator counts and the executor does; what is live at once is a lower
-  bound on every arena. In-place adds nothing to sharing where the peak is not at such an operator.
+- *both*: what the simulator counts and the executor does; the bytes live at once are a lower bound
+  on every arena.
 - placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by
   size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and of our search over orders
   (`remat.analysis.arena.search`); over the lower bound.
@@ -149,7 +149,7 @@ _KINDS = {
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws the savings, and the fragmentation beside them; a row a schedule."""
+    """Draws the savings, and the fragmentation beside them; one row per schedule."""
     rows = record["rows"]
     figure = new_figure(
         "One training step's values in memory: what sharing and working in place save",

@@ -1,22 +1,23 @@
 """Do models of other libraries train as with plain PyTorch, inside their budgets?
 
-    pip install --no-deps --target SITE -r experiments/third_party.txt   # beside the environment
+    pip install --no-deps --target SITE -r experiments/third_party.txt  # outside of the environment
     PYTHONPATH=SITE python -m experiments.third_party [WORD ...]         # all, or names with a word
     PYTHONPATH=SITE python -m experiments.third_party --missing          # what has no rows yet
 
-The libraries are installed without what they depend on, for some would bring CUDA or torchvision
-along. One that is missing is skipped, and the reason printed. Weights are random; nothing is
+The libraries are installed without their dependencies, because some would pull in CUDA or
+torchvision. A missing one is skipped, and the reason printed. Weights are random; nothing is
 downloaded.
 
-Each model at 100 %, 60 % and the least budget, the one that `BudgetError` names: loss, gradients,
+Each model runs at 100 %, 60 % and the least budget, which `BudgetError` names: loss, gradients,
 buffers and random state of two steps against plain PyTorch, to the bit, else the relative
 difference; and the peak of a later step, measured from outside, against the budget. In pieces, a
-step whose gaps held more than was left to them is planned again before the next one; the lowest
-peak of a few steps counts. What differs or fails is tried with PyTorch's own `aot_eager` as well.
-Plans are searched for a second, at a roofline's costs, so overheads are upper bounds.
+step is planned again before the next one if the code between the pieces held more than was reserved
+for it; the lowest peak of a few steps counts. What differs or fails is tried with PyTorch's own
+`aot_eager` as well. Plans are searched for a second, at a roofline's costs, so overheads are upper
+bounds.
 
 Each model runs in a process of its own, with a time limit. Writes `results/third_party.json` and
-`.md` after each, so that a run that is stopped leaves both files right.
+`.md` after each, so that a stopped run leaves both files consistent.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from .third_party_table import (
 
 SEED = 0
 _STEPS = (1, 2)  # seeds of the steps that are compared
-_TIME_LIMIT_S = 1.0  # of a plan: a right one is asked for, not the cheapest
+_TIME_LIMIT_S = 1.0  # of a plan: it has to be right here, not the cheapest
 _MODEL_LIMIT_S = 900.0  # of a model's three budgets, with the start of its process
 _ATTEMPTS = 4  # at the least budget, and at a measured peak, of steps in pieces
 _COSTS = "roofline"  # the same on a loaded machine
@@ -117,7 +118,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)  # processes beside this one would make two wait for each other
     stand_in_for("torchvision", "torchaudio")
     for module in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
-        importlib.import_module(module)  # each step imports them: here once
+        importlib.import_module(module)  # each step imports these: import them once, here
 
     compiling = _FORK.Process(target=_solve_once)  # it starts threads, which can't be copied
     compiling.start()
@@ -125,7 +126,7 @@ def _prepare() -> None:
 
 
 def _solve_once() -> None:
-    """Has the search compiled, which takes longer than the limit of a plan; it is kept on disk."""
+    """Compiles the search, which takes longer than the limit of a plan; the disk keeps it."""
     graph = transformer(4)
     remat.solve(graph, remat.minimum(graph).peak_bytes * 5 // 4, gap=0.02)
 
@@ -154,7 +155,7 @@ def _send_rows(sender: Connection, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Plain:
-    """What plain PyTorch does with a step, found once for all budgets."""
+    """Plain PyTorch's results for a step, found once for all budgets."""
 
     make: Make
 
@@ -172,7 +173,7 @@ class _Plain:
 
     @cached_property
     def aot_eager_ends(self) -> list[torch.Tensor] | str:
-        """What they leave where `aot_eager` runs the same pieces; its error where it can't."""
+        """What two steps leave when `aot_eager` runs the same pieces; its error where it can't."""
         torch._dynamo.reset()
         try:
             return _ends(in_pieces(self.made()))
@@ -180,7 +181,7 @@ class _Plain:
             return _first_line(error)
 
     def is_steady(self, times: int) -> bool:
-        """True where that many more runs leave the same: some kernels ask where memory lies."""
+        """True where that many more runs give the same; some kernels depend on memory addresses."""
         return all(_difference_of(_ends(self.made()), self.ends) is None for _ in range(times))
 
     def peak_bytes(self) -> int:
@@ -201,7 +202,7 @@ class _Plain:
 
 
 def measure(name: str, make: Make) -> list[Row]:
-    """Returns the rows of one model: one where nothing can be planned, else one a budget."""
+    """Returns the rows of one model: one where nothing can be planned, else one per budget."""
     row, plain = Row(name, "", ""), _Plain(make)
     try:
         row = replace(row, plain_bytes=plain.peak_bytes())

@@ -1,4 +1,4 @@
-"""What was measured of other libraries' models: its rows, their files and the table."""
+"""Results of other libraries' models: rows, files and the table."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Row:
     Attributes:
         name: of the model.
         budget: "100%", "60%" or "least"; empty where nothing could be planned.
-        outcome: "equal", "equal to aot_eager" (to the bit, and rounded otherwise than plain
-            PyTorch), "DIFFERENT", "ABOVE THE BUDGET" (and equal), "below the least" (a budget that
-            can't be met), "plain PyTorch differs from itself", or the first line of the error.
+        outcome: "equal", "equal to aot_eager" (to the bit, with rounding that differs from plain
+            PyTorch's), "DIFFERENT", "ABOVE THE BUDGET" (and equal), "below the least" (a budget
+            that can't be met), "plain PyTorch differs from itself", or the first line of the error.
         difference: the largest from plain PyTorch in a tensor that a step leaves, relative to its
             largest entry.
         aot_eager: what PyTorch's own compilation of the same pieces does, where the outcome is not
@@ -81,7 +81,7 @@ def load() -> dict[str, Any]:
 
 
 def save(known: dict[str, Any]) -> str:
-    """Writes both files, environments once each; returns the table."""
+    """Writes both files, each environment once; returns the table."""
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
     lines = []
@@ -114,8 +114,8 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcomes(rows: list[Row]) -> Counter[str]:
-    """How many models there are of each outcome; a model's is that of its worst budget."""
-    severity = (EQUAL, BELOW_LEAST, EQUAL_TO_AOT_EAGER)  # of the rest all are worse
+    """Counts the models by outcome; a model has the outcome of its worst budget."""
+    severity = (EQUAL, BELOW_LEAST, EQUAL_TO_AOT_EAGER)  # from good to bad; others are worse
     worst: dict[str, str] = {}
     for row in rows:
         found = [worst.get(row.name, EQUAL), row.outcome.partition(":")[0]]

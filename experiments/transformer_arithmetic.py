@@ -4,25 +4,25 @@ Activation bytes by formula against traced ones, and what each way of checkpoint
 
     python -m experiments.transformer_arithmetic [--time-limit S] [--redraw]
 
-*Numbers.* A rule of thumb counts 12 d T numbers a layer: queries, keys and values (3), what
+*Numbers.* A rule of thumb counts 12 d T numbers per layer: queries, keys and values (3), what
 attention returns (1), the MLP's inner values before and after the GELU (4 + 4). Traced without
-dropout: 16, those and the inputs and outputs of the two norms; and T² for each head, the softmax;
-and T for each word of the vocabulary once, the log-softmax of the loss.
+dropout: 16 d T, these and the inputs and outputs of the two norms; T² for each head (the softmax);
+and, once, T for each word of the vocabulary (the log-softmax of the loss).
 
 *Terms.* For b sequences of T tokens, width d and h heads in 16 bit with dropout, Korthikanti et al.
-(2022, arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes a layer: everything that the
-backward of a pre-norm block with attention written out reads. Traced: what `remat.trace` finds kept
-for the backward where everything is kept, sorted by shape into values with T x T entries, with a
-vocabulary's, and the others, for several T; a layer is the difference of a model of three layers
-and one of two. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps each mask in the
-type of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d and 1 b h T²
-more; the rest are the statistics of the norms and the causal mask that the heads share. The loss
-keeps 2 b T V bytes for V words.
+(2022, arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes per layer: everything that the
+backward of a pre-norm block with attention written out reads. Traced: the bytes that `remat.trace`
+finds kept for the backward when everything is kept, sorted by shape into values with T x T entries,
+values with a vocabulary's entries, and others, for several T; a layer is the difference between
+models of three and two layers. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps
+each mask in the type of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d
+and 1 b h T² more; the rest are the statistics of the norms and the causal mask that the heads
+share. The loss keeps 2 b T V bytes for V words.
 
 *Ways.* GPT-2 medium's shapes (24 layers, width 1,024, 16 heads, 8 x 1,024 tokens, bf16, no dropout,
-roofline costs of an A100): everything kept; block inputs only, as `torch.utils.checkpoint` users
-write; everything but the T x T matrices ("selective", ibid.); both again with fused attention,
-which never has them; and `auto` at the peaks of the others.
+roofline costs of an A100): everything kept; block inputs only, as users of `torch.utils.checkpoint`
+do; everything but the T x T matrices ("selective", ibid.); both again with fused attention, which
+never has them; and `auto` at the peaks of the others.
 
 Writes `results/transformer_arithmetic.json` and `.png`.
 """
@@ -112,7 +112,7 @@ def kept_bytes(
 def terms_by_length() -> Iterator[dict[str, Any]]:
     """Yields the coefficients of a layer's terms for each length.
 
-    What is traced, and the formula's 34 and 5.
+    Traced ones, and the formula's 34 and 5.
     """
     shape: dict[str, Any] = {
         "width": WIDTH,
@@ -172,7 +172,9 @@ def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _budgets(method: str, graph: Graph, unlimited: int) -> list[int]:
-    """The leanest member of a family that is solved by budget: its least is asked for first."""
+    """Returns the leanest member of a family that is solved by budget, by asking for its least
+    first.
+    """
     if method == "keep-all":
         return [unlimited]
     return [

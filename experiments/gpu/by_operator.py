@@ -1,4 +1,4 @@
-"""What each operator of a plain step takes on the card, beside what a plan counts for it."""
+"""The memory of each operator of a plain step on the card, beside what a plan counts for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ROWS = 40
 
 
 class _Taken(TorchDispatchMode):
-    """Counts calls, bytes that are held afterwards and bytes that are only held meanwhile."""
+    """Counts calls, bytes held afterwards and bytes held only during the call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class _Taken(TorchDispatchMode):
 
 
 def compare(facts: Facts) -> None:
-    """Writes operators whose bytes a plan counts otherwise than the card."""
+    """Writes the operators for which the plan's bytes differ from the card's."""
     for name in ("gpt2-medium, 12 layers, no dropout", "resnet50", "gpt2-medium"):
         with facts.section(section="operators", model=name):
             model, batch = STEPS[name](facts.place)

@@ -1,4 +1,4 @@
-"""Plans and batches foretold on a machine without a GPU, and what a card makes of them."""
+"""Plans and batch sizes predicted on a machine without a GPU, and checked on a card."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_plans(folder: Path, place: Place, device: str) -> None:
 
 
 def judge(facts: Facts, folder: Path) -> None:
-    """Runs what a folder foretells."""
+    """Runs the predictions of a folder."""
     run_plans(facts, folder)
     largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
     for size in (largest, largest + 1):
@@ -60,7 +60,7 @@ def judge(facts: Facts, folder: Path) -> None:
 
 
 def run_plans(facts: Facts, folder: Path) -> None:
-    """Runs the plans of a folder; one that is not the step here is a fact as well."""
+    """Runs the plans of a folder; one that does not fit the step here is written as a fact."""
     for name in MODELS:
         way = f"a laptop's plan at {_SHARE}"
         with facts.section(section="foretold", model=name, way=way), facts.turn():

@@ -1,4 +1,4 @@
-"""Facts, one JSON line each as soon as it is known; and what a step takes on the device."""
+"""Facts, each a JSON line written as soon as it is known; and what a step takes on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 @dataclass
 class Facts:
-    """What was found out, appended to a file line by line, so that a cut run loses nothing.
+    """The findings, appended to a file line by line, so that an interrupted run loses nothing.
 
     Attributes:
         path: the file.
@@ -43,7 +43,7 @@ class Facts:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Seconds left."""
         return self.seconds - (time.perf_counter() - self.began_s)
 
     def say(self, **fact: Any) -> None:
@@ -55,7 +55,7 @@ class Facts:
 
     @contextmanager
     def section(self, **names: Any) -> Iterator[None]:
-        """Runs what is inside; its failure is a fact, and what it held is given back."""
+        """Runs what is inside; a failure is written as a fact, and memory is freed."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # whatever fails, the next section runs
@@ -66,13 +66,13 @@ class Facts:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Runs what is inside while no other run that writes the same file is inside."""
+        """Runs what is inside while no other run with the same file does."""
         with self.path.with_suffix(".turn").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def clean(self) -> None:
-        """Forgets compiled code and gives memory back."""
+        """Discards compiled code and frees memory."""
         gc.collect()
         torch._dynamo.reset()
         if self.place.has_cuda:
@@ -86,7 +86,7 @@ def synchronize(place: Place) -> None:
 
 
 def blas_bytes(place: Place) -> int:
-    """What cuBLAS keeps for the threads of forward and backward, and no plan counts."""
+    """Bytes that cuBLAS keeps for the threads of forward and backward, which no plan counts."""
     if not place.has_cuda:
         return 0
 
@@ -111,7 +111,7 @@ def step(call: Call, owner: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
 
 
 def gradients(call: Call, owner: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
-    """The gradients of one step, on the CPU in float32: of large tensors, evenly spread entries."""
+    """The gradients of one step, on the CPU in float32; evenly spaced entries of large tensors."""
     step(call, owner, batch, seed)
     found = (p.grad.flatten() for p in owner.parameters() if p.grad is not None)
     return [g[:: max(1, g.numel() // _MOST_ENTRIES)].float().cpu() for g in found]
@@ -126,7 +126,7 @@ def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
 def measured(
     call: Call, owner: nn.Module, batch: Batch, place: Place, steps: int = 0
 ) -> dict[str, float]:
-    """Times of the first step and of later ones; on a GPU the peaks its tools show."""
+    """Times of the first step and of later ones; on a GPU also the peaks that torch reports."""
     steps = steps or (2 if place.is_tiny else _STEPS)
     began = time.perf_counter()
     step(call, owner, batch, 0)
@@ -155,7 +155,7 @@ def measured(
 
 
 def told(model: Any) -> dict[str, Any]:
-    """What the plan of a model promises."""
+    """What the plan of a model predicts."""
     report = remat.report(model)
     solution = report.solution
     attention = sorted({op.target for op in report.graph.operators if "attention" in op.target})

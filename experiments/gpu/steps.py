@@ -65,7 +65,7 @@ def resnet50(place: Place, *, batch: int = 128) -> Made:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     batch, pixels = (2, 32) if place.is_tiny else (batch, 224)
-    # otherwise set in the first call, for which a step is captured again
+    # otherwise the first call sets it, and the step would be captured again
     config = ResNetConfig(problem_type="single_label_classification")
     model: nn.Module = ResNetForImageClassification(config)
     images = torch.randn(batch, 3, pixels, pixels, device=place.device, dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def in_autocast(model: nn.Module) -> Callable[..., Any]:
 
 
 def planned(model: nn.Module, budget: str | int, executor: str = "eager") -> Callable[..., Any]:
-    """Returns the model inside a budget."""
+    """Returns the model planned within a budget."""
     return remat.checkpoint(model, budget, time_limit_s=PLAN_LIMIT_S, executor=executor)
 
 
@@ -126,7 +126,7 @@ def block_checkpoints(model: nn.Module) -> Callable[..., Any]:
 
 
 def selective_checkpoints(model: nn.Module) -> Callable[..., Any]:
-    """Returns the model with checkpoints per block that keep what matrix products give."""
+    """Returns the model with checkpoints per block that keep the results of matrix products."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten

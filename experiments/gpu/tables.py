@@ -26,7 +26,7 @@ def read(path: Path) -> list[Fact]:
 
 
 def compared(facts: Sequence[Fact]) -> list[Fact]:
-    """The ways of running a model that ran, the last run of each."""
+    """The last run of each way of running a model."""
     rows = {
         (fact["model"], fact["way"]): fact
         for fact in facts
@@ -79,13 +79,13 @@ def _table(model: str, rows: Sequence[Fact]) -> Table:
 
 
 def _predicted(row: Fact) -> int:
-    """What the plan promises; its kernels' peak where Inductor made them."""
+    """The plan's predicted peak; that of the kernels where Inductor made them."""
     promised: int = row.get("kernels_peak") or row.get("predicted") or 0
     return promised
 
 
 def _peak(row: Fact, count: str) -> int:
-    """A peak of the step alone, without what the process held before: cuBLAS's workspace."""
+    """The peak of the step alone, without what the process held before (cuBLAS's workspace)."""
     return int(row[count] - row["base"])
 
 

@@ -159,7 +159,7 @@ class _Encoder(nn.Module):
         )
 
     def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Adds an embedding a token to the features."""
+        """Adds an embedding per token to the features."""
         found = self.bert(
             input_ids=features["input_ids"], attention_mask=features["attention_mask"]
         )

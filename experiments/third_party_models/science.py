@@ -195,7 +195,7 @@ def _variational() -> Workload:
         gpytorch.likelihoods.GaussianLikelihood(), model, num_data=64
     )
     x, y = torch.rand(64, 4), torch.randn(64)
-    model.train()(x)  # initialises what it is variational about
+    model.train()(x)  # initialises the variational distribution
     return step(model, lambda model, x, y: -bound(model(x), y), x=x, y=y)
 
 

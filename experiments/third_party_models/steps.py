@@ -1,8 +1,8 @@
 """How a training step of another library's model is described.
 
 A step is a module and the function that makes a loss of it; both are one planned module. Weights
-are random, sizes small. A library is imported where a step is made, so that one that is missing
-takes only its own models away.
+are random, sizes small. A library is imported where a step is made, so that a missing one affects
+only its own models.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Registry:
         self.models: dict[str, ThirdParty] = {}
 
     def add(self, package: str, family: str, name: str) -> Callable[[Make], Make]:
-        """Returns a decorator that enters the function that makes a step."""
+        """Returns a decorator that registers the function that makes a step."""
 
         def enter(make: Make) -> Make:
             assert name not in self.models, f"two models are named {name!r}"
@@ -77,7 +77,9 @@ class Registry:
 
 
 def load(module: str) -> Any:
-    """Imports a part of a library; `Any`, for none of them is installed where types are checked."""
+    """Imports a part of a library; returns `Any`, because none is installed where types are
+    checked.
+    """
     return importlib.import_module(module)
 
 
