@@ -531,7 +531,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
-    # padded: without padding, transformers drops the mask and calls another kernel, which on some
+    # padded: plain transformers drops a mask of ones and calls another kernel, which on some
     # processors rounds differently
     "LFM2": _state_space("Lfm2ForCausalLM", {**_LLAMA, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, padded_words),
     # several inputs

@@ -1,12 +1,12 @@
-"""A part of the tests on each supported version of PyTorch, in an environment of its own.
+"""A part of the tests on each supported version of PyTorch, each in its own environment.
 
     python -m experiments.versions [--torch 2.11.0 2.12.1 ...] [--folder FOLDER]
 
-Makes a virtual environment for each version in the folder (a CUDA build of several GB where there
-is no other), installs this checkout with its test extra into it, and runs the tests of what touches
-private names of PyTorch: tracing, rewriting, running, Inductor, gradients that must never be wrong.
-Writes `experiments/results/versions.json` and `.md` after each version; a version that is named is
-run again.
+Makes a virtual environment for each version in the folder (a CUDA build of several GB where PyPI
+has no other), installs this checkout with its test extra, and runs the tests of the parts that
+use private names of PyTorch: tracing, rewriting, running, Inductor, gradients that must never be
+wrong. Writes `experiments/results/versions.json` and `.md` after each version; versions named on
+the command line are run again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TESTS = (
 
 
 def installed(version: str, folder: Path) -> Path:
-    """Returns the Python of an environment with that version of PyTorch, made where it is not."""
+    """Returns the Python of an environment with that version of PyTorch; makes it if missing."""
     place = folder / f"torch-{version}"
     python = place / "bin" / "python"
     if not python.exists():

@@ -77,12 +77,12 @@ def test_the_coverage_is_that_of_the_result_file() -> None:
         )
     ]
     assert (
-        f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into: "
-        f"{in_pieces[0]} equal plain" in page
+        f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into. "
+        f"{in_pieces[0]} of these equal plain" in page
     )
-    assert f"at each; {in_pieces[1]} do where they can" in page
-    assert f"{in_pieces[2]} took a path of their own" in page
-    assert f"{counts.pop('TraceError')} are refused with a `TraceError`" in page
+    assert f"at every budget. {in_pieces[1]} equal it where they run" in page
+    assert f"{in_pieces[2]} took a new path" in page
+    assert f"{counts.pop('TraceError')} models are refused with a `TraceError`" in page
     assert not counts
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
