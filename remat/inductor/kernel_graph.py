@@ -42,6 +42,9 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 _INLINING = frozenset({aten.gather})  # compute what they read, at an index of their own
 
+# Inductor keeps what it makes with these for several readers on a CPU, where they take longer than
+# memory.
+_SLOW_ON_CPU = frozenset({aten.exp, aten.sigmoid})
 _MOST_INLINED = 30  # operators: Inductor keeps the result of a loop that computes more
 _SLACK = 1.125  # for statistics and masks that a value is made of, besides one tensor of its size
 
@@ -141,6 +144,9 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
         made_of = frozenset(v for v, producer in read.items() if producer not in chains).union(
             *(sources[p] for p in read.values() if p in chains)
         )
+        is_slow = graph.device == "cpu" and any(_is_of(step, i, _SLOW_ON_CPU) for i in chain)
+        if is_slow and len(readers) > 1:
+            continue
         held = sum(graph.values[v].size_bytes for v in made_of if not graph.values[v].is_resident)
         own = graph.values[op.writes[0]].size_bytes
         if len(chain) <= _MOST_INLINED and held <= _SLACK * own:
