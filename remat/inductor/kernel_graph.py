@@ -5,7 +5,8 @@ Elementwise operators are part of what reads them, and their values never exist.
 Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
 Here an operator whose readers all end up in one kernel is joined to it: an operator of the fused
 graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
-that of the memory it moves, at the seconds per byte that its members take one by one.
+that of the memory it moves, at the seconds per byte that its members take one by one, and that of
+the random numbers it draws.
 
 A value with several readers is part of each where that costs no memory: where what it is made of is
 not larger than itself. So it is not saved for the backward, and computed again there in the kernels
@@ -228,8 +229,11 @@ def _kernel(graph: Graph, members: Sequence[int], place: dict[int, int]) -> Oper
     moved = _moved_bytes(
         graph.values, {v for op in operators for v in op.reads if v in place} | set(last.writes)
     )
-    one_by_one = sum(_moved_bytes(graph.values, {*op.reads, *op.writes}) for op in operators)
-    cost_s = sum(op.cost_s for op in operators) * moved / max(one_by_one, 1)
+    others = [op for op in operators if op.target != _RANDOM]
+    one_by_one = sum(_moved_bytes(graph.values, {*op.reads, *op.writes}) for op in others)
+    cost_s = sum(op.cost_s for op in others) * min(1.0, moved / max(one_by_one, 1))
+    # drawing numbers takes longer than moving them
+    cost_s += sum(op.cost_s for op in operators if op.target == _RANDOM)
     workspace_bytes = max(op.workspace_bytes for op in operators)
     return replace(
         last,

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from remat.core.graph import Graph, Operator, Value
 from remat.core.schedule import Schedule, simulate
 from remat.inductor.dry_run import HalfMemory, dry_run
-from remat.inductor.kernel_graph import fuse
+from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
 from remat.tracers.aot import TracedStep
 from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_all, keep_nothing
@@ -386,3 +387,18 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
     assert report.measured_peak_bytes <= report.budget_bytes
     # scores, their gradient and that of the weights: not the logarithms of the softmax
     assert report.keep_all.peak_bytes < 3 * 512 * 2000 * 4 + report.graph.resident_bytes
+
+
+def test_a_kernel_that_draws_numbers_costs_at_least_the_drawing() -> None:
+    """A mask is an eighth of the numbers that it is made of, and takes no eighth of their time."""
+    graph = Graph(
+        values=(Value("numbers", 8000), Value("mask", 1000)),
+        operators=(
+            Operator("numbers", 5.0, (), (0,), target="prims.inductor_random.default"),
+            Operator("mask", 1.0, (0,), (1,), target="aten.gt.Scalar"),
+        ),
+        outputs=(1,),
+    )
+    drawn = _kernel(graph, (0, 1), {1: 0})
+    assert drawn.cost_s == pytest.approx(5.0 + 1.0 / 9)
+    assert drawn.writes == (0,) and not drawn.reads
