@@ -56,12 +56,19 @@ class Room:
         return f"{size}, {str(self.asked).strip()} of {format_bytes(self.keep_all_bytes)}"
 
     def held(self) -> dict[str, int]:
-        """Returns the bytes that are kept free, by name, without zeros."""
+        """Returns the bytes that are kept free, by name, without zeros.
+
+        A negative size is what a plan may hold more, as its fused kernels hold less.
+
+        >>> Room(500, 500, 1000, gap_bytes=-100).held()
+        {'saved by fused kernels': -100}
+        """
+        gap = "beside the plan" if self.gap_bytes >= 0 else "saved by fused kernels"
         parts = {
             "accumulated gradients": self.gradient_bytes,
             "reserve": self.reserve_bytes,
             "DDP's buckets": self.bucket_bytes,
-            "beside the plan": self.gap_bytes,
+            gap: self.gap_bytes,
             "cuBLAS's workspace": self.library_bytes,
         }
         return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}

@@ -13,7 +13,8 @@ not larger than itself. So it is not saved for the backward, and computed again 
 that read it (the hyperbolic tangent of a GELU, the exponentials of a softmax).
 
 Inductor fuses more than that (a reduction with what follows it), and frees memory in an order of
-its own: peaks predicted here err upwards as a rule, and the compiled one decides.
+its own, and a GPU's products are padded: peaks predicted here are near those of the kernels, above
+or below, and the compiled kernels decide.
 """
 
 from __future__ import annotations
