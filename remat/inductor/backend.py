@@ -118,7 +118,7 @@ def _within_budget(
     """Compiles a step so that its kernels keep the budget.
 
     Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
-    fits, that of the least peak is tried.
+    fits, that of the least peak is tried, once.
 
     Raises:
         BudgetError: they never did.
@@ -131,10 +131,12 @@ def _within_budget(
         try:
             compilation.compile(module, example_inputs)
         except BudgetError as error:
-            if refusal is not None or tried:
+            if refusal is not None:
                 break
             refusal = error
-            room_bytes = error.budget_bytes - error.minimum_bytes
+            room_bytes += error.budget_bytes - error.minimum_bytes
+            if tried and room_bytes <= tried[-1][0]:
+                break
             continue
 
         if compilation.peak_bytes is None or compilation.planned is None:

@@ -67,10 +67,23 @@ class FusedStep:
     members: tuple[tuple[int, ...], ...]
 
     def unfused(self, schedule: Schedule) -> Schedule:
-        """Returns the schedule of operators that a schedule of kernels is."""
+        """Returns the schedule of operators that a schedule of kernels is.
+
+        Without computations that nothing reads before they are repeated. A plan has them where a
+        gradient is computed, dropped for a while and computed again; what they alone read would
+        be saved, and Inductor, which leaves them out, holds its inputs to the end.
+        """
         mark = schedule.num_forward_steps
-        forward = [index for kernel in schedule.steps[:mark] for index in self.members[kernel]]
-        backward = [index for kernel in schedule.steps[mark:] for index in self.members[kernel]]
+        is_used = _used_computations(self.graph, schedule)
+        forward, backward = (
+            [
+                index
+                for position in positions
+                if is_used[position]
+                for index in self.members[schedule.steps[position]]
+            ]
+            for positions in (range(mark), range(mark, len(schedule.steps)))
+        )
         operators = self.step.graph.operators
         # read in the backward alone: every operator is in a schedule, and Inductor drops these
         idle = {
@@ -79,6 +92,23 @@ class FusedStep:
             if operators[index].phase is Phase.FORWARD
         }
         return Schedule((*forward, *sorted(idle), *backward), len(forward) + len(idle))
+
+
+def _used_computations(graph: Graph, schedule: Schedule) -> list[bool]:
+    """Returns, for each step, whether it is an operator's last or something reads what it computes.
+
+    O(E) for E reads of all steps.
+    """
+    needed, seen = set(graph.outputs), set[int]()
+    is_used = []
+    for index in reversed(schedule.steps):
+        op = graph.operators[index]
+        is_used.append(index not in seen or not needed.isdisjoint(op.writes))
+        seen.add(index)
+        if is_used[-1]:
+            needed -= set(op.writes)
+            needed.update(op.reads)
+    return is_used[::-1]
 
 
 def fuse(step: TracedStep) -> FusedStep:

@@ -104,9 +104,13 @@ class Loops:
         return max(self.loops[loop].place for loop in kernel)
 
     def spans(self, order: Sequence[Kernel]) -> dict[int, Span]:
-        """Returns when each buffer exists; one that only its own kernel reads never does."""
+        """Returns when each buffer exists; one that only its own kernel reads never does.
+
+        An input that no kernel reads exists to the end.
+        """
         first = dict.fromkeys(self.inputs, 0)
-        last = dict(first)
+        read = {buffer for loop in self.loops for buffer in loop.reads}
+        last = {buffer: 0 if buffer in read else len(order) - 1 for buffer in self.inputs}
         for time, kernel in enumerate(order):
             for loop in kernel:
                 written = dict.fromkeys(self.loops[loop].writes, time)

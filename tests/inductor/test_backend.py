@@ -290,6 +290,27 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
         assert refused.value.minimum_bytes > refused.value.budget_bytes
 
 
+@pytest.mark.usefixtures("idle_kernels")
+def test_where_no_plan_has_less_the_kernels_of_the_least_one_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def far_more_at_first(*args: object) -> HalfMemory:
+        halves.append(dry_run(*args))  # type: ignore[arg-type]  # passed on
+        extra_bytes = 10**9 if len(halves) <= 2 else 0
+        return replace(halves[-1], peak_bytes=halves[-1].peak_bytes + extra_bytes)
+
+    halves: list[HalfMemory] = []
+    monkeypatch.setattr("remat.inductor.backend.dry_run", far_more_at_first)
+    model = Net()
+    remat.checkpoint(
+        model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
+    )
+    model(batch()).backward()
+    assert len(halves) == 4
+    solution = remat.report(model).solution
+    assert solution.budget_bytes - solution.peak_bytes < 0.02 * solution.peak_bytes
+
+
 def test_kernels_that_hold_more_than_the_budget_are_planned_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -350,6 +371,23 @@ def test_a_kernel_moves_less_than_its_operators() -> None:
         <= simulate(fused.step.graph, Schedule.keep_all(fused.step.graph)).peak_bytes
     )
     assert not any(op.reuses for op in fused.graph.operators)
+
+
+def test_a_kernel_that_nothing_reads_before_it_runs_again_is_left_out() -> None:
+    fused = fuse(traced())
+    count, last = fused.graph.num_operators, len(fused.members) - 1
+    keep_all = Schedule.keep_all(fused.graph)
+    assert not fused.graph.users_of[fused.graph.operators[last].writes[0]]
+    twice = Schedule((*keep_all.steps, last), keep_all.num_forward_steps)
+    assert len(twice.steps) == count + 1
+    assert fused.unfused(twice) == fused.unfused(keep_all)
+
+    first = fused.graph.operators[0].writes[0]
+    assert fused.graph.users_of[first]
+    read_in_between = Schedule((*keep_all.steps, 0, last), keep_all.num_forward_steps)
+    repeated = set(fused.members[0])
+    steps = fused.unfused(read_in_between).steps
+    assert {index for index in repeated if steps.count(index) == 2} == repeated
 
 
 class Scored(nn.Module):

@@ -31,6 +31,12 @@ def test_what_only_its_own_kernel_reads_never_exists() -> None:
     assert 1 not in loops.spans([[0, 1], [2]])
 
 
+def test_an_input_that_no_kernel_reads_exists_to_the_end() -> None:
+    loops = (Loop(0, frozenset(), (0,), (2,)), Loop(1, frozenset({0}), (2,), (3,)))
+    half = Loops(loops, (5, 100, 10, 20), frozenset({0, 1}), frozenset({3}))
+    assert half.bytes_at(half.alone) == [5 + 100 + 10, 100 + 10 + 20]
+
+
 def test_a_loop_writes_over_what_it_is_the_last_to_read() -> None:
     loops = (
         Loop(0, frozenset(), (), (0,)),
