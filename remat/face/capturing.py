@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from remat.core.errors import RematError, TraceError
 from remat.core.solution import Solution
+from remat.pieces.break_messages import OUT_OF_THE_PIECES
 from remat.run.capture import GraphBreak, Step, device_type, make_backend, needs_gradient
 from remat.run.idle_hooks import IdleHooks
 from remat.run.refusals import nested_is_refused
@@ -25,6 +26,7 @@ from remat.torch_border.dynamo import (
     capture_settings,
     compile_frame,
     failure_text,
+    is_compilers_own,
     is_graph_break,
     unwrap_failure,
 )
@@ -207,8 +209,9 @@ def run_compiled(
         if is_graph_break(error):
             why, place = failure_text(error)
             if not is_whole:
+                hint = f". {OUT_OF_THE_PIECES}" if is_compilers_own(error) else ""
                 raise TraceError(
-                    f"torch.compile fails on this step, whole and in pieces: {why}{place}"
+                    f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
                 ) from None
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {why}{place}\n"

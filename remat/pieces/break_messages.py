@@ -12,6 +12,10 @@ from torch import nn
 from remat.core.errors import BudgetError
 from remat.torch_border.modules import has_backward_hook
 
+OUT_OF_THE_PIECES = (
+    "Run what is around it as plain PyTorch, between the pieces: put it into a function under "
+    "@torch.compiler.disable."
+)
 NOT_COMPILED = (
     "torch.compile ran none of the pieces of this planned step, so the step was plain, and held "
     "what plain PyTorch holds: torch.compile is switched off (torch.compiler.set_stance, "

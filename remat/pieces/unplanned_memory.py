@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from remat.core.errors import TraceError
 from remat.core.graph import Value, ValueKind
+from remat.pieces.break_messages import OUT_OF_THE_PIECES
 from remat.pieces.joined_step import Kept
 from remat.plan.distributed import bucket_bytes
 from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
@@ -113,10 +115,20 @@ def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> lis
 
     Sequence numbers rise along the forward, so an operator's number shows between which runs it
     ran.
+
+    Raises:
+        TraceError: torch would refuse the backward.
     """
     runs, eager = [], []
     for node in autograd_nodes(results, inputs):
-        saved = saved_tensors(node)
+        try:
+            saved = saved_tensors(node)
+        except RuntimeError as error:
+            why = str(error).split(". ", maxsplit=1)[0]
+            raise TraceError(
+                f"torch can't run the backward of this step cut into pieces: {why} (saved by "
+                f"{node.name()}). {OUT_OF_THE_PIECES}"
+            ) from None
         if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and is_compiled_node(node):
             runs.append(sequence_number(node))
         elif saved:

@@ -192,13 +192,24 @@ def descriptor_of(descriptor: Any, kind: str) -> int | None:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Returns the strided tensors that an autograd node saved (attributes `_saved_*`, 2.13)."""
+    """Returns the strided tensors that an autograd node saved (attributes `_saved_*`, 2.13).
+
+    None where a backward has freed them.
+
+    Raises:
+        RuntimeError: torch would not give them to a backward, and says why.
+    """
     found: list[torch.Tensor] = []
     for name in dir(node):
         if name == "saved_tensors" or (
             name.startswith("_saved_") and not name.startswith("_saved_tensors")
         ):
-            value = getattr(node, name)
+            try:
+                value = getattr(node, name)
+            except RuntimeError as error:
+                if "already been freed" in str(error):
+                    continue
+                raise
             found += [
                 t
                 for t in (value if isinstance(value, list | tuple) else [value])

@@ -9,6 +9,7 @@ import importlib
 import logging
 import re
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from remat.narration.stages import stage
 from remat.torch_border.scalars import fixed_sizes
 
-_NOT_THE_MODEL = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
+_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODEL = _TORCH, str(Path(__file__).parents[1]), "<"
+_COMPILER = tuple(f"{_TORCH}/{folder}/" for folder in ("_dynamo", "_functorch/_aot_autograd"))
+# an operator, a compiled function
+_CALLS = f"{_TORCH}/_ops.py", f"{_TORCH}/_dynamo/eval_frame.py"
 
 
 @contextmanager
@@ -323,13 +328,31 @@ def unwrap_failure(error: BaseException) -> BaseException:
 def is_graph_break(error: BaseException) -> bool:
     """True where dynamo could not capture the step as one graph, or where data decides its path.
 
-    These are `exc.Unsupported` and other errors of dynamo (2.13).
+    These are `exc.Unsupported` and other errors of dynamo (2.13), and what its code does not catch.
     """
-    if isinstance(unwrap_failure(error), GuardOnDataDependentSymNode):
+    if isinstance(unwrap_failure(error), GuardOnDataDependentSymNode) or is_compilers_own(error):
         return True
     return isinstance(error, dynamo_exc.TorchDynamoException) and not isinstance(
         error, dynamo_exc.BackendCompilerFailed
     )
+
+
+def is_compilers_own(error: BaseException) -> bool:
+    """True where code of torch's compiler failed, not the model nor an operator that it calls.
+
+    From the inside out, its frames come before those of an operator's call or of code outside of
+    torch (2.13: dynamo's, and the wrappers with which AOTAutograd runs a graph). Dynamo's own
+    errors are about the model, but for one.
+    """
+    if isinstance(error, dynamo_exc.TorchDynamoException):
+        return isinstance(error, dynamo_exc.InternalTorchDynamoError)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for file in reversed(files):
+        if file.startswith(_CALLS) or not file.startswith(_TORCH):
+            return False
+        if file.startswith(_COMPILER):
+            return True
+    return False
 
 
 def failure_text(error: BaseException) -> tuple[str, str]:
@@ -337,7 +360,7 @@ def failure_text(error: BaseException) -> tuple[str, str]:
 
     Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13) or raises
     (`ObservedException`), it is that error and the model's line; otherwise the first paragraph of
-    dynamo's message, and the line in it.
+    dynamo's message, and the line in it, or the last line outside of torch.
     """
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
@@ -348,8 +371,14 @@ def failure_text(error: BaseException) -> tuple[str, str]:
         place = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
         return f"{type(cause).__name__}: {cause}", place
 
-    lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    lines = re.findall(r'File "([^"]+)", line (\d+)', str(error)) or [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_NOT_THE_MODEL)
+    ]
     place = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
+    if not isinstance(error, dynamo_exc.TorchDynamoException):
+        return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}", place
     said = cause if isinstance(cause, dynamo_exc.ObservedException) else error
     return str(said).strip().split("\n\n")[0], place
 
