@@ -127,7 +127,7 @@ def checkpoint(
     )
     part, plans = planned_part(step), Plans(options)
     if blocks is not None:
-        _refuse_blocks(step, on_unsupported, executor)
+        _refuse_blocks(step, on_unsupported)
         install(part, PlannedBlocks(part, blocks, plans, costs))
     else:
         call = PlannedCall(
@@ -185,12 +185,7 @@ def _what_runs(model: Model, step: nn.Module) -> Model:
     return model
 
 
-def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported, executor: str) -> None:
-    if executor == "inductor":
-        raise ValueError(
-            'blocks= run operator by operator, and executor="inductor" compiles a step that is one '
-            "graph; leave one of them out"
-        )
+def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported) -> None:
     if on_unsupported == "plain":
         raise ValueError(
             'on_unsupported="plain" works for a step that is planned as one graph, and blocks= '
@@ -349,6 +344,7 @@ def report(model: Callable[..., Any]) -> Report:
             plan.unplanned_bytes,
             call.plan.room_of(plan.solution),
             plan.meter.cuda_peaks,
+            kernels_peak_bytes=plan.kernels_peak_bytes,
             executor=call.executor.text(),
         )
     if not call.pieces:

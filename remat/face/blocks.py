@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.face.capturing import run_compiled, tensors_in
-from remat.face.executors import Executor
 from remat.face.outside_room import OutsideRoom
-from remat.face.planned_module import PlannedCall, install
+from remat.face.planned_module import PlannedCall, chosen_executor, install
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
@@ -43,13 +41,18 @@ class PlannedBlocks(PlannedCall):
         self.costs = resolve_costs(costs, self.device_type)
         self.pieces = []
         self.captured_s = 0.0
-        self.executor = Executor("eager", "eager")
+        self.executor = chosen_executor(module, plan, self.device_type)
         self.outside = OutsideRoom(module, is_fixed=True)  # blocks run in pieces: stays empty
         self.blocks = list(blocks)
-        self.piecewise: Piecewise = Piecewise(module, plan, self.costs)
-        self.piecewise.adjust = self._with_sharding
+        self.piecewise: Piecewise
         self._outside_bytes = 0
-        install_blocks(module, self.blocks, self.piecewise)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """Compiles the blocks anew, for the executor that was chosen."""
+        self.piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
+        self.piecewise.adjust = self._with_sharding
+        install_blocks(self.module, self.blocks, self.piecewise)
 
     def _with_sharding(self, joined: JoinedStep, num_resident: int) -> JoinedStep:
         sharding = sharding_of(self.module, joined, num_resident, self._outside_bytes)
@@ -62,9 +65,7 @@ class PlannedBlocks(PlannedCall):
             self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
             return call_plain(self.module, *args, **kwargs)
 
-        return self.piecewise.run(
-            lambda: run_compiled(call, args, kwargs, is_whole=False), tensors_in(args, kwargs)
-        )
+        return self._run_pieces(self.piecewise, call, args, kwargs)
 
 
 class BlockCall(OwnCall):

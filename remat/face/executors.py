@@ -6,7 +6,13 @@ import logging
 import shutil
 from dataclasses import dataclass
 
+from torch import nn
+
 from remat.core.errors import RematError
+from remat.pieces.runner import Piecewise
+from remat.plan.fixed_plan import FixedPlan
+from remat.plan.planner import Plans
+from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +51,15 @@ class Executor:
         return cls(
             asked, "eager", "on a CPU fused kernels save little, and take a minute to compile"
         )
+
+    def piecewise(self, module: nn.Module, plan: Plans | FixedPlan, costs: CostModel) -> Piecewise:
+        """Returns what runs a step in pieces."""
+        if self.name == "inductor":
+            # Inductor takes seconds to import
+            from remat.inductor.fused_pieces import FusedPiecewise
+
+            return FusedPiecewise(module, plan, costs)
+        return Piecewise(module, plan, costs)
 
     def gives_up_kernels(self, failure: RematError) -> bool:
         """Changes to `eager` after a failure to plan for Inductor, if the choice was left open."""

@@ -79,6 +79,12 @@ def install(module: nn.Module, call: OwnCall) -> None:
     set_call(module, call)
 
 
+def chosen_executor(module: nn.Module, plan: Plans | FixedPlan, device_type: str) -> Executor:
+    """Returns the executor for a module's plans."""
+    asked = plan.options.executor if isinstance(plan, Plans) else "eager"
+    return Executor.chosen(asked, device_type, is_compiled=is_compiled(module))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """True for a module that `model.compile()` compiled."""
     return get_call(module) is not None and not isinstance(get_call(module), OwnCall)
@@ -118,11 +124,7 @@ class PlannedCall(OwnCall):
         self._whole: dict[int, Callable[..., Any]] = {}
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
-        self.executor = Executor.chosen(
-            plan.options.executor if isinstance(plan, Plans) else "eager",
-            self.device_type,
-            is_compiled=is_compiled(module),
-        )
+        self.executor = chosen_executor(module, plan, self.device_type)
         # a fixed plan was made for a graph in which every number is a constant
         self._numbers_are_inputs = isinstance(plan, Plans) and not self.is_inductor
 
@@ -263,9 +265,7 @@ class PlannedCall(OwnCall):
         try:
             return self._run_whole(args, kwargs)
         except GraphBreak as found:
-            if self.is_inductor:
-                raise
-            piecewise = Piecewise(self.module, self.plan, self.costs)
+            piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
             piecewise.breaks[found.place] = None
         in_pieces = compile_call(
             self.module,
@@ -279,13 +279,15 @@ class PlannedCall(OwnCall):
         self.piecewise, self._in_pieces = piecewise, in_pieces
         return result
 
-    @staticmethod
     def _run_pieces(
-        piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any
+        self, piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        return piecewise.run(
-            lambda: run_compiled(in_pieces, args, kwargs, is_whole=False), tensors_in(args, kwargs)
-        )
+        def call() -> Any:
+            return run_compiled(
+                in_pieces, args, kwargs, is_whole=False, numbers_are_inputs=not self.is_inductor
+            )
+
+        return piecewise.run(call, tensors_in(args, kwargs))
 
     def _run_whole(self, args: Any, kwargs: Any) -> Any:
         """Runs the step as one graph.

@@ -10,10 +10,8 @@ than the budget, the step is planned and compiled again with less.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any
 
 from torch import fx
@@ -21,9 +19,14 @@ from torch import fx
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
 from remat.core.solution import Solution
-from remat.inductor.dry_run import HalfMemory, dry_run
+from remat.inductor.compiled_halves import (
+    ATTEMPTS,
+    CompiledHalves,
+    compile_fx_inner,
+    kernels_hold_too_much,
+)
 from remat.inductor.kernel_graph import FusedStep, fuse
-from remat.inductor.kernel_plan import KernelPlan
+from remat.inductor.refusals import refuse_lost_updates
 from remat.run.capture import (
     PlannedStep,
     Planner,
@@ -33,13 +36,11 @@ from remat.run.capture import (
     runs_once,
     with_missing_gradients,
 )
-from remat.run.measured_forward import storages_of
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import refuse_what_has_no_size
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
-    compiled_module,
     copied,
     halves_compiled_at_once,
     inductor_compilers,
@@ -48,10 +49,9 @@ from remat.torch_border.inductor import (
 from remat.tracers.aot import read_joint
 from remat.tracers.costs import CostModel
 
-compile_fx, compile_fx_inner = inductor_compilers()
+compile_fx, _ = inductor_compilers()
 
 _LOG = logging.getLogger(__name__)
-_ATTEMPTS = 4  # at a plan whose kernels keep the budget
 _LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
 
 
@@ -70,6 +70,7 @@ def make_inductor_backend(
     """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_lost_updates(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
 
@@ -126,7 +127,7 @@ def _within_budget(
     room_bytes = 0
     tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
     refusal: BudgetError | None = None
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         compilation = _Compilation(read, _with_room(plan, room_bytes), plain, room_bytes)
         try:
             compilation.compile(module, example_inputs)
@@ -157,15 +158,7 @@ def _within_budget(
         )
     if not tried and refusal is not None:
         raise refusal
-    least_bytes = min(peak for _, peak in tried)
-    raise BudgetError(
-        f"Inductor's kernels hold {describe_bytes(least_bytes)} with the best of {len(tried)} "
-        f"plans, and the budget leaves {describe_bytes(budget_bytes)}; raise it to at least that, "
-        'or use executor="eager"',
-        budget_bytes=budget_bytes,
-        minimum_bytes=least_bytes,
-        is_proved=False,
-    )
+    raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
 
 
 def _more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
@@ -206,10 +199,7 @@ class _Compilation:
     room_bytes: int
     compiled: Callable[..., Any] = field(init=False)
     planned: PlannedStep | None = None
-    _memory: dict[bool, HalfMemory] = field(default_factory=dict)  # is it the backward?
-    # names of what exists throughout a half: inputs, and what the forward returned
-    _resident: set[str] = field(default_factory=set)
-    _saved: list[str] = field(default_factory=list)  # names of what the backward is given
+    _halves: CompiledHalves | None = None
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Plans and compiles a captured forward and its backward."""
@@ -225,19 +215,10 @@ class _Compilation:
     @property
     def peak_bytes(self) -> int | None:
         """What the step will hold; None where that can't be told before it runs."""
-        if self.planned is None or len(self._memory) < 2:
+        held = self._halves.peaks_bytes if self._halves else None
+        if self.planned is None or held is None:
             return None
-        forward, backward = self._memory[False], self._memory[True]
-        held_bytes = max(forward.peak_bytes, forward.end_bytes + backward.peak_bytes)
-        return self.planned.graph.resident_bytes + held_bytes
-
-    def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
-        """Returns the bytes of what the forward returned and the backward is not given."""
-        if False not in self._memory:
-            return 0
-        given = [x for x, stays in zip(inputs, is_resident, strict=True) if not stays]
-        storages = storages_of(given).values()
-        return max(0, self._memory[False].end_bytes - sum(s.size_bytes for s in storages))
+        return self.planned.graph.resident_bytes + max(held)
 
     def _cut(
         self,
@@ -250,49 +231,24 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         fused = self.read(joint, num_fwd_outputs, static_lifetime_input_indices)
         self.planned = PlannedStep.of(fused.step, self.plan, self.plain, fused)
-        inputs = fused.step.module.graph.find_nodes(op="placeholder")
-        self._resident = {node.name for node in inputs}
-        given = self.planned.split.backward.graph.find_nodes(op="placeholder")
-        num_saved = len(_results(self.planned.split.forward)) - num_fwd_outputs
-        self._saved = [node.name for node in given[:num_saved]]
+        limit_bytes = (
+            self.planned.solution.budget_bytes
+            + min(0, self.room_bytes)
+            - fused.step.graph.resident_bytes
+        )
+        self._halves = CompiledHalves(fused.step, self.planned.split, (limit_bytes, limit_bytes))
         return self.planned.split.forward, self.planned.split.backward
 
     def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if self.planned is None:
+        if self.planned is None or self._halves is None:
             return compile_fx_inner(graph, inputs, **kwargs)
 
         step, meter = self.planned.step, self.planned.meter
-        is_backward = bool(kwargs.get("is_backward"))
-        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        is_resident = [name in self._resident for name in names]
-        kernels = KernelPlan(
-            self.planned.solution.budget_bytes
-            + min(0, self.room_bytes)
-            - step.graph.resident_bytes
-            - (self._held_beside(inputs, is_resident) if is_backward else 0),
-            frozenset(self._resident),
-            step.graph.device,
-        )
-        with kernels.followed():
-            compiled = compile_fx_inner(graph, inputs, **kwargs)
-        _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
-        module = compiled_module(compiled)
-        if module is not None:
-            num_returned = 0 if is_backward else step.num_forward_outputs
-            memory = dry_run(module, inputs, step.graph.device, is_resident, num_returned)
-            self._memory[is_backward] = memory
-            if not is_backward:  # what is saved of an input may be a copy in another layout
-                stays = list(map(operator.or_, memory.is_input, memory.is_returned))
-                self._resident -= set(self._saved)
-                self._resident.update(compress(self._saved, stays[step.num_forward_outputs :]))
+        compiled = self._halves.compile(graph, inputs, **kwargs)
         run = compiled.current_callable
         compiled.current_callable = (
-            runs_once(meter.backward(run), step, self.plain) if is_backward else meter.forward(run)
+            runs_once(meter.backward(run), step, self.plain)
+            if kwargs.get("is_backward")
+            else meter.forward(run)
         )
         return compiled
-
-
-def _results(graph: fx.GraphModule) -> Sequence[Any]:
-    results = graph.graph.output_node().args[0]
-    assert isinstance(results, Sequence)
-    return results

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
 from remat.core.graph import Graph, Operator, Phase, Value
@@ -60,11 +61,23 @@ class FusedStep:
         step: the step operator by operator; nothing works in place, and nothing random is computed
             again.
         members: the operators of each kernel, in order. An operator may be in several.
+        value_of: tensor node -> the value of its storage, where that exists.
     """
 
     graph: Graph
     step: TracedStep
     members: tuple[tuple[int, ...], ...]
+    value_of: dict[fx.Node, int]
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The cleaned joint graph."""
+        return self.step.module
+
+    @property
+    def num_forward_outputs(self) -> int:
+        """How many of the joint graph's results belong to the forward."""
+        return self.step.num_forward_outputs
 
     def unfused(self, schedule: Schedule) -> Schedule:
         """Returns the schedule of operators that a schedule of kernels is.
@@ -139,7 +152,12 @@ def fuse(step: TracedStep) -> FusedStep:
         device=graph.device,
         costs=graph.costs,
     )
-    return FusedStep(fused, step, tuple(tuple(sorted(members[kernel])) for kernel in order))
+    return FusedStep(
+        fused,
+        step,
+        tuple(tuple(sorted(members[kernel])) for kernel in order),
+        {node: place[value] for node, value in step.value_of.items() if value in place},
+    )
 
 
 def _functional(step: TracedStep) -> TracedStep:

@@ -8,7 +8,7 @@ are planned with it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 
 from remat.core.schedule import Schedule
-from remat.pieces.joined_step import Place
+from remat.pieces.joined_step import PieceStep, Place
 from remat.run.capture import runs_once
 from remat.run.executor import BoxedFunction, compile_graph
-from remat.run.rewrite import split
+from remat.run.rewrite import SplitStep, split
 from remat.run.tangents import Tangents, is_tangent
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import is_dense
@@ -37,7 +37,12 @@ class Piece:
     """A graph that dynamo captured, and its forward and backward under each schedule.
 
     Where `is_trace`, it runs on fake tensors.
+
+    Attributes:
+        copy_of: what copies a tensor in its graph.
     """
+
+    copy_of: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Piece:
         device_type: str,
         is_trace: bool,
     ) -> None:
+        self.copy_of = copy_of
         self.joint, self.num_forward, self.static_inputs = joint, num_forward, tuple(static_inputs)
         self.costs, self.device_type, self.is_trace = costs, device_type, is_trace
         self.tangents = Tangents(joint, num_forward)
@@ -57,10 +63,14 @@ class Piece:
         self._halves: list[tuple[BoxedFunction, BoxedFunction]] = []
         self.first: tuple[Copied, Schedule] | None = None  # used until the piece is planned
 
-    def step(self, copied: Copied) -> TracedStep:
-        """Returns the piece with copies of some inputs and results."""
+    def step(self, copied: Copied) -> PieceStep:
+        """Returns what is planned of the piece, with copies of some inputs and results."""
+        return self.traced(copied)
+
+    def traced(self, copied: Copied) -> TracedStep:
+        """Returns the piece operator by operator, with copies of some inputs and results."""
         if copied not in self._steps:
-            module = _with_copies(self.joint, self.num_forward, copied)
+            module = _with_copies(self.joint, self.num_forward, copied, self.copy_of)
             self._steps[copied] = read_joint(
                 module, self.num_forward, self.costs, static_inputs=self.static_inputs
             )
@@ -72,14 +82,19 @@ class Piece:
             with torch.random.fork_rng(
                 [torch.cuda.current_device()] if self.device_type == "cuda" else []
             ):
-                halves = split(self.step(copied), schedule)
-                forward, backward = (
-                    compile_graph(halves.forward),
-                    runs_once(compile_graph(halves.backward)),
-                )
+                forward, backward = self.compiled(copied, schedule)
             self._numbers[copied, schedule] = len(self._halves)
-            self._halves.append((forward, backward))
+            self._halves.append((forward, runs_once(backward)))
         return self._numbers[copied, schedule]
+
+    def compiled(self, copied: Copied, schedule: Schedule) -> tuple[BoxedFunction, BoxedFunction]:
+        """Returns the forward and the backward that run `schedule`."""
+        halves = self.split(copied, schedule)
+        return compile_graph(halves.forward), compile_graph(halves.backward)
+
+    def split(self, copied: Copied, schedule: Schedule) -> SplitStep:
+        """Returns the graphs of both halves under `schedule`."""
+        return split(self.traced(copied), schedule)
 
     def provisional(self, args: Sequence[Any]) -> int:
         """Returns the number of the halves to run until the piece is planned.
@@ -154,7 +169,12 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def _with_copies(joint: fx.GraphModule, num_forward: int, copied: Copied) -> fx.GraphModule:
+def _with_copies(
+    joint: fx.GraphModule,
+    num_forward: int,
+    copied: Copied,
+    copy_of: Callable[[torch.Tensor], torch.Tensor],
+) -> fx.GraphModule:
     """Returns a copy of the joint graph in which the inputs and results in `copied` are copied."""
     graph = fx.Graph()
     copy: dict[fx.Node, fx.Node] = {}

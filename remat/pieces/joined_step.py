@@ -21,15 +21,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from remat.core.graph import Graph, Phase, ValueKind
 from remat.core.schedule import Schedule
-from remat.tracers.aot import TracedStep
 from remat.tracers.phases import is_backward_input
+
+
+class PieceStep(Protocol):
+    """What is planned of a piece: its operators, or kernels of several."""
+
+    @property
+    def graph(self) -> Graph:
+        """Its operators and storages."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The joint graph."""
+
+    @property
+    def num_forward_outputs(self) -> int:
+        """How many of the joint graph's results belong to the forward."""
+
+    @property
+    def value_of(self) -> Mapping[fx.Node, int]:
+        """Tensor node -> the value of its storage, where that is in the graph."""
 
 
 class Place(NamedTuple):
@@ -63,7 +82,7 @@ class Run:
         outputs: the same for each result of its forward.
     """
 
-    step: TracedStep
+    step: PieceStep
     inputs: tuple[Place | None, ...]
     outputs: tuple[Place | None, ...]
 
@@ -144,7 +163,7 @@ def composed(joined: JoinedStep, schedules: Sequence[Schedule]) -> Schedule:
     return Schedule(tuple(steps), mark)
 
 
-def inputs_of(step: TracedStep) -> list[fx.Node]:
+def inputs_of(step: PieceStep) -> list[fx.Node]:
     """Returns the inputs of a piece's forward."""
     return [
         node
@@ -153,14 +172,14 @@ def inputs_of(step: TracedStep) -> list[fx.Node]:
     ]
 
 
-def results_of(step: TracedStep) -> Sequence[Any]:
+def results_of(step: PieceStep) -> Sequence[Any]:
     """Returns the results of a piece's forward."""
     results = step.module.graph.output_node().args[0]
     assert isinstance(results, Sequence)
     return results[: step.num_forward_outputs]
 
 
-def gradients_of(step: TracedStep) -> Sequence[Any]:
+def gradients_of(step: PieceStep) -> Sequence[Any]:
     """Returns the gradient of each input, or None; effect tokens, the first inputs, have none."""
     results = step.module.graph.output_node().args[0]
     assert isinstance(results, Sequence)

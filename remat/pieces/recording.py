@@ -36,6 +36,7 @@ class JoinedPlan:
         unplanned_bytes: reserved for what runs between the pieces.
         meter: measures the first step that runs the plan.
         excess: by how much that step exceeded its budget; the ranks agree on it.
+        kernels_peak_bytes: what fused kernels hold, known before they run.
     """
 
     step: JoinedStep
@@ -46,6 +47,7 @@ class JoinedPlan:
     unplanned_bytes: int
     meter: StepMeter
     excess: Agreement
+    kernels_peak_bytes: int | None = None
 
 
 class Session:

@@ -37,7 +37,6 @@ from remat.plan.planner import Plans
 from remat.run.capture import Step, compiled_by_aot, device_type, refuse_uncapturable
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.refusals import refuse_what_has_no_size
-from remat.run.rewrite import split
 from remat.run.whole_step import note_planned
 from remat.torch_border.autograd import is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
@@ -73,9 +72,12 @@ class Piecewise:
         last: the path of the last forward.
         plan: the plan of that path.
         joined: the step that was joined last.
+        make_piece: the class of its pieces.
         adjust: adds memory of parameters that are gathered and freed, given a joined step and its
             number of resident values.
     """
+
+    make_piece: type[Piece] = Piece
 
     def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
         self.module, self.plan_of, self.costs = module, plan, costs
@@ -132,7 +134,7 @@ class Piecewise:
             mark_inference_inputs(joint, example_inputs)
             pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
             step = pieces[-1].step(frozenset())
-            halves = split(step, Schedule.keep_all(step.graph))
+            halves = pieces[-1].split(frozenset(), Schedule.keep_all(step.graph))
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
@@ -141,10 +143,21 @@ class Piecewise:
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return _boxed(partial(self.run_backward, pieces[-1]))
 
-        compiled = compiled_by_aot(
+        compiled = self.compile(
             module, example_inputs, compile_forward, compile_backward, partition
         )
         return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled
+
+    def compile(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compile_forward: Callable[[fx.GraphModule, Any], Any],
+        compile_backward: Callable[[fx.GraphModule, Any], Any],
+        partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    ) -> Callable[..., Any]:
+        """Returns a dynamo graph compiled, its joint graph split by `partition`."""
+        return compiled_by_aot(module, example_inputs, compile_forward, compile_backward, partition)
 
     def _piece(
         self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]
@@ -153,7 +166,7 @@ class Piecewise:
 
         Dynamo compiles a piece again for another Python value, even where the graph stays the same.
         """
-        piece = Piece(
+        piece = self.make_piece(
             joint,
             num_forward,
             static_inputs,
@@ -231,7 +244,7 @@ class Piecewise:
         """
         other = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
         if other is not None and (self.last, held_bytes) not in self.plans:
-            self._install(self.last, other.copies, other.step, held_bytes, other.unplanned_bytes)
+            self.install(self.last, other.copies, other.step, held_bytes, other.unplanned_bytes)
         return self.plans.get((self.last, held_bytes))
 
     @contextmanager
@@ -263,7 +276,7 @@ class Piecewise:
         if self.plan_of is None:
             return
         firsts = [piece.first for piece in session.pieces if piece.first is not None]
-        planned = self._install(tuple(session.pieces), copies, self.joined, held_bytes)
+        planned = self.install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
             _warn(
                 planned.solution,
@@ -285,7 +298,7 @@ class Piecewise:
             return session.changed()
         return [piece.first[0] if piece.first else frozenset() for piece in session.pieces]
 
-    def _install(
+    def install(
         self,
         path: Path,
         copies: Sequence[Copied],
@@ -293,6 +306,7 @@ class Piecewise:
         held_bytes: int,
         unplanned_bytes: int = 0,
     ) -> JoinedPlan:
+        """Plans a path, which took `copies`, beside `held_bytes` of gradients."""
         assert self.plan_of is not None
         try:
             solution = self.plan_of(joined, gradient_bytes=held_bytes, gap_bytes=unplanned_bytes)
@@ -307,10 +321,25 @@ class Piecewise:
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
         planned = JoinedPlan(
-            joined, solution, numbers, tuple(copies), held_bytes, unplanned_bytes, meter, excess
+            joined,
+            solution,
+            numbers,
+            tuple(copies),
+            held_bytes,
+            unplanned_bytes,
+            meter,
+            excess,
+            self.kernels_peak_bytes(path, numbers, joined, solution.schedule),
         )
         self.plans[path, held_bytes] = planned
         return planned
+
+    def kernels_peak_bytes(
+        self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule
+    ) -> int | None:
+        """Returns what fused kernels will hold, where they run a plan; None where none do."""
+        del path, numbers, joined, schedule
+        return None
 
     def _keep_within_budget(self) -> None:
         """Plans again, with a smaller budget, where the measured step held more than its budget.
@@ -336,7 +365,7 @@ class Piecewise:
                 del self.plans[key]
             # a budget that is smaller only by what the plan leaves unused gives the same plan
             unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
-            self._install(
+            self.install(
                 path,
                 plan.copies,
                 plan.step,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,23 @@ def halves_compiled_at_once() -> Any:
     from torch._functorch import config
 
     return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
+
+
+@contextmanager
+def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
+    """Within, a graph may be compiled that AOTAutograd does not compile itself.
+
+    Yields a list that gets the strides of its results, None for what is no tensor
+    (`TracingContext.report_output_strides`, 2.13). Inductor chooses those of what is not returned
+    to the user.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    found: list[Any] = []
+    with tracing(TracingContext(detect_fake_mode(inputs))):
+        with TracingContext.report_output_strides() as strides:
+            yield found
+        found += strides or []
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -68,6 +86,9 @@ def inductor_partitioner(cut: Callable[..., Any]) -> Any:
 
         def uuid(self) -> None:
             return None
+
+        def __reduce__(self) -> tuple[Any, ...]:  # part of the cache's key, with all settings
+            return str, ("remat",)
 
     return Partitioner()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -233,21 +233,37 @@ class _Reader:
 
 def realize_operator() -> Any:
     """Returns an operator whose input Inductor computes where it stands; it returns its input."""
-    if not hasattr(torch.ops.remat, "realize"):
-        _define_realize()
+    _define_operators()
     return torch.ops.remat.realize.default
 
 
-def _define_realize() -> None:
-    from torch._inductor.lowering import register_lowering
+def copy_operator() -> Any:
+    """Returns an operator that copies a tensor; Inductor leaves no copy of it out.
 
-    library = torch.library.Library("remat", "FRAGMENT")
-    library.define("realize(Tensor self) -> Tensor")
-    for key in ("CPU", "CUDA", "Meta"):
-        library.impl("realize", torch.clone, key)
-    _LIBRARY.append(library)
+    Its namespace is not among those whose operators may be computed again.
+    """
+    _define_operators()
+    return torch.ops.remat_pieces.copy.default
+
+
+@cache
+def _define_operators() -> None:
+    from torch._inductor.lowering import clone, register_lowering
+
+    for namespace, name in (("remat", "realize"), ("remat_pieces", "copy")):
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(f"{name}(Tensor self) -> Tensor", tags=(torch.Tag.pointwise,))
+        for key in ("CPU", "CUDA", "Meta"):
+            library.impl(name, torch.clone, key)
+        _LIBRARY.append(library)
 
     @register_lowering(torch.ops.remat.realize.default, type_promotion_kind=None)
     def realize(value: Any) -> Any:
         value.realize()
         return value
+
+    @register_lowering(torch.ops.remat_pieces.copy.default, type_promotion_kind=None)
+    def copy(value: Any) -> Any:
+        made = clone(value)
+        made.realize()
+        return made

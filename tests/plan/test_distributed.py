@@ -59,6 +59,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (2, "tensor_parallel", 0.0),
         (2, "a_collective_runs_once", 0.0),
         (2, "a_function_over_several_ddps", 0.0),
+        (2, "ddp_through_inductor", 0.0),
+        (2, "fsdp_through_inductor", 0.0),
         # four gradients are summed in the order of their place in a bucket, which is another one
         # here
         (4, "ddp", 1e-4),

@@ -202,6 +202,28 @@ def fsdp() -> dict[str, Any]:
     return compared(Net(), sharded, lambda m: sharded(planned(m, "75%", blocks=blocks_of(m))))
 
 
+def ddp_through_inductor() -> dict[str, Any]:
+    torch._dynamo.config.optimize_ddp = False  # or plain DDP is cut at its buckets
+    return compared(
+        Net(),
+        lambda m: torch.compile(DistributedDataParallel(m)),  # type: ignore[arg-type, return-value]
+        lambda m: planned(DistributedDataParallel(m), "90%", executor="inductor"),
+    )
+
+
+def fsdp_through_inductor() -> dict[str, Any]:
+    def compiled(model: nn.Module) -> nn.Module:
+        for block in blocks_of(model):
+            block.compile()
+        return sharded(model)
+
+    return compared(
+        Net(),
+        compiled,
+        lambda m: sharded(planned(m, "75%", blocks=blocks_of(m), executor="inductor")),
+    )
+
+
 def fsdp_sharded_first() -> dict[str, Any]:
     return compared(Net(), sharded, lambda m: planned(sharded(m), "75%", blocks=blocks_of(m)))
 
@@ -311,7 +333,7 @@ CHECKS: dict[int, list[Callable[[], dict[str, Any]]]] = {
     2: [
         ddp_from_outside, ddp_blocks, fsdp, tensor_parallel, a_collective_runs_once,
         a_smaller_last_batch_on_one_rank, a_budget_that_cannot_be_met, fsdp_whole_is_refused,
-        a_function_over_several_ddps,
+        a_function_over_several_ddps, ddp_through_inductor, fsdp_through_inductor,
     ],
     4: [ddp, fsdp_sharded_first],
 }  # fmt: skip

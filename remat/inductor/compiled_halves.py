@@ -1,0 +1,117 @@
+"""The two halves of a split step as Inductor's kernels, and what they hold."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+from torch import fx
+
+from remat.core.budget import describe_bytes
+from remat.core.errors import BudgetError
+from remat.inductor.dry_run import HalfMemory, dry_run
+from remat.inductor.kernel_plan import KernelPlan
+from remat.run.measured_forward import storages_of
+from remat.run.rewrite import SplitStep
+from remat.torch_border.inductor import compiled_module, inductor_compilers
+from remat.tracers.aot import TracedStep
+
+_, compile_fx_inner = inductor_compilers()
+
+ATTEMPTS = 4  # at a plan whose kernels keep the budget
+
+_LOG = logging.getLogger(__name__)
+
+
+class CompiledHalves:
+    """Compiles the forward of a split step, then its backward, in the plan's order.
+
+    Attributes:
+        step: the step, operator by operator.
+        limits_bytes: of what the forward's and the backward's kernels hold, beside what exists
+            throughout.
+        memory: what each half will hold (is it the backward?); empty where Inductor does not say.
+    """
+
+    def __init__(self, step: TracedStep, split: SplitStep, limits_bytes: tuple[int, int]) -> None:
+        self.step, self.limits_bytes = step, limits_bytes
+        self.memory: dict[bool, HalfMemory] = {}
+        self._arriving_bytes = 0  # of gradients
+        inputs = step.module.graph.find_nodes(op="placeholder")
+        # names of what exists throughout a half: inputs, and what the forward returned
+        self._resident = {node.name for node in inputs}
+        given = split.backward.graph.find_nodes(op="placeholder")
+        num_saved = len(_results(split.forward)) - step.num_forward_outputs
+        self._saved = [node.name for node in given[:num_saved]]
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns a half compiled by Inductor, whose options are `kwargs`."""
+        is_backward, device = bool(kwargs.get("is_backward")), self.step.graph.device
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        is_resident = [name in self._resident for name in names]
+        kernels = KernelPlan(
+            self.limits_bytes[is_backward]
+            - (self._held_beside(inputs, is_resident) if is_backward else 0),
+            frozenset(self._resident),
+            device,
+        )
+        with kernels.followed():
+            compiled = compile_fx_inner(graph, inputs, **kwargs)
+        _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
+
+        module = compiled_module(compiled)
+        if module is not None:
+            num_returned = 0 if is_backward else self.step.num_forward_outputs
+            memory = dry_run(module, inputs, device, is_resident, num_returned)
+            self.memory[is_backward] = memory
+            if not is_backward:  # what is saved of an input may be a copy in another layout
+                stays = list(map(operator.or_, memory.is_input, memory.is_returned))
+                self._resident -= set(self._saved)
+                self._resident.update(compress(self._saved, stays[num_returned:]))
+        return compiled
+
+    @property
+    def peaks_bytes(self) -> tuple[int, int] | None:
+        """What the forward and the backward hold beside what exists throughout.
+
+        None where that can't be told.
+        """
+        if len(self.memory) < 2:
+            return None
+        forward, backward = self.memory[False], self.memory[True]
+        return forward.peak_bytes, forward.end_bytes + self._arriving_bytes + backward.peak_bytes
+
+    def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
+        """Returns the bytes of what the forward returned and the backward is not given."""
+        if False not in self.memory:
+            return 0
+        num_saved = len(self._saved)
+        # autograd itself holds the gradient of 1.0 that `loss.backward()` starts from
+        self._arriving_bytes = _bytes_of([x for x in inputs[num_saved:] if x.dim()])
+        given = [x for x, stays in zip(inputs[:num_saved], is_resident, strict=False) if not stays]
+        return max(0, self.memory[False].end_bytes - _bytes_of(given))
+
+
+def kernels_hold_too_much(peaks_bytes: Sequence[int], budget_bytes: int) -> BudgetError:
+    """Returns the error for a step whose kernels hold more than a budget with each of its plans."""
+    return BudgetError(
+        f"Inductor's kernels hold {describe_bytes(min(peaks_bytes))} with the best of "
+        f"{len(peaks_bytes)} plans, and the budget leaves {describe_bytes(budget_bytes)}; raise it "
+        'to at least that, or use executor="eager"',
+        budget_bytes=budget_bytes,
+        minimum_bytes=min(peaks_bytes),
+        is_proved=False,
+    )
+
+
+def _bytes_of(tensors: Sequence[Any]) -> int:
+    return sum(storage.size_bytes for storage in storages_of(tensors).values())
+
+
+def _results(graph: fx.GraphModule) -> Sequence[Any]:
+    results = graph.graph.output_node().args[0]
+    assert isinstance(results, Sequence)
+    return results

@@ -1,0 +1,188 @@
+"""A step that `torch.compile` cuts into pieces, each of which Inductor compiles.
+
+The pieces are planned as one step (`remat.pieces`). Here each is a graph of kernels, and its halves
+are compiled for the schedule that the joined plan gives it. Until there is a plan it runs with the
+least memory, also in kernels, so it is compiled twice.
+
+Each half is run dry. By how much its kernels hold more than its part of the plan, at the time of
+the step at which it runs, says what the step will hold; above the budget, it is planned and
+compiled again with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from remat.core.errors import BudgetError, TraceError
+from remat.core.schedule import Schedule, simulate
+from remat.inductor.compiled_halves import (
+    ATTEMPTS,
+    CompiledHalves,
+    compile_fx_inner,
+    kernels_hold_too_much,
+)
+from remat.inductor.kernel_graph import FusedStep, fuse
+from remat.inductor.refusals import refuse_lost_updates
+from remat.pieces.captured_piece import Copied, Piece
+from remat.pieces.joined_step import JoinedStep
+from remat.pieces.recording import JoinedPlan, Path
+from remat.pieces.runner import Piecewise
+from remat.run.executor import BoxedFunction
+from remat.run.rewrite import SplitStep, split
+from remat.torch_border.autograd import backward_without_autocast
+from remat.torch_border.inductor import (
+    copied as copied_module,
+)
+from remat.torch_border.inductor import (
+    halves_compiled_at_once,
+    inductor_compilers,
+    inductor_partitioner,
+    reporting_strides,
+)
+from remat.torch_border.kernel_scheduler import copy_operator
+
+compile_fx, _ = inductor_compilers()
+
+
+class FusedPiece(Piece):
+    """A piece whose operators are kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.copy_of = copy_operator()
+        self._fused: dict[Copied, FusedStep] = {}
+        # halves, in the order of their numbers -> by how much the kernels of the forward and of the
+        # backward hold more than planned
+        self.excess_bytes: list[tuple[int, int] | None] = []
+        if self.num_numbers or any("with_effects" in str(n.target) for n in self.joint.graph.nodes):
+            raise TraceError(
+                "a piece of this step has an operator with an effect, such as a check, or takes a "
+                "number that changes, and Inductor's pieces have neither; use "
+                'executor="eager"'
+            )
+
+    def step(self, copied: Copied) -> FusedStep:
+        """Returns the piece's kernels, with copies of some inputs and results."""
+        if copied not in self._fused:
+            self._fused[copied] = fuse(self.traced(copied))
+        return self._fused[copied]
+
+    def split(self, copied: Copied, schedule: Schedule) -> SplitStep:
+        """Returns the graphs of both halves under a schedule of kernels."""
+        fused = self.step(copied)
+        return split(fused.step, fused.unfused(schedule), is_free_order=True)
+
+    def compiled(self, copied: Copied, schedule: Schedule) -> tuple[BoxedFunction, BoxedFunction]:
+        """Returns both halves; their kernels hold what the schedule does where that is possible."""
+        fused, halves = self.step(copied), self.split(copied, schedule)
+        resident_bytes, mark = fused.graph.resident_bytes, schedule.num_forward_steps
+        bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
+        planned = [int(max(half, default=0)) for half in (bytes_at[:mark], bytes_at[mark:])]
+        kernels = CompiledHalves(fused.step, halves, (planned[0], planned[1]))
+        forward, backward = halves.forward, halves.backward
+        num_forward = self.num_forward
+        forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_forward))
+        backward.graph.output_node().meta["user_visible_output_idxs"] = []
+        inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
+        with reporting_strides(inputs) as strides:
+            run_forward = kernels.compile(forward, inputs)
+        given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+        saved = strides[num_forward:]
+        for place, stride in enumerate(saved):
+            if stride is not None:
+                given[place] = given[place].as_strided(given[place].shape, stride)
+        run_backward = kernels.compile(backward, given, is_backward=True)
+        held = kernels.peaks_bytes
+        self.excess_bytes.append(held and (held[0] - planned[0], held[1] - planned[1]))
+        return run_forward, run_backward
+
+
+class FusedPiecewise(Piecewise):
+    """Runs a step in pieces, through Inductor."""
+
+    make_piece = FusedPiece
+
+    def install(
+        self,
+        path: Path,
+        copies: Sequence[Copied],
+        joined: JoinedStep,
+        held_bytes: int,
+        unplanned_bytes: int = 0,
+    ) -> JoinedPlan:
+        """Plans a path, again with less while its kernels would hold more than the budget.
+
+        Raises:
+            BudgetError: they would with each of the plans.
+        """
+        kernels_bytes: list[int] = []
+        for _ in range(ATTEMPTS):
+            try:
+                planned = super().install(path, copies, joined, held_bytes, unplanned_bytes)
+            except BudgetError:
+                if kernels_bytes:
+                    break
+                raise
+            budget_bytes = planned.solution.budget_bytes
+            excess_bytes = (planned.kernels_peak_bytes or 0) - budget_bytes
+            if excess_bytes <= 0:
+                return planned
+            del self.plans[path, held_bytes]
+            kernels_bytes.append(budget_bytes + unplanned_bytes + excess_bytes)
+            unplanned_bytes += excess_bytes
+        raise kernels_hold_too_much(kernels_bytes, budget_bytes + unplanned_bytes)
+
+    def kernels_peak_bytes(
+        self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule
+    ) -> int | None:
+        """Returns what the kernels will hold; None where Inductor does not say."""
+        steps, mark = schedule.steps, schedule.num_forward_steps
+        extra_bytes = [0] * len(steps)
+        excess = []
+        for piece, number in zip(path, numbers, strict=True):
+            assert isinstance(piece, FusedPiece), "all pieces of a step are made alike"
+            excess.append(piece.excess_bytes[number])
+        for time, index in enumerate(steps):
+            own = excess[joined.origin[index][0]] if index in joined.origin else (0, 0)
+            if own is None:
+                return None
+            extra_bytes[time] = own[time >= mark]
+        return int(max(simulate(joined.graph, schedule).bytes_at + extra_bytes, default=0))
+
+    def compile(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compile_forward: Callable[[fx.GraphModule, Any], Any],
+        compile_backward: Callable[[fx.GraphModule, Any], Any],
+        partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    ) -> Callable[..., Any]:
+        """Returns a dynamo graph compiled as Inductor does, its joint graph split by `partition`.
+
+        Its halves run what each plan says, and are compiled once there is one.
+        """
+        refuse_lost_updates(module)
+        joints: list[fx.GraphModule] = []
+
+        def cut(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            joints.append(joint)
+            return partition(joint, inputs, **kwargs)
+
+        def compile_half(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if not joints:  # nothing needs a gradient
+                return compile_fx_inner(graph, inputs, **kwargs)
+            compile_ = compile_backward if kwargs.get("is_backward") else compile_forward
+            return compile_(graph, inputs)
+
+        patches = {"custom_partitioner_fn": inductor_partitioner(cut)}
+        with backward_without_autocast(), halves_compiled_at_once():
+            compiled: Callable[..., Any] = compile_fx(
+                copied_module(module),
+                list(example_inputs),
+                inner_compile=compile_half,
+                config_patches=patches,
+            )
+        return compiled

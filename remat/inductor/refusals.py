@@ -1,0 +1,30 @@
+"""What Inductor would compute wrongly."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from remat.core.errors import TraceError
+
+
+def refuse_lost_updates(module: fx.GraphModule) -> None:
+    """Refuses a graph that changes a float64 tensor without dimensions on the CPU.
+
+    Inductor takes such tensors as numbers, so the new value is lost (torch 2.13). That dynamo's
+    fake tensor was changed shows in its version.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 0
+            and value.dtype == torch.float64
+            and value.device.type == "cpu"
+            and value._version
+        ):
+            raise TraceError(
+                f"the step changes {node.name}, a float64 tensor without dimensions on the CPU, "
+                "and Inductor would lose the new value (torch 2.13); make it float32 or of shape "
+                '(1,), or use executor="eager"'
+            )

@@ -1,0 +1,200 @@
+"""Steps cut into pieces, each compiled by Inductor, under one budget."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from tests.support.broken_steps import MODELS, batch
+from tests.support.planned import loss_of
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
+    ),
+    # torch 2.13's, where `torch.compile` imports Inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    # `torch.compile`'s own, where a piece takes a tensor that has a gradient
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+OPTIONS: dict[str, Any] = {
+    "executor": "inductor",
+    "costs": "roofline",
+    "time_limit_s": 1.0,
+    "plan_cache": False,
+}
+
+
+def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list[Any]:
+    """Loss, gradients, buffers and random numbers of a step."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = loss_of(call(x))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), torch.rand(3), *gradients, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize("name", ["Broken", "Views", "Branches"])
+def test_pieces_compute_what_torch_compile_does(name: str) -> None:
+    """Dropout included, to the bit; from the second step on by the plan of all pieces.
+
+    One more where that has to leave more room between them.
+    """
+    model = MODELS[name]()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(plain)
+    remat.checkpoint(model, "85%", **OPTIONS)
+    for seed in (0, 2, 0, 2):
+        got = state_after(model, model, batch(seed), seed)
+        for ours, theirs in zip(got, state_after(plain, compiled, batch(seed), seed), strict=True):
+            assert ours is None if theirs is None else torch.equal(ours, theirs)
+    report = remat.report(model)
+    assert report.num_pieces > 1
+    assert report.executor == "Inductor's kernels"
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["InPlace", "Buffer", "ChangesOnOneBranch", "Unused"])
+def test_what_eager_code_changes_is_what_it_is_in_plain_pytorch(name: str) -> None:
+    """`torch.compile` refuses the backward of the first three, and fills zeros in the last."""
+
+    model = MODELS[name]().double()
+    model.count = model.count.float()  # Inductor loses changes of a float64 one
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, "100%", **OPTIONS)
+    for seed in (0, 2, 1):
+        x = batch(seed).double()
+        got = state_after(model, model, x, seed)
+        for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
+            assert (ours is None) == (theirs is None)
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_change_that_inductor_would_lose_is_refused(*, is_cut: bool) -> None:
+    """`torch.compile` leaves such a buffer as it was (torch 2.13)."""
+
+    class Counts(nn.Module):
+        count: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4).double()
+            self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            if is_cut:
+                torch._dynamo.graph_break()
+            self.count.add_(1)
+            if is_cut:
+                torch._dynamo.graph_break()
+            out: torch.Tensor = (self.layer(x) * self.count).sum()
+            return out
+
+    model = Counts()
+    remat.checkpoint(model, "100%", **OPTIONS)
+    with pytest.raises(remat.TraceError, match="Inductor would lose the new value"):
+        model(torch.randn(3, 4, dtype=torch.float64))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(32), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = self.head(x).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize("budget", ["100%", "55%"])
+def test_blocks_are_compiled_once_and_hold_what_was_foretold(budget: str) -> None:
+    """What the eager head holds while it runs is not planned: some hundred bytes."""
+    model, x = Stack(), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    for layer in plain.layers:
+        layer.compile()
+    remat.checkpoint(model, budget, blocks=model.layers, **OPTIONS)
+    for seed in range(2):
+        got = state_after(model, model, x, seed)
+        for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
+            assert torch.equal(ours, theirs)
+    report = remat.report(model)
+    assert report.kernels_peak_bytes is not None and report.measured_peak_bytes is not None
+    assert 0 <= report.measured_peak_bytes - report.kernels_peak_bytes < 2048
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from remat.inductor import fused_pieces
+
+    foretold: list[int | None] = []
+    true_bytes = fused_pieces.FusedPiecewise.kernels_peak_bytes
+
+    def more_at_first(self: Any, *args: Any) -> int | None:
+        foretold.append(true_bytes(self, *args))
+        assert foretold[-1] is not None
+        return foretold[-1] + 20_000 if len(foretold) == 1 else foretold[-1]
+
+    monkeypatch.setattr(fused_pieces.FusedPiecewise, "kernels_peak_bytes", more_at_first)
+    model = MODELS["Broken"]()
+    remat.checkpoint(model, "100%", **OPTIONS)
+    for seed in range(2):
+        state_after(model, model, batch(seed), seed)
+    report = remat.report(model)
+    assert len(foretold) == 2
+    assert report.solution.peak_bytes < report.budget_bytes - 10_000
+
+    monkeypatch.setattr(
+        fused_pieces.FusedPiecewise, "kernels_peak_bytes", lambda *_: report.budget_bytes + 20_000
+    )
+    torch._dynamo.reset()
+    again = MODELS["Broken"]()
+    remat.checkpoint(again, "100%", **OPTIONS)
+    with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
+        again(batch(0))
+
+
+def test_a_piece_with_an_effect_is_refused_and_auto_runs_it() -> None:
+    for executor in ("inductor", "auto"):
+        torch._dynamo.reset()
+        model = MODELS["Checked"]()
+        if executor == "auto":
+            model.compile()  # auto takes Inductor then
+        remat.checkpoint(model, "100%", **{**OPTIONS, "executor": executor})
+        if executor == "inductor":
+            with pytest.raises(remat.TraceError, match=r'an effect.*use executor="eager"'):
+                model(batch(0))
+        else:
+            loss_of(model(batch(0))).backward()
+            assert "operator by operator: Inductor can't run it" in remat.report(model).executor
