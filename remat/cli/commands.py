@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from remat.cli.arguments import check_output
 from remat.cli.doctor_command import doctor
 from remat.cli.factories import FACTORY_HELP, FactoryFailed, made_by, own_step
+from remat.cli.options import ExecutorOption
 from remat.cli.picture_commands import export, plot, report
 from remat.cli.solver_commands import bench, frontier, solve, sweep
 from remat.core.errors import BudgetError, RematError
@@ -116,6 +117,7 @@ def trace(
             metavar="NAME", help="Trace for this device, such as H100; it need not be present."
         ),
     ] = "",
+    executor: ExecutorOption = "eager",
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
 
@@ -134,7 +136,14 @@ def trace(
         from remat.face.api import trace as trace_model
 
         with own_step(factory):
-            graph = trace_model(made.model, made.args, made.kwargs, costs=costs, device=device)
+            graph = trace_model(
+                made.model,
+                made.args,
+                made.kwargs,
+                costs=costs,
+                device=device,
+                executor=executor,
+            )
     graph.save(output)
     show_graph(graph)
     typer.echo(f"saved to {output}")

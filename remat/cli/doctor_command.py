@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from remat.cli.factories import FACTORY_HELP, made_by, own_step
-from remat.cli.options import EXIT_CODES, Format, FormatOption, TimeLimitOption
+from remat.cli.options import EXIT_CODES, ExecutorOption, Format, FormatOption, TimeLimitOption
 from remat.core.budget import parse_budget
 
 _MARK = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}
@@ -53,6 +53,7 @@ def doctor(
         typer.Option(metavar="PERCENT", help="Exit with 1 if the plan's overhead is larger."),
     ] = None,
     time_limit: TimeLimitOption = 20.0,
+    executor: ExecutorOption = "eager",
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Check this installation, or whether a model's training step fits on a device.
@@ -76,6 +77,7 @@ def doctor(
             budget=budget,
             optimizer=optimizer,
             time_limit_s=time_limit,
+            executor=executor,
         )
         if format_ is Format.JSON:
             write_json(fit.record())

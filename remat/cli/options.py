@@ -46,6 +46,13 @@ BudgetOption = Annotated[
 SolverOption = Annotated[
     str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")
 ]
+ExecutorOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="eager, or inductor: the plan of fused kernels, on a device of this machine.",
+    ),
+]
 TimeLimitOption = Annotated[
     float,
     typer.Option(

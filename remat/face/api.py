@@ -17,7 +17,7 @@ from remat.core.solution import Solution
 from remat.face.blocks import PlannedBlocks, remove_blocks
 from remat.face.planned_module import PlannedCall, install
 from remat.face.step_function import PlannedFunction, StepFunction, as_step, planned_step
-from remat.face.tracing import trace_for, trace_pieces
+from remat.face.tracing import check_traced, trace_for, trace_kernels, trace_pieces
 from remat.face.tracing import trace_step as trace_step
 from remat.look.report import Report
 from remat.plan.distributed import planned_part
@@ -207,6 +207,7 @@ def trace(
     costs: str | CostModel = "roofline",
     autocast: torch.dtype | None = None,
     differentiate: str = "scalars",
+    executor: str = "eager",
 ) -> Graph:
     """Returns the graph of one training step of `model(*args, **kwargs)`, a module or a function.
 
@@ -225,16 +226,26 @@ def trace(
         autocast: the dtype of `torch.autocast` on `device`; without `device`, an autocast around
             the call applies.
         differentiate: see `checkpoint`.
+        executor: "eager" for the operators, "inductor" for the kernels that `checkpoint` plans with
+            that executor: their peak is near that of the compiled code, which only compiling shows.
+            Then `device` must be of this machine, and the step one graph.
 
     Raises:
-        ValueError: an unknown device, `autocast` without a device, or costs measured on this
-            machine for another device.
+        ValueError: an unknown device or executor, `autocast` without a device, or costs measured on
+            this machine for another device.
         TraceError: the step can't be captured, has nothing to differentiate, or needs data between
             two pieces.
     """
-    if device:
-        return trace_for(
-            device_named(device),
+    check_traced(executor)
+    if autocast is not None and not device:
+        raise ValueError(
+            "autocast= is the dtype of autocast on device=, and no device was given; put "
+            "torch.autocast around the call, or name a device"
+        )
+    target = device_named(device) if device else None
+    if executor == "inductor":
+        return trace_kernels(
+            target,
             model,
             args,
             kwargs,
@@ -242,10 +253,15 @@ def trace(
             autocast=autocast,
             differentiate=differentiate,
         )
-    if autocast is not None:
-        raise ValueError(
-            "autocast= is the dtype of autocast on device=, and no device was given; put "
-            "torch.autocast around the call, or name a device"
+    if target:
+        return trace_for(
+            target,
+            model,
+            args,
+            kwargs,
+            costs=costs,
+            autocast=autocast,
+            differentiate=differentiate,
         )
     try:
         return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.core.errors import RematError, TraceError
+from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.pieces.break_messages import OUT_OF_THE_PIECES
 from remat.run.capture import GraphBreak, Step, device_type, make_backend, needs_gradient
@@ -52,18 +53,45 @@ def captured_step(
     on_device_type: str = "",
 ) -> TracedStep:
     """Captures one step on fake copies of parameters, buffers and inputs, without running it."""
-    captured: list[TracedStep] = []
+    costs = resolve_costs(costs, on_device_type or device_type(model))
+    options = {"differentiate": differentiate, "on_device_type": on_device_type}
+    step = _captured(make_backend, model, args, kwargs, costs, **options)
+    assert isinstance(step, TracedStep), "a step on fake tensors is captured as one graph"
+    return step
 
-    def plan(step: Step) -> Solution:
-        assert isinstance(step, TracedStep), "a step on fake tensors is captured as one graph"
+
+def captured_kernels(
+    model: nn.Module, args: Any, kwargs: Any, *, costs: str | CostModel, differentiate: str
+) -> Graph:
+    """Returns the graph of one step in Inductor's kernels, captured as by `captured_step`."""
+    # Inductor takes seconds to import
+    from remat.inductor.backend import make_inductor_backend
+
+    model_costs = resolve_costs(costs, device_type(model))
+    make = make_inductor_backend
+    return _captured(make, model, args, kwargs, model_costs, differentiate=differentiate).graph
+
+
+def _captured(
+    make: Callable[..., Any],
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    costs: CostModel,
+    *,
+    differentiate: str,
+    on_device_type: str = "",
+) -> Step:
+    captured: list[Step] = []
+
+    def plan(step: Step, **_: Any) -> Solution:
         captured.append(step)
         raise _CapturedError
 
-    model_costs = resolve_costs(costs, on_device_type or device_type(model))
     with on_fakes(model, args, kwargs, on_device_type) as (fake_args, fake_kwargs):
-        backend = make_backend(
+        backend = make(
             plan,
-            model_costs,
+            costs,
             lambda _: None,
             differentiate=differentiate,
             model_bytes=partial(model_bytes, model),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from remat.core.errors import TraceError
 from remat.core.graph import Graph
 from remat.face.capturing import (
+    captured_kernels,
     captured_step,
     check_module,
     compile_call,
@@ -28,6 +31,44 @@ from remat.tracers.cost_models import resolve_costs, roofline
 from remat.tracers.costs import CostModel
 from remat.tracers.devices import Device
 from remat.tracers.retarget import as_on, traced_on
+
+
+def check_traced(executor: str) -> None:
+    """Raises `ValueError` for an executor whose graph can't be traced."""
+    if executor not in ("eager", "inductor"):
+        raise ValueError(f'executor={executor!r} is neither "eager" nor "inductor"')
+
+
+def trace_kernels(
+    device: Device | None,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    autocast: torch.dtype | None = None,
+    differentiate: str = "scalars",
+) -> Graph:
+    """Returns the graph of a step in Inductor's kernels; None is the model's own device.
+
+    Raises:
+        ValueError: this machine has no device of that kind.
+    """
+    step = _checked(model, args, kwargs)
+    kind = device.type if device else device_type(step)
+    if kind == "cuda" and not torch.cuda.is_available():
+        wanted = device.name if device else "that of the model"
+        raise ValueError(
+            'executor="inductor" plans the kernels of devices that are there, and this machine has '
+            f'no GPU such as {wanted}; use executor="eager", which traces for any device'
+        )
+    if device and costs == "roofline":
+        costs = roofline(device)
+    with (
+        called_directly(ddps_in(step)),
+        as_on(device, autocast=autocast) if device else nullcontext(),
+    ):
+        return captured_kernels(step, args, kwargs or {}, costs=costs, differentiate=differentiate)
 
 
 def trace_for(
@@ -71,13 +112,7 @@ def trace_step(
 
     `on_device_type` puts the fake copies on `cpu` or `cuda`, wherever the model is.
     """
-    if not isinstance(args, list | tuple):
-        raise TypeError(
-            f"args must be a tuple of the model's arguments, and {type(args).__name__} was "
-            "given; write args=(batch,)"
-        )
-    step = as_step(model, args, kwargs)
-    check_module(step, args, kwargs or {})
+    step = _checked(model, args, kwargs)
     with called_directly(ddps_in(step)):
         return captured_step(
             step,
@@ -87,6 +122,20 @@ def trace_step(
             differentiate=differentiate,
             on_device_type=on_device_type,
         )
+
+
+def _checked(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> nn.Module:
+    """Returns the step as a module, if this call of it can be planned."""
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            f"args must be a tuple of the model's arguments, and {type(args).__name__} was "
+            "given; write args=(batch,)"
+        )
+    step = as_step(model, args, kwargs)
+    check_module(step, args, kwargs or {})
+    return step
 
 
 def trace_pieces(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ def examine() -> Iterator[Finding]:
     yield from _torch()
     for name in _BACKENDS:
         yield _module(name)
+    yield _inductor()
     yield _cache()
     yield _self_check()
 
@@ -78,6 +80,17 @@ def _module(name: str) -> Finding:
     except ImportError as reason:
         return Finding(name, False, f"does not import: {reason}")
     return Finding(name, True, importlib.metadata.version(name))
+
+
+def _inductor() -> Finding:
+    """What `executor="inductor"` compiles with."""
+    compiler = shutil.which("g++")
+    found = [f"{compiler} for CPUs" if compiler else "no g++, so not for CPUs"]
+    try:
+        found.append(f"triton {importlib.metadata.version('triton')} for GPUs")
+    except importlib.metadata.PackageNotFoundError:
+        found.append("no triton, so not for GPUs")
+    return Finding("inductor", None, "; ".join(found))
 
 
 def _cache() -> Finding:

@@ -29,6 +29,7 @@ def fits(
     autocast: torch.dtype | None = None,
     solver: str | Solver = "auto",
     time_limit_s: float = 20.0,
+    executor: str = "eager",
 ) -> Fit:
     """Returns whether a training step of `model(*args, **kwargs)` fits, and its plan and memory.
 
@@ -51,9 +52,12 @@ def fits(
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         time_limit_s: how long the search for the least peak may take, and how long a solver that
             is given by name.
+        executor: "eager", or "inductor" for a step in fused kernels, on a device of this machine.
+            Their peak is near that of the compiled code, which only compiling shows.
 
     Raises:
-        ValueError: an unknown device or optimizer, a malformed budget, or a negative reserve.
+        ValueError: an unknown device, executor or optimizer, a malformed budget, or a negative
+            reserve.
         TypeError: the optimizer is not one, or can't step on fake tensors.
         TraceError: the step can't be captured as one graph.
     """
@@ -67,6 +71,7 @@ def fits(
         autocast=autocast,
         solver=solver,
         time_limit_s=time_limit_s,
+        executor=executor,
     )
     graph = question.trace(args, kwargs)
     return replace(question.answer(graph), plain_bytes=question.plain_bytes(graph, args, kwargs))

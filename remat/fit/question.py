@@ -20,7 +20,7 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.face.step_function import as_step
-from remat.face.tracing import trace_for
+from remat.face.tracing import check_traced, trace_for, trace_kernels
 from remat.fit.answer import Fit
 from remat.fit.footprint import Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
@@ -49,6 +49,7 @@ class Question:
         solver: a name or a solver.
         time_limit_s: how long the search for the least peak may take, and how long a solver that
             is given by name.
+        executor: what runs the plan, `eager` or `inductor`.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Question:
     autocast: torch.dtype | None
     solver: str | Solver
     time_limit_s: float
+    executor: str = "eager"
 
     @classmethod
     def of(
@@ -74,9 +76,11 @@ class Question:
         autocast: torch.dtype | None = None,
         solver: str | Solver = "auto",
         time_limit_s: float = 20.0,
+        executor: str = "eager",
     ) -> Question:
         """Returns the question for arguments of `fits`, which describes them."""
         step = as_step(model)
+        check_traced(executor)
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
         target = device_named(device) if device else local_device()
@@ -91,11 +95,13 @@ class Question:
             autocast,
             solver,
             time_limit_s,
+            executor,
         )
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
         """Returns the graph of the step as the device would run it."""
-        return trace_for(
+        of_executor = trace_kernels if self.executor == "inductor" else trace_for
+        return of_executor(
             self.device, self.model, args, kwargs, costs="roofline", autocast=self.autocast
         )
 

@@ -85,10 +85,4 @@ def test_a_compiled_module_with_a_graph_break_runs_in_pieces() -> None:
     model(torch.randn(4, 8)).backward()
     report = remat.report(model)
     assert report.num_pieces > 1
-    assert "as one graph" in report.executor
-
-
-def test_blocks_are_not_left_to_inductor_silently() -> None:
-    model = Net()
-    with pytest.raises(ValueError, match="leave one of them out"):
-        remat.checkpoint(model, "100%", executor="inductor", blocks=[model.layers])
+    assert report.executor.startswith("Inductor's kernels: the module was compiled before")

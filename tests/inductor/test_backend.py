@@ -382,6 +382,32 @@ def test_a_kernel_that_nothing_reads_before_it_runs_again_is_left_out() -> None:
     assert {index for index in repeated if steps.count(index) == 2} == repeated
 
 
+def test_a_traced_graph_of_kernels_is_the_one_that_is_planned() -> None:
+    traced_graph = remat.trace(Net(), (batch(),), executor="inductor")
+    model = Net()
+    remat.checkpoint(
+        model, "80%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
+    )
+    model(batch()).backward()
+    assert remat.report(model).graph.fingerprint == traced_graph.fingerprint
+    assert traced_graph.fingerprint != remat.trace(Net(), (batch(),)).fingerprint
+
+
+def test_a_step_in_kernels_fits_in_less_than_one_of_operators() -> None:
+    answers = {
+        executor: remat.fits(
+            Net(), (batch(),), budget="100%", optimizer="none", executor=executor, time_limit_s=2.0
+        )
+        for executor in ("eager", "inductor")
+    }
+    assert all(answers.values())
+    assert answers["inductor"].budget_bytes < answers["eager"].budget_bytes  # keeping everything
+    with pytest.raises(ValueError, match="this machine has no GPU such as H100"):
+        remat.fits(Net(), (batch(),), device="H100", executor="inductor")
+    with pytest.raises(ValueError, match='is neither "eager" nor "inductor"'):
+        remat.trace(Net(), (batch(),), executor="auto")
+
+
 class Scored(nn.Module):
     """Returns a loss and the scores that it is of, as language models do."""
 
