@@ -224,9 +224,12 @@ def _group_norm_backward(call: Call) -> int:
 def _batch_norm(call: Call) -> int | None:
     """Normalization.cpp: mean and variance of each channel.
 
-    With channels last, also one number per thread and channel (cpu/batch_norm_kernel.cpp).
+    With channels last, also one number per thread and channel (cpu/batch_norm_kernel.cpp). Of
+    inputs without positions, some machines' kernels hold twice as much.
     """
     spec: TensorSpec = call.args[0]
+    if len(spec.shape) == 2:
+        return None
     channels, wide = spec.shape[1], max(4, spec.dtype.itemsize)
     if spec.is_contiguous:
         return 2 * wide * channels
@@ -245,6 +248,7 @@ def _batch_norm_backward(call: Call) -> int | None:
         gradient.stride != spec.stride
         or not (spec.is_contiguous or spec.is_channels_last)
         or not call.argument("output_mask")[0]
+        or call.argument("weight") is None  # then it depends on the machine's kernels
     ):
         return None
     return max(

@@ -40,6 +40,12 @@ _KEPT = frozenset({
     aten.tensor_split.tensor_indices_or_sections, aten.unsafe_chunk.default,
     aten.stft.center, aten.istft.default, aten.matmul.out,
 })  # fmt: skip
+# Operators that copy all memory of their first argument, a view's as well (`clone_preserve_strides`
+# in TensorShape.cpp and functionalization's inverses of views, 2.13).
+_COPY_ALL_MEMORY = frozenset({
+    aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter,
+    aten.as_strided_scatter,
+})  # fmt: skip
 
 
 @contextmanager
@@ -75,6 +81,8 @@ def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -> Any:
     """Returns an operator's result on fake tensors in the layout that its kernel returns."""
+    if getattr(operator, "overloadpacket", None) in _COPY_ALL_MEMORY:
+        return _in_all_memory(result, args[0])
     if not _may_differ(operator, result, args, kwargs):
         return result
     found = layouts_of(Call.made(operator, args, kwargs, result))
@@ -109,6 +117,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
         return False
     return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+
+
+def _in_all_memory(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Returns the result in a copy of all memory of `source`, at the same place.
+
+    Unchanged where elements of the source overlap.
+    """
+    shape, stride, offset = source.shape, source.stride(), source.storage_offset()
+    is_overlapping = any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True))
+    size_bytes = source.untyped_storage().nbytes()
+    if is_overlapping or result.untyped_storage().nbytes() == size_bytes:
+        return result
+    num_elements = size_bytes // source.dtype.itemsize
+    memory = torch.empty(num_elements, dtype=result.dtype, device=result.device)
+    return memory.as_strided(shape, stride, offset)
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -241,6 +241,39 @@ def test_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, 
         assert [s for s, n in zip(got.stride(), got.shape, strict=True) if n > 1] == [
             s for s, n in zip(want.stride(), want.shape, strict=True) if n > 1
         ]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: torch.ops.aten.copy(x, torch.ones(x.shape)),
+        lambda x: torch.ops.aten.slice_scatter(x, torch.ones(1, *x.shape[1:]), 0, 0, 1),
+        lambda x: torch.ops.aten.select_scatter(x, torch.ones(x.shape[1:]), 0, 0),
+        lambda x: torch.ops.aten.diagonal_scatter(x, torch.ones(min(x.shape))),
+    ],
+    ids=["copy", "slice", "select", "diagonal"],
+)
+@pytest.mark.parametrize("part", ["middle", "first rows", "last row", "columns", "repeated"])
+def test_what_copies_a_view_copies_all_its_memory(
+    operator: Callable[[torch.Tensor], torch.Tensor], part: str
+) -> None:
+    """Circular padding is made of these; their fakes are as large as what the view spans."""
+    whole = torch.randn(6, 8)
+    views = {
+        "middle": whole[1:3, 2:5],
+        "first rows": whole[:2],
+        "last row": whole[5:],
+        "columns": whole.t()[1:4],
+        "repeated": whole[:1, :1].expand(3, 4),
+    }
+    real = operator(views[part])
+    with plain_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        memory = mode.from_tensor(whole, static_shapes=True)
+        view = views[part]
+        fake = operator(memory.as_strided(view.shape, view.stride(), view.storage_offset()))
+    assert fake.shape == real.shape
+    assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    assert (fake.stride(), fake.storage_offset()) == (real.stride(), real.storage_offset())
 
 
 class DividesNumbers(nn.Module):

@@ -248,6 +248,33 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("shape", [(4, 10), (64, 16), (8, 4, 6, 6)])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_workspace_of_batch_norm_with_and_without_a_weight(
+    shape: tuple[int, ...], *, has_weight: bool
+) -> None:
+    """It depends on the machine's kernels where there is no weight, or one number a channel."""
+    norm = {
+        2: nn.BatchNorm1d(shape[1], affine=has_weight),
+        4: nn.BatchNorm2d(shape[1], affine=has_weight),
+    }[len(shape)]
+    scale = nn.Linear(1, 1)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.scale = norm, scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.norm(x * self.scale.weight.sum()).pow(2).sum()
+            return out
+
+    for call in distinct_calls(joint_graph(Scaled(), {"x": torch.randn(shape)})):
+        with torch.no_grad():
+            held, _ = allocated(replay._run_of(call))
+        assert workspace_bytes(call, "cpu") == held, call
+
+
 def test_batch_norm_in_bfloat16_saves_half_of_what_its_fake_says() -> None:
     """The one operator of those models whose outputs are not as large as its fake's (torch
     2.13).
