@@ -24,6 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
     # `torch.compile`'s own, where a piece takes a tensor that has a gradient
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # torch 2.11's, of itself and of a list between two pieces
+    pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
 OPTIONS: dict[str, Any] = {
@@ -185,6 +188,9 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
         again(batch(0))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="the check of this model is no effect in torch 2.11"
+)
 def test_a_piece_with_an_effect_is_refused_and_auto_runs_it() -> None:
     for executor in ("inductor", "auto"):
         torch._dynamo.reset()
