@@ -76,7 +76,7 @@ def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
     sources |= {str(path.relative_to(ROOT)) for path in (ROOT / "remat").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
     assert "remat = remat.cli.commands:main" in entry_points
-    assert "[torch_dynamo_backends]\nremat = remat.face.planned_module:backend" in entry_points
+    assert "[torch_dynamo_backends]\nremat = remat.face.compile_backend:backend" in entry_points
 
 
 def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> None:

@@ -1,19 +1,15 @@
-"""Planned modules: what `checkpoint` and `wrap` put behind `module(...)`.
-
-The `torch.compile` backend `remat` is here too.
-"""
+"""Planned modules: what `checkpoint` and `wrap` put behind `module(...)`."""
 
 from __future__ import annotations
 
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.core.budget import describe_bytes
@@ -35,9 +31,9 @@ from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes, tensors_of, there_bytes
-from remat.plan.distributed import bucket_bytes, refuse_sharded
+from remat.plan.distributed import refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
-from remat.plan.planner import Options, Plans
+from remat.plan.planner import Plans
 from remat.run.capture import (
     GraphBreak,
     PlannedStep,
@@ -48,8 +44,6 @@ from remat.run.capture import (
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
 from remat.torch_border.dynamo import (
-    compile_reason,
-    is_ddp_optimizer_on,
     largest_shape,
     without_dynamic_marks,
 )
@@ -367,52 +361,3 @@ def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
     if not shape:
         return tensor
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-
-@dataclass
-class BackendState:
-    """What the `torch.compile` backend planned, for tests and reports."""
-
-    pieces: list[PlannedStep] = field(default_factory=list)
-
-
-BACKEND_STATE = BackendState()
-
-
-def backend(
-    module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-) -> Callable[..., Any]:
-    """The `torch.compile` backend `remat`.
-
-    `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
-
-    Options are those of `remat.checkpoint`; `budget` is required on a CPU.
-    """
-    options = Options(**{"budget": None, **(kwargs.get("options") or {})})
-    if bucket_bytes() and is_ddp_optimizer_on():
-        raise TraceError(
-            "inside of DistributedDataParallel torch.compile cuts the graph at the borders of "
-            "DDP's buckets, and this backend plans one graph at a time; set "
-            "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
-        )
-    reason = compile_reason(module)
-    if reason is not None and reason.graph_break:
-        raise TraceError(
-            f"the step has a graph break ({reason.reason}), and this backend plans one graph at "
-            "a time; remat.checkpoint plans the pieces together"
-        )
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    plans, kind = Plans(options), "cuda" if any(t.is_cuda for t in tensors) else "cpu"
-    plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
-    costs = resolve_costs(options.costs, kind)
-    make = make_backend
-    if options.executor in ("inductor", "auto"):
-        from remat.inductor.backend import make_inductor_backend as make
-    inner = make(
-        plans,
-        costs,
-        BACKEND_STATE.pieces.append,
-        differentiate=options.differentiate,
-        plain_steps=PlainSteps.asked(options.on_unsupported, "the compiled model"),
-    )
-    return inner(module, example_inputs)  # type: ignore[no-any-return]

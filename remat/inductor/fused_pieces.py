@@ -100,10 +100,46 @@ class FusedPiece(Piece):
         return run_forward, run_backward
 
 
+def compiled_by_inductor(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_forward: Callable[[fx.GraphModule, Any], Any],
+    compile_backward: Callable[[fx.GraphModule, Any], Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[..., Any]:
+    """Returns a dynamo graph compiled as Inductor does, its joint graph split by `partition`.
+
+    Its halves run what each plan says, and are compiled once there is one.
+    """
+    refuse_lost_updates(module)
+    joints: list[fx.GraphModule] = []
+
+    def cut(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        joints.append(joint)
+        return partition(joint, inputs, **kwargs)
+
+    def compile_half(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not joints:  # nothing needs a gradient
+            return compile_fx_inner(graph, inputs, **kwargs)
+        compile_ = compile_backward if kwargs.get("is_backward") else compile_forward
+        return compile_(graph, inputs)
+
+    patches = {"custom_partitioner_fn": inductor_partitioner(cut)}
+    with backward_without_autocast(), halves_compiled_at_once():
+        compiled: Callable[..., Any] = compile_fx(
+            copied_module(module),
+            list(example_inputs),
+            inner_compile=compile_half,
+            config_patches=patches,
+        )
+    return compiled
+
+
 class FusedPiecewise(Piecewise):
     """Runs a step in pieces, through Inductor."""
 
     make_piece = FusedPiece
+    compile = staticmethod(compiled_by_inductor)
 
     def install(
         self,
@@ -151,38 +187,3 @@ class FusedPiecewise(Piecewise):
                 return None
             extra_bytes[time] = own[time >= mark]
         return int(max(simulate(joined.graph, schedule).bytes_at + extra_bytes, default=0))
-
-    def compile(
-        self,
-        module: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compile_forward: Callable[[fx.GraphModule, Any], Any],
-        compile_backward: Callable[[fx.GraphModule, Any], Any],
-        partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    ) -> Callable[..., Any]:
-        """Returns a dynamo graph compiled as Inductor does, its joint graph split by `partition`.
-
-        Its halves run what each plan says, and are compiled once there is one.
-        """
-        refuse_lost_updates(module)
-        joints: list[fx.GraphModule] = []
-
-        def cut(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            joints.append(joint)
-            return partition(joint, inputs, **kwargs)
-
-        def compile_half(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            if not joints:  # nothing needs a gradient
-                return compile_fx_inner(graph, inputs, **kwargs)
-            compile_ = compile_backward if kwargs.get("is_backward") else compile_forward
-            return compile_(graph, inputs)
-
-        patches = {"custom_partitioner_fn": inductor_partitioner(cut)}
-        with backward_without_autocast(), halves_compiled_at_once():
-            compiled: Callable[..., Any] = compile_fx(
-                copied_module(module),
-                list(example_inputs),
-                inner_compile=compile_half,
-                config_patches=patches,
-            )
-        return compiled

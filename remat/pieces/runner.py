@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
 from remat.pieces.captured_piece import Copied, Piece, signature
+from remat.pieces.compiled_piece import boxed, without_zeros_for_no_gradient
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, composed
 from remat.pieces.joiner import join
@@ -35,17 +35,17 @@ from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, residen
 from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
 from remat.run.capture import Step, compiled_by_aot, device_type, refuse_uncapturable
-from remat.run.executor import BoxedFunction, compile_graph
+from remat.run.executor import compile_graph
 from remat.run.refusals import refuse_what_has_no_size
-from remat.run.whole_step import note_planned
-from remat.torch_border.autograd import is_compiled_node
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.scalars import refuse_changing_sizes
-from remat.torch_border.sharded import is_sharded
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import mark_inference_inputs
 
 _LOG = logging.getLogger(__name__)
+
+
+Compile = Callable[..., Callable[..., Any]]
 
 
 class StepPlanner(Protocol):
@@ -73,11 +73,13 @@ class Piecewise:
         plan: the plan of that path.
         joined: the step that was joined last.
         make_piece: the class of its pieces.
+        compile: compiles a dynamo graph: its inputs, compilers of the halves, a partitioner.
         adjust: adds memory of parameters that are gathered and freed, given a joined step and its
             number of resident values.
     """
 
     make_piece: type[Piece] = Piece
+    compile: Compile = staticmethod(compiled_by_aot)
 
     def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
         self.module, self.plan_of, self.costs = module, plan, costs
@@ -138,26 +140,15 @@ class Piecewise:
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
-            return _boxed(partial(self.run_forward, pieces[-1])) if pieces else compile_graph(graph)
+            return boxed(partial(self.run_forward, pieces[-1])) if pieces else compile_graph(graph)
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return _boxed(partial(self.run_backward, pieces[-1]))
+            return boxed(partial(self.run_backward, pieces[-1]))
 
         compiled = self.compile(
             module, example_inputs, compile_forward, compile_backward, partition
         )
-        return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled
-
-    def compile(
-        self,
-        module: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compile_forward: Callable[[fx.GraphModule, Any], Any],
-        compile_backward: Callable[[fx.GraphModule, Any], Any],
-        partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    ) -> Callable[..., Any]:
-        """Returns a dynamo graph compiled, its joint graph split by `partition`."""
-        return compiled_by_aot(module, example_inputs, compile_forward, compile_backward, partition)
+        return without_zeros_for_no_gradient(compiled, self) if pieces else compiled
 
     def _piece(
         self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]
@@ -392,36 +383,3 @@ _NO_METER = StepMeter("cpu", 0)
 
 def _needs_gradient(result: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_of(result))
-
-
-def _boxed(call: BoxedFunction) -> BoxedFunction:
-    def run(args: list[Any]) -> Any:
-        return call(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands its inputs over in a list
-    return run
-
-
-def _without_zeros_for_no_gradient(
-    compiled: Callable[..., Any], owner: Piecewise
-) -> Callable[..., Any]:
-    """Returns a compiled piece whose backward gets None for results without a gradient.
-
-    Autograd would give it zeros. The piece's autograd nodes are noted as part of `owner`'s plan.
-    """
-    planned = weakref.ref(owner)
-
-    def run(*args: Any) -> Any:
-        results = compiled(*args)
-        # AOTAutograd wraps the gradients of sharded arguments, and expects all of them
-        if not any(is_sharded(arg) for arg in args):
-            nodes: set[Any] = {
-                result.grad_fn for result in results if isinstance(result, torch.Tensor)
-            }
-            for node in nodes:
-                if node is not None and is_compiled_node(node):
-                    node.set_materialize_grads(False)
-                    note_planned(node, planned)
-        return results
-
-    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""A compiled piece, as AOTAutograd and autograd see it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat.run.executor import BoxedFunction
+from remat.run.whole_step import note_planned
+from remat.torch_border.autograd import is_compiled_node
+from remat.torch_border.sharded import is_sharded
+
+
+def boxed(call: BoxedFunction) -> BoxedFunction:
+    """Returns a half to which AOTAutograd hands its inputs over in a list."""
+
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def without_zeros_for_no_gradient(compiled: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    """Returns a compiled piece whose backward gets None for results without a gradient.
+
+    Autograd would give it zeros. The piece's autograd nodes are noted as part of `owner`'s plan.
+    """
+    planned = weakref.ref(owner)
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        # AOTAutograd wraps the gradients of sharded arguments, and expects all of them
+        if not any(is_sharded(arg) for arg in args):
+            nodes: set[Any] = {
+                result.grad_fn for result in results if isinstance(result, torch.Tensor)
+            }
+            for node in nodes:
+                if node is not None and is_compiled_node(node):
+                    node.set_materialize_grads(False)
+                    note_planned(node, planned)
+        return results
+
+    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
