@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from remat.core.budget import describe_bytes
-from remat.core.errors import BudgetError
+from remat.core.errors import BudgetError, TraceError
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_plan import KernelPlan
 from remat.run.measured_forward import storages_of
@@ -48,7 +48,11 @@ class CompiledHalves:
         self._saved = [node.name for node in given[:num_saved]]
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Returns a half compiled by Inductor, whose options are `kwargs`."""
+        """Returns a half compiled by Inductor, whose options are `kwargs`.
+
+        Raises:
+            TraceError: Inductor can't.
+        """
         is_backward, device = bool(kwargs.get("is_backward")), self.step.graph.device
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         is_resident = [name in self._resident for name in names]
@@ -58,8 +62,14 @@ class CompiledHalves:
             frozenset(self._resident),
             device,
         )
-        with kernels.followed():
-            compiled = compile_fx_inner(graph, inputs, **kwargs)
+        try:
+            with kernels.followed():
+                compiled = compile_fx_inner(graph, inputs, **kwargs)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
+            raise TraceError(
+                f'Inductor can\'t compile this step: {why}; use executor="eager"'
+            ) from error
         _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
 
         module = compiled_module(compiled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -113,6 +113,21 @@ def test_a_change_that_inductor_would_lose_is_refused(*, is_cut: bool) -> None:
     remat.checkpoint(model, "100%", **OPTIONS)
     with pytest.raises(remat.TraceError, match="Inductor would lose the new value"):
         model(torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["Broken", "Whole"])
+def test_what_inductor_cant_compile_is_our_own_error(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("no such kernel\nand twenty lines more")
+
+    monkeypatch.setattr("remat.inductor.compiled_halves.compile_fx_inner", fails)
+    model: nn.Module = Stack() if name == "Whole" else MODELS[name]()
+    remat.checkpoint(model, "100%", **OPTIONS)
+    with pytest.raises(remat.TraceError, match=r"Inductor can't compile this step") as said:
+        model(torch.randn(8, 32) if name == "Whole" else batch(0))
+    assert str(said.value).endswith('RuntimeError: no such kernel; use executor="eager"')
 
 
 class Block(nn.Module):
