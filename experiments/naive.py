@@ -158,7 +158,7 @@ ALL = (
     ),
     _naive(
         "no gradient is a gradient of zeros", "remat/pieces/runner.py", "pieces/test_graph_breaks -k Unused",
-        ("return _without_zeros_for_no_gradient(compiled, self) if pieces else compiled", "return compiled"),
+        ("return without_zeros_for_no_gradient(compiled, self) if pieces else compiled", "return compiled"),
     ),
     _naive(
         "what gaps hold is left to luck", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'one_budget and Views'",

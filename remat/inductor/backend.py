@@ -31,11 +31,10 @@ from remat.run.capture import (
     PlannedStep,
     Planner,
     Step,
-    detach_non_scalars,
-    refuse_gradients,
     runs_once,
     with_missing_gradients,
 )
+from remat.run.other_outputs import detach_non_scalars, refuse_gradients
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import refuse_what_has_no_size
