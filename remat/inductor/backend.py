@@ -44,6 +44,7 @@ from remat.torch_border.inductor import (
     halves_compiled_at_once,
     inductor_compilers,
     inductor_partitioner,
+    leave_kept_graphs_to_the_backward,
 )
 from remat.tracers.aot import read_joint
 from remat.tracers.costs import CostModel
@@ -245,9 +246,9 @@ class _Compilation:
         step, meter = self.planned.step, self.planned.meter
         compiled = self._halves.compile(graph, inputs, **kwargs)
         run = compiled.current_callable
-        compiled.current_callable = (
-            runs_once(meter.backward(run), step, self.plain)
-            if kwargs.get("is_backward")
-            else meter.forward(run)
-        )
+        if kwargs.get("is_backward"):
+            leave_kept_graphs_to_the_backward()
+            compiled.current_callable = runs_once(meter.backward(run), step, self.plain)
+        else:
+            compiled.current_callable = meter.forward(run)
         return compiled

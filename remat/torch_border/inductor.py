@@ -37,6 +37,20 @@ def halves_compiled_at_once() -> Any:
     return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
 
 
+def leave_kept_graphs_to_the_backward() -> None:
+    """Has AOTAutograd call a backward that keeps its graph, which then refuses in our words.
+
+    AOTAutograd's own check is on where `bw_donated_idxs` (2.13) is not empty; Inductor has read it
+    once a backward is compiled.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
+        metadata.bw_donated_idxs = []
+
+
 @contextmanager
 def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """Within, a graph may be compiled that AOTAutograd does not compile itself.

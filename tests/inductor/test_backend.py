@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,16 +21,17 @@ from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
 from remat.tracers.aot import TracedStep
-from tests.support.planned import UNLIMITED, ChangedBuffer, Given, call_of, keep_all, keep_nothing
+from tests.support.planned import (
+    COMPILES,
+    UNLIMITED,
+    ChangedBuffer,
+    Given,
+    call_of,
+    keep_all,
+    keep_nothing,
+)
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_torch"),
-    pytest.mark.skipif(
-        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
-    ),
-    # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
 
 
 class Layer(nn.Module):

@@ -1,9 +1,11 @@
-"""Training loops as people write them, through Inductor: they end where torch.compile's do."""
+"""Training loops within a budget, through Inductor: they end where torch.compile's do.
+
+More of them, without a budget, are in `promises/test_training_loops.py`.
+"""
 
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from tests.support.planned import COMPILES
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_torch"),
-    pytest.mark.skipif(
-        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
-    ),
-    # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
 
 Loop = Callable[[nn.Module, Callable[..., Any]], list[torch.Tensor]]
 
@@ -76,29 +72,9 @@ def accumulated(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
     return losses
 
 
-def evaluated(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
-    """Runs without gradients in between."""
-    losses = trained(model, step, batches(2))
-    model.eval()
-    with torch.no_grad():
-        losses.append(step(batches(1)[0])[0])
-    model.train()
-    return losses + trained(model, step, batches(2))
-
-
 def other_sizes(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
     """The last batch is smaller."""
     return trained(model, step, [*batches(2), *batches(1, size=48)])
-
-
-def frozen(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
-    """A layer is frozen for some steps."""
-    losses = trained(model, step, batches(1))
-    second: Any = model.second
-    second.requires_grad_(False)
-    losses += trained(model, step, batches(1))
-    second.requires_grad_(True)
-    return losses + trained(model, step, batches(1))
 
 
 def in_bfloat16(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
@@ -111,16 +87,7 @@ def in_bfloat16(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
     return trained(model, cast, batches(2))
 
 
-def two_calls(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
-    """Two forwards before a backward."""
-    (loss, _), (other, _) = map(step, batches(2))
-    (loss + 2 * other).backward()
-    return [loss.detach(), other.detach()]
-
-
-@pytest.mark.parametrize(
-    "loop", [accumulated, evaluated, other_sizes, frozen, in_bfloat16, two_calls]
-)
+@pytest.mark.parametrize("loop", [accumulated, other_sizes, in_bfloat16])
 def test_a_loop_ends_where_that_of_torch_compile_does(loop: Loop) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from typing import Any, NoReturn
 
 import pytest
@@ -13,21 +12,9 @@ from torch import nn
 
 import remat
 from tests.support.broken_steps import MODELS, batch
-from tests.support.planned import loss_of
+from tests.support.planned import COMPILES, loss_of
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_torch"),
-    pytest.mark.skipif(
-        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
-    ),
-    # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
-    # `torch.compile`'s own, where a piece takes a tensor that has a gradient
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    # torch 2.11's, of itself and of a list between two pieces
-    pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
 
 OPTIONS: dict[str, Any] = {
     "executor": "inductor",

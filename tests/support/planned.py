@@ -6,10 +6,12 @@ A solver that answers with given steps, and what a step leaves behind.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +23,23 @@ from remat.torch_border.modules import get_call
 
 Steps = Callable[[remat.Graph], Sequence[int]]
 UNLIMITED = 1 << 50
+
+# marks of tests that compile kernels
+COMPILES = [
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
+    ),
+    # torch 2.13's, where `torch.compile` imports Inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    # of `torch.compile` alone where it cuts a step
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # torch 2.11's, of itself and of a list between two pieces
+    pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
+]
+on_both_executors = pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=COMPILES)]
+)
 
 
 @final
@@ -74,11 +93,27 @@ SCHEDULES = {
 
 
 def planned(
-    model: nn.Module, steps_of: Steps = keep_nothing, *, differentiate: str = "scalars"
+    model: nn.Module,
+    steps_of: Steps = keep_nothing,
+    *,
+    differentiate: str = "scalars",
+    executor: str = "eager",
 ) -> nn.Module:
     return remat.checkpoint(
-        model, UNLIMITED, solver=Given(steps_of), costs="flops", differentiate=differentiate
+        model,
+        UNLIMITED,
+        solver=Given(steps_of),
+        costs="flops",
+        differentiate=differentiate,
+        executor=executor,
     )
+
+
+def reference(model: nn.Module, executor: str = "eager") -> nn.Module:
+    """What a planned step has to equal: plain PyTorch, or `torch.compile` alone."""
+    if executor == "inductor":
+        model.compile()
+    return model
 
 
 def call_of(model: nn.Module) -> PlannedCall:
@@ -87,9 +122,10 @@ def call_of(model: nn.Module) -> PlannedCall:
     return call
 
 
-def assert_same(got: Any, want: Any) -> None:
-    """Equal to the bit."""
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+def assert_same(got: Any, want: Any, *, executor: str = "eager") -> None:
+    """Equal to the bit; through Inductor, whose kernels a plan changes, to rounding."""
+    rtol, atol = (1e-4, 1e-5) if executor == "inductor" else (0.0, 0.0)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def loss_of(result: Any) -> torch.Tensor:
