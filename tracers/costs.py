@@ -16,7 +16,7 @@ import torch
 
 from . import devices
 from .calls import Call
-from .counts import CONVOLUTIONS, bytes_moved, flop_of, is_contraction
+from .counts import CONVOLUTIONS, bytes_moved, draws_of, flop_of, is_contraction
 from .workspace import workspace_bytes
 
 
@@ -92,7 +92,10 @@ class Roofline(CostModel):
 
     def cost_of(self, call: Call) -> OperatorCost:
         """Returns seconds and workspace of a call on this device."""
-        arithmetic_s = flop_of(call) / self._flop_per_s(call)
+        draws = draws_of(call)
+        arithmetic_s = (
+            draws / self.device.draws_per_s if draws else flop_of(call) / self._flop_per_s(call)
+        )
         traffic_s = bytes_moved(call) / self.device.bandwidth
         return OperatorCost(
             max(arithmetic_s, traffic_s) + self.device.launch_s,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .calls import Call, TensorSpec, aten
+from .calls import Call, OpOverload, TensorSpec, aten
 
 
 def bytes_moved(call: Call) -> int:
@@ -38,6 +38,16 @@ def flop_of(call: Call) -> int:
     if packet in _LOOKUPS:
         return sum(t.numel for t in call.outputs)
     return max((t.numel for t in (*call.inputs, *call.outputs)), default=0)
+
+
+def draws_of(call: Call) -> int:
+    """Returns how many random numbers a call draws: one per element of its largest result."""
+    if is_contraction(call) or not isinstance(call.target, OpOverload):
+        return 0
+    is_random = torch.Tag.nondeterministic_seeded in call.target.tags
+    if not is_random and str(call.target) != "prims.inductor_random.default":
+        return 0
+    return max((t.numel for t in call.outputs), default=0)
 
 
 def is_contraction(call: Call) -> bool:

@@ -26,6 +26,10 @@ _T, _G = 1e12, 1e9
 # 2019).
 _CUDA_LAUNCH_S = 3.8e-6
 
+# Philox4x32-10 (Salmon et al., 2011) for one number: ten rounds of some ten integer instructions,
+# for which a GPU has half as many units.
+_DRAW_FLOP = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -39,6 +43,7 @@ class Device:
         bandwidth: memory bandwidth, bytes/s.
         memory_bytes: the vendor's memory size, in decimal units; a program can use about as much.
         source: the document of the figures.
+        draws_per_s: random numbers a second.
         cuda_names: words that must all occur in the name that CUDA reports.
         launch_s: least time of one operator, in seconds.
         type: torch's device type, `cpu` or `cuda`.
@@ -53,6 +58,7 @@ class Device:
     bandwidth: float
     memory_bytes: int
     source: str
+    draws_per_s: float
     cuda_names: tuple[str, ...] = ()
     launch_s: float = _CUDA_LAUNCH_S
     type: str = "cuda"
@@ -78,7 +84,19 @@ def _gpu(
     *cuda_names: str,
 ) -> Device:
     fp32, tf32, bf16, fp16, fp8 = (figure * _T for figure in tflops)
-    return Device(name, fp32, tf32, bf16, fp16, fp8, gb_per_s * _G, gb * 10**9, source, cuda_names)
+    return Device(
+        name,
+        fp32,
+        tf32,
+        bf16,
+        fp16,
+        fp8,
+        gb_per_s * _G,
+        gb * 10**9,
+        source,
+        fp32 / _DRAW_FLOP,
+        cuda_names,
+    )
 
 
 _V100 = (
@@ -219,8 +237,9 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-# possible figures of a CPU: FLOP/s in three precisions, bytes/s, seconds per operator
-_FIGURES = (*((1e3, 1e18) for _ in range(4)), (0.0, 1.0))
+# possible figures of a CPU: FLOP/s in three precisions, bytes/s, seconds per operator, random
+# numbers a second
+_FIGURES = (*((1e3, 1e18) for _ in range(4)), (0.0, 1.0), (1e3, 1e18))
 
 
 @cache
@@ -231,7 +250,7 @@ def _cpu() -> Device:
     if figures is None:
         figures = _measure_cpu()
         store.put(key, figures)
-    fp32, bf16, fp16, bandwidth, launch_s = figures
+    fp32, bf16, fp16, bandwidth, launch_s, draws_per_s = figures
     source = f"measured on {key}"
     return Device(
         "cpu",
@@ -243,14 +262,15 @@ def _cpu() -> Device:
         bandwidth,
         _physical_memory_bytes(),
         source,
+        draws_per_s,
         launch_s=launch_s,
         type="cpu",
     )
 
 
 def _measure_cpu() -> tuple[float, ...]:
-    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, and seconds per
-    operator.
+    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, seconds per
+    operator, and random numbers a second of a dropout.
     """
     size = 512
     rates = []
@@ -260,7 +280,10 @@ def _measure_cpu() -> tuple[float, ...]:
     source = torch.ones(1 << 25, dtype=torch.uint8)
     bandwidth = 2 * source.nbytes / _best_s(torch.empty_like(source).copy_, source)
     one = torch.ones(1)
-    return (*rates, bandwidth, _best_s(torch.ops.aten.add.Tensor, one, one))
+    launch_s = _best_s(torch.ops.aten.add.Tensor, one, one)
+    mask, generator = torch.ones(1 << 18), torch.Generator()
+    draws_per_s = mask.numel() / _best_s(lambda: mask.bernoulli_(0.5, generator=generator))
+    return (*rates, bandwidth, launch_s, draws_per_s)
 
 
 def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:

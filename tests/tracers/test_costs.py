@@ -115,6 +115,22 @@ def test_roofline_is_arithmetic_or_traffic_and_a_launch() -> None:
     )
 
 
+def test_drawing_random_numbers_takes_longer_than_moving_them() -> None:
+    """Naive: a dropout costs its memory traffic, and plans compute masks again for nearly
+    nothing.
+    """
+    dropout = node_of(
+        aten.native_dropout.default, lambda x: aten.native_dropout(x, 0.5, True), (1 << 20,)
+    )
+    for name in ("cpu", "H100"):
+        device = devices.device(name)
+        drawn_s = (1 << 20) / device.draws_per_s
+        moved_s = 9 * (1 << 20) / device.bandwidth  # two floats and a byte of each element
+        cost_s = roofline(name).measure(dropout).cost_s
+        assert cost_s == pytest.approx(max(drawn_s, moved_s) + device.launch_s)
+        assert drawn_s > moved_s
+
+
 def test_expanded_inputs_are_read_once() -> None:
     node = node_of(
         aten.add.Tensor, lambda x, y: x + y.expand(512, 1024, 16), (512, 1024, 16), (16,)
