@@ -2,11 +2,12 @@
 
     python -m experiments.ablation FOLDER [--instances DIR] [--only NAME ...] [--seconds 20]
 
-FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published instances. Rows are
-written as they are made, so that an interrupted run continues where it stopped. A file has one
-commit and one machine: rows of another commit are made again. Shown are, for each technique and
-point, the changes of cost, gap and time against the solve with everything, as medians over the
-seeds.
+FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published instances. A
+technique is switched off where it ran in the solve with everything; elsewhere it changes nothing.
+Rows are written as they are made, so that an interrupted run continues where it stopped, one seed
+after the other. A file has one commit and one machine: rows of another commit are made again. Shown
+are, for each technique and point, the changes of cost, gap and time against the solve with
+everything, as medians over the seeds.
 
 A technique *helps* a point that costs 0.1 % more, or has a gap that is 0.3 points wider, without
 it, and *harms* one where the opposite holds. What helps fewer than three points goes.
@@ -19,6 +20,7 @@ import json
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,8 @@ from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
 from remat.core.schedule import Schedule, simulate
-from remat.solvers.auto.solver import NAMES, Auto
+from remat.solvers.auto.solver import NAMES, PARTS, Auto
+from remat.solvers.auto.technique import Technique
 from remat.tracers.synthetic import random_layered
 
 SEEDS = (0, 1)
@@ -95,6 +98,35 @@ def _published_budgets(path: Path) -> dict[str, int]:
     return {label: int(size) for label, size in json.loads(path.read_text())["budgets"].items()}
 
 
+class _Started(logging.Handler):
+    """Collects the names of the techniques that start."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.names: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.names.add(record.getMessage())
+
+
+@contextmanager
+def _starting() -> Iterator[set[str]]:
+    """Yields a set that gets the names of techniques as they start."""
+    handler, logger = _Started(), logging.getLogger(Technique.__module__)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield handler.names
+    finally:
+        logger.removeHandler(handler)
+
+
+def has_run(name: str, ran: Sequence[str]) -> bool:
+    """True where a technique ran, or one that it is a part of."""
+    return not {name, *PARTS.get(name, ())}.isdisjoint(ran)
+
+
 def _solve(point: Point, without: str, seed: int, time_limit_s: float) -> Row:
     solver = Auto(
         gap=0.0,
@@ -102,11 +134,13 @@ def _solve(point: Point, without: str, seed: int, time_limit_s: float) -> Row:
         seed=seed,
         without=() if without == NOTHING else (without,),
     )
-    solution = solver.solve(point.graph, budget_bytes=point.budget_bytes)
+    with _starting() as ran:
+        solution = solver.solve(point.graph, budget_bytes=point.budget_bytes)
     return facts(solution) | {
         "seconds": round(solution.wall_s, 3),
         "found_by": solution.found_by,
         "proved_by": solution.proved_by,
+        "ran": sorted(ran),
     }
 
 
@@ -204,16 +238,17 @@ def main() -> None:
     if not asked.show:
         warm_up()
     rows = Rows(asked.output, "ablation", options, is_fresh=False)
-    for point in () if asked.show else points(asked.folder, asked.instances, rows):
-        for seed in SEEDS:
-            for without in (NOTHING, *asked.only):
+    for seed in () if asked.show else SEEDS:
+        for point in points(asked.folder, asked.instances, rows):
+
+            def row(without: str, point: Point = point, seed: int = seed) -> Row:
                 key = {"point": point.name, "seed": seed, "without": without}
-                rows.row(
-                    key,
-                    lambda point=point, without=without, seed=seed: _solve(  # type: ignore[misc]
-                        point, without, seed, asked.seconds
-                    ),
-                )
+                return rows.row(key, lambda: _solve(point, without, seed, asked.seconds))
+
+            ran = row(NOTHING)["ran"]
+            for name in asked.only:
+                if has_run(name, ran):
+                    row(name)
     show(rows.rows)
 
 

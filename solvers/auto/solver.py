@@ -80,8 +80,12 @@ FIRST: tuple[Technique, ...] = (
 TECHNIQUES = (
     *STARTING, *FITTING, RELAXING, *BESIDE_RELAXING, *FIRST, *BOUNDING, *IMPROVING, OtherSeeds(),
 )  # fmt: skip
-# parts of techniques that can be switched off too
-PARTS = ("margins", "rounding-cuts", "recombination")
+# parts that can be switched off too, and the techniques that have them
+PARTS = {
+    "margins": ("relaxations",),
+    "rounding-cuts": ("relaxations", "window", "refinement"),
+    "recombination": ("restarts", "second-restarts", "other-seeds"),
+}
 NAMES = tuple(dict.fromkeys([*(technique.name for technique in TECHNIQUES), *PARTS]))
 
 _SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9  # of the time left: alone, beside a search

@@ -7,6 +7,7 @@ owns its tuned numbers, and can be switched off by name. Its results carry that 
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
 from remat.solvers.core.memory import leaving_out
 from remat.solvers.search.restarts import Restarts
+
+_LOG = logging.getLogger(__name__)
 
 LEAST_LARGE = 500  # operators; below, models with integers are solved quickly (published graphs)
 WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; above, slower techniques pay (traced steps)
@@ -154,6 +157,7 @@ class Technique(ABC):
         ):
             return
 
+        _LOG.debug("%s", self.name)
         search = solve.search
         with search.by(self.name), leaving_out(self.name, search.note_cut):
             self.run(solve)
