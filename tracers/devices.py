@@ -26,6 +26,11 @@ _T, _G = 1e12, 1e9
 # 2019).
 _CUDA_LAUNCH_S = 3.8e-6
 
+# Workspaces of cuBLAS for the forward's thread and for the backward's: torch's default of 8,320 KiB
+# each (CublasHandlePool.cpp); on Hopper and later, what an H100 showed (results/gpu_run.jsonl).
+_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 2 * 8_320 << 10, 65 << 20
+_HOPPER = ("H100", "H200", "B200")
+
 # Philox4x32-10 (Salmon et al., 2011) for one number: ten rounds of some ten integer instructions,
 # for which a GPU has half as many units.
 _DRAW_FLOP = 200
@@ -46,6 +51,7 @@ class Device:
         draws_per_s: random numbers a second.
         cuda_names: words that must all occur in the name that CUDA reports.
         launch_s: least time of one operator, in seconds.
+        library_bytes: what cuBLAS holds from its first product on.
         type: torch's device type, `cpu` or `cuda`.
     """
 
@@ -61,6 +67,7 @@ class Device:
     draws_per_s: float
     cuda_names: tuple[str, ...] = ()
     launch_s: float = _CUDA_LAUNCH_S
+    library_bytes: int = _CUBLAS_BYTES
     type: str = "cuda"
 
     def flop_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
@@ -96,6 +103,7 @@ def _gpu(
         source,
         fp32 / _DRAW_FLOP,
         cuda_names,
+        library_bytes=_CUBLAS_HOPPER_BYTES if cuda_names[0] in _HOPPER else _CUBLAS_BYTES,
     )
 
 
@@ -264,6 +272,7 @@ def _cpu() -> Device:
         source,
         draws_per_s,
         launch_s=launch_s,
+        library_bytes=0,
         type="cpu",
     )
 

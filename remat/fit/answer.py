@@ -139,9 +139,8 @@ class Fit:
         )
         if fixed > self.budget_bytes:
             share = -(-fixed // self.budget_bytes)
-            reserve = " and reserve" if self.held.reserve_bytes else ""
             return (
-                f"Parameters, gradients, optimizer state{reserve} alone take "
+                f"Parameters, gradients, optimizer state{self._beside} alone take "
                 f"{format_bytes(fixed)}, and recomputing does not change that: shard them over "
                 f"more than {share} such devices, or use an optimizer with less state."
             )
@@ -156,15 +155,19 @@ class Fit:
             "smaller batch or a larger device."
         )
 
+    @property
+    def _beside(self) -> str:
+        """What else is held throughout, in words."""
+        parts = {"reserve": self.held.reserve_bytes, "cuBLAS": self.held.library_bytes}
+        return "".join(f" and {name}" for name, size_bytes in parts.items() if size_bytes)
+
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE, pad_edge=False)
         table.add_column("at the peak of the step")
         table.add_column("keeping everything", justify="right")
         if self:
             table.add_column("planned", justify="right")
-        state = f"optimizer state ({self.held.optimizer.name})" + (
-            " and reserve" if self.held.reserve_bytes else ""
-        )
+        state = f"optimizer state ({self.held.optimizer.name}){self._beside}"
         gradients = format_bytes(self.held.gradient_bytes + self.held.accumulated_bytes)
         rows = {
             "parameters": "parameters",

@@ -20,17 +20,24 @@ class Held:
             not part of `total`.
         accumulated_bytes: gradients of earlier micro-batches.
         reserve_bytes: kept free.
+        library_bytes: what cuBLAS holds on a GPU.
     """
 
     optimizer: OptimizerMemory
     gradient_bytes: int
     accumulated_bytes: int
     reserve_bytes: int
+    library_bytes: int = 0
+
+    @property
+    def throughout_bytes(self) -> int:
+        """Bytes held beside the step and beside the optimizer's own."""
+        return self.reserve_bytes + self.library_bytes
 
     @property
     def total(self) -> int:
         """Bytes held beside the step during forward and backward."""
-        return self.optimizer.state_bytes + self.accumulated_bytes + self.reserve_bytes
+        return self.optimizer.state_bytes + self.accumulated_bytes + self.throughout_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Footprint:
     Attributes:
         parameters: the model's parameters.
         buffers_and_inputs: the model's buffers, and the batch.
-        optimizer: the optimizer's state, and the reserve.
+        optimizer: the optimizer's state, the reserve, and what cuBLAS holds.
         gradients: gradients that the step returns, those computed until the peak; and accumulated
             ones.
         activations: values of the forward that are saved or recomputed.
@@ -73,7 +80,7 @@ class Footprint:
         return cls(
             parameters=parts[Category.PARAMETERS],
             buffers_and_inputs=parts[Category.INPUTS],
-            optimizer=held.optimizer.state_bytes + held.reserve_bytes,
+            optimizer=held.optimizer.state_bytes + held.throughout_bytes,
             gradients=parts[Category.PARAMETER_GRADIENTS] + held.accumulated_bytes,
             activations=parts[Category.SAVED] + parts[Category.RECOMPUTED],
             temporaries=parts[Category.TEMPORARY]

@@ -132,6 +132,7 @@ class Question:
             gradient_bytes,
             gradient_bytes if self.is_accumulating else 0,
             self.reserve_bytes,
+            self.device.library_bytes,
         )
 
     def budget_bytes(self, graph: Graph) -> int:
@@ -150,7 +151,7 @@ class Question:
             + self.held.gradient_bytes
             + self.optimizer.state_bytes
             + self.optimizer.step_bytes
-            + self.reserve_bytes
+            + self.held.throughout_bytes
         )
 
     def answer(self, graph: Graph) -> Fit:

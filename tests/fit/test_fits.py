@@ -19,6 +19,7 @@ from remat.cli.commands import app
 from remat.fit.max_batch import _largest
 from remat.fit.optimizer_memory import OPTIMIZERS, optimizer_memory
 from remat.fit.question import Question
+from remat.tracers import devices
 
 WIDTH = 64
 
@@ -319,20 +320,21 @@ def test_the_largest_batch_is_found_in_few_probes(
 
 
 def test_the_largest_batch_fits_and_four_times_it_does_not() -> None:
+    budget = (2 << 20) + devices.device("T4").library_bytes
     found = remat.max_batch(
-        Net(depth=1), batch_of, "2MiB", device="T4", optimizer="sgd", points=2, time_limit_s=0.5
+        Net(depth=1), batch_of, budget, device="T4", optimizer="sgd", points=2, time_limit_s=0.5
     )
     sizes = [row.batch for row in found.rows]
     assert sizes == sorted(sizes) and sizes[-1] == found.largest
     assert all(
-        row.fit.planned is not None and row.fit.planned.total <= 2 << 20 for row in found.rows
+        row.fit.planned is not None and row.fit.planned.total <= budget for row in found.rows
     )
     assert not remat.fits(
         Net(depth=1),
         batch_of(4 * found.largest),
         device="T4",
         optimizer="sgd",
-        budget="2MiB",
+        budget=budget,
         time_limit_s=0.5,
     )
     assert found.best.samples_per_s == max(row.samples_per_s for row in found.rows)
