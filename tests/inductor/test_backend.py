@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -334,6 +335,18 @@ def test_a_graph_that_is_kept_is_refused() -> None:
     remat.checkpoint(model, "100%", executor="inductor", costs="flops", plan_cache=False)
     with pytest.raises((remat.TraceError, RuntimeError), match="retain_graph"):
         model(batch()).backward(retain_graph=True)
+
+
+def test_the_largest_batch_is_that_of_the_kernels() -> None:
+    options: dict[str, Any] = {
+        "budget": "1MiB", "optimizer": "none", "time_limit_s": 1.0, "executor": "inductor",
+    }  # fmt: skip
+    batches = remat.max_batch(Net(), lambda size: (torch.zeros(size, 32),), points=1, **options)
+    (row,) = batches.rows
+    graph = remat.trace(Net(), (torch.zeros(batches.largest, 32),), executor="inductor")
+    assert row.fit.graph.fingerprint == graph.fingerprint
+    assert row.fit.planned is not None and row.fit.planned.total <= 1 << 20
+    assert not remat.fits(Net(), (torch.zeros(2 * batches.largest, 32),), **options)
 
 
 def test_an_unknown_executor_is_refused() -> None:
