@@ -37,6 +37,7 @@ from remat.plan.planner import Plans
 from remat.run.capture import Step, compiled_by_aot, device_type, refuse_uncapturable
 from remat.run.executor import compile_graph
 from remat.run.refusals import refuse_what_has_no_size
+from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.scalars import refuse_changing_sizes
 from remat.tracers.costs import CostModel
@@ -140,7 +141,9 @@ class Piecewise:
             return halves.forward, halves.backward
 
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
-            return boxed(partial(self.run_forward, pieces[-1])) if pieces else compile_graph(graph)
+            if not pieces:
+                return compile_graph(graph)
+            return boxed(partial(self.run_forward, pieces[-1], SavedTensors()))
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
             return boxed(partial(self.run_backward, pieces[-1]))
@@ -175,7 +178,7 @@ class Piecewise:
             self.breaks[reason.reason.strip().split("\n")[0] + where] = None
             self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
 
-    def run_forward(self, piece: Piece, args: list[Any]) -> Any:
+    def run_forward(self, piece: Piece, saved: SavedTensors, args: list[Any]) -> Any:
         """Runs the forward half that this run is planned with.
 
         The first saved tensor has no elements; its shape holds the number of the halves.
@@ -187,6 +190,7 @@ class Piecewise:
         token = torch.empty((0, number, 0))
         if session.plan:
             session.plan.meter.saved(token, results[piece.num_forward :])
+        saved.expect(len(results) - piece.num_forward + 1)
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext  # 2.13
 from torch.fx.experimental import proxy_tensor  # 2.13
 
 __all__ = [
+    "SavedTensors",
     "aot_autograd",
     "at_end_of_backward",
     "autocast_cache_left_on",
@@ -98,6 +100,26 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def sequence_number(node: Any) -> int:
     """Returns a node's number in the order of the forward (`Node._sequence_nr`, 2.13)."""
     return int(node._sequence_nr())
+
+
+class SavedTensors:
+    """How many tensors AOTAutograd expects a forward to save; made while one is compiled.
+
+    From 2.14 on, a list (`saved_tensor_is_graph_input`) says for each whether it is an input, as
+    views that the graph makes itself are detached; before, all views were.
+    """
+
+    def __init__(self) -> None:
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context else None
+        self._is_input = getattr(metadata, "saved_tensor_is_graph_input", None)
+        if self._is_input is not None:
+            self._is_input[:] = [False] * len(self._is_input)
+
+    def expect(self, count: int) -> None:
+        """Makes room for as many as a forward saves from now on."""
+        if self._is_input is not None and len(self._is_input) < count:
+            self._is_input.extend([False] * (count - len(self._is_input)))
 
 
 def is_compiled_node(node: Any) -> bool:

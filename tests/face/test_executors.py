@@ -13,7 +13,7 @@ from remat.face.executors import Executor
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
     # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]
 
 

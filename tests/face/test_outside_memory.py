@@ -307,7 +307,7 @@ def test_what_accumulates_is_left_room_for_apart() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
-@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_inductor_runs_a_plan_that_leaves_room() -> None:
     model, x = planned(net(), 1 << 30, executor="inductor"), batch()
     run_step(loss_outside, model, x)

@@ -143,7 +143,7 @@ def test_a_forward_of_the_users_own_stays() -> None:
     assert "forward" not in vars(model)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripted_modules_are_left_alone() -> None:
     """Naive: asking their class for its `forward` is an `AttributeError`."""
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))

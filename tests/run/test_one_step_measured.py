@@ -17,7 +17,7 @@ from tests.support.planned import UNLIMITED, Given, keep_nothing
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
     # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]
 WIDTH, ROWS = 32, 128
 

@@ -30,7 +30,7 @@ COMPILES = [
         shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
     ),
     # torch 2.13's, where `torch.compile` imports Inductor
-    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
     # of `torch.compile` alone where it cuts a step
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     # torch 2.11's, of itself and of a list between two pieces
