@@ -46,7 +46,7 @@ from remat.torch_border.inductor import (
     inductor_partitioner,
     leave_kept_graphs_to_the_backward,
 )
-from remat.tracers.aot import read_joint
+from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
 
 compile_fx, _ = inductor_compilers()
@@ -119,16 +119,19 @@ def _within_budget(
     """Compiles a step so that its kernels keep the budget.
 
     Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
-    fits, that of the least peak is tried, once.
+    fits, that of the least peak is tried, once. Where kernels hold too much, convolutions keep the
+    layouts of their inputs from then on, which is slower and needs no copies.
 
     Raises:
         BudgetError: they never did.
     """
-    room_bytes = 0
+    room_bytes, keeps_layouts = 0, False
     tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
     refusal: BudgetError | None = None
-    for _ in range(ATTEMPTS):
-        compilation = _Compilation(read, _with_room(plan, room_bytes), plain, room_bytes)
+    while len(tried) < ATTEMPTS:
+        compilation = _Compilation(
+            read, _with_room(plan, room_bytes), plain, room_bytes, keeps_layouts
+        )
         try:
             compilation.compile(module, example_inputs)
         except BudgetError as error:
@@ -150,8 +153,11 @@ def _within_budget(
         if excess_bytes <= 0:
             return compilation
 
-        tried.append((room_bytes, compilation.peak_bytes))
-        room_bytes += _more_room(tried, excess_bytes)
+        if not keeps_layouts and _has_convolution(compilation.planned.step):
+            keeps_layouts = True
+        else:
+            tried.append((room_bytes, compilation.peak_bytes))
+            room_bytes += _more_room(tried, excess_bytes)
         _LOG.info(
             "the kernels of this plan hold %s more than the budget; planning again with less",
             describe_bytes(excess_bytes),
@@ -159,6 +165,10 @@ def _within_budget(
     if not tried and refusal is not None:
         raise refusal
     raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
+
+
+def _has_convolution(step: TracedStep) -> bool:
+    return any(op.target.startswith("aten.convolution") for op in step.graph.operators)
 
 
 def _more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
@@ -189,6 +199,7 @@ class _Compilation:
         plan: step -> solution.
         plain: can run the step as plain PyTorch.
         room_bytes: kept from the plan; negative where it may hold more than the kernels may.
+        keeps_layouts: see `CompiledHalves`.
         compiled: the step; set by `compile`.
         planned: its plan; None where nothing needs a gradient.
     """
@@ -197,6 +208,7 @@ class _Compilation:
     plan: Planner
     plain: PlainForward | None
     room_bytes: int
+    keeps_layouts: bool
     compiled: Callable[..., Any] = field(init=False)
     planned: PlannedStep | None = None
     _halves: CompiledHalves | None = None
@@ -236,7 +248,12 @@ class _Compilation:
             + min(0, self.room_bytes)
             - fused.step.graph.resident_bytes
         )
-        self._halves = CompiledHalves(fused.step, self.planned.split, (limit_bytes, limit_bytes))
+        self._halves = CompiledHalves(
+            fused.step,
+            self.planned.split,
+            (limit_bytes, limit_bytes),
+            keeps_layouts=self.keeps_layouts,
+        )
         return self.planned.split.forward, self.planned.split.backward
 
     def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

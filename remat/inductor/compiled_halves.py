@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import compress
 from typing import Any
 
@@ -16,7 +17,7 @@ from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_plan import KernelPlan
 from remat.run.measured_forward import storages_of
 from remat.run.rewrite import SplitStep
-from remat.torch_border.inductor import compiled_module, inductor_compilers
+from remat.torch_border.inductor import compiled_module, inductor_compilers, keeping_layouts
 from remat.tracers.aot import TracedStep
 
 _, compile_fx_inner = inductor_compilers()
@@ -33,11 +34,21 @@ class CompiledHalves:
         step: the step, operator by operator.
         limits_bytes: of what the forward's and the backward's kernels hold, beside what exists
             throughout.
+        keeps_layouts: convolutions get no copies of their inputs in another layout, which are
+            memory that no plan knows.
         memory: what each half will hold (is it the backward?); empty where Inductor does not say.
     """
 
-    def __init__(self, step: TracedStep, split: SplitStep, limits_bytes: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        step: TracedStep,
+        split: SplitStep,
+        limits_bytes: tuple[int, int],
+        *,
+        keeps_layouts: bool = False,
+    ) -> None:
         self.step, self.limits_bytes = step, limits_bytes
+        self.keeps_layouts = keeps_layouts
         self.memory: dict[bool, HalfMemory] = {}
         self._arriving_bytes = 0  # of gradients
         inputs = step.module.graph.find_nodes(op="placeholder")
@@ -63,7 +74,8 @@ class CompiledHalves:
             device,
         )
         try:
-            with kernels.followed():
+            layouts = keeping_layouts() if self.keeps_layouts else nullcontext()
+            with kernels.followed(), layouts:
                 compiled = compile_fx_inner(graph, inputs, **kwargs)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]

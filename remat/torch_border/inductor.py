@@ -51,6 +51,15 @@ def leave_kept_graphs_to_the_backward() -> None:
         metadata.bw_donated_idxs = []
 
 
+def keeping_layouts() -> Any:
+    """Within, convolutions are compiled for the layouts that their inputs have
+    (`layout_optimization`, 2.13).
+    """
+    from torch._inductor import config
+
+    return config.patch(layout_optimization=False)
+
+
 @contextmanager
 def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """Within, a graph may be compiled that AOTAutograd does not compile itself.

@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from experiments.large_models import UNet
 from remat.core.graph import Graph, Operator, Value
 from remat.core.schedule import Schedule, simulate
+from remat.inductor import backend, compiled_halves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
@@ -335,6 +338,33 @@ def test_a_graph_that_is_kept_is_refused() -> None:
     remat.checkpoint(model, "100%", executor="inductor", costs="flops", plan_cache=False)
     with pytest.raises((remat.TraceError, RuntimeError), match="retain_graph"):
         model(batch()).backward(retain_graph=True)
+
+
+def test_convolutions_keep_layouts_where_copies_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naive: Inductor copies their inputs to channels last, and a budget that a plan meets is
+    refused.
+    """
+    model, x = UNet(width=16, depth=2), torch.randn(2, 3, 32, 32)
+    labels = torch.zeros(2, 32, 32, dtype=torch.long)
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {
+        "executor": "inductor", "costs": "roofline", "time_limit_s": 2.0, "plan_cache": False,
+    }  # fmt: skip
+    remat.checkpoint(model, "80%", **options)
+    for each in (model, plain):
+        each(x, labels).backward()
+    kernels, budget = remat.report(model).kernels_peak_bytes, remat.report(model).solution
+    assert kernels is not None and kernels <= budget.budget_bytes
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+    monkeypatch.setattr(compiled_halves, "keeping_layouts", nullcontext)
+    monkeypatch.setattr(backend, "ATTEMPTS", 1)
+    again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
+    with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
+        again(x, labels)
 
 
 def test_the_largest_batch_is_that_of_the_kernels() -> None:
