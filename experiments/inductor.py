@@ -55,6 +55,7 @@ NAMES = (
 )  # fmt: skip
 _KNAPSACK = (0.75, 0.5, 0.25)
 _SHARES = (1.0, 0.8, 0.6, 0.4)
+_ZERO = 1e-9  # of the largest entry of all gradients: what is smaller is rounding
 _ATTEMPTS = 3  # at the least budget: what kernels need beyond a plan is known after compiling
 _COMPILE, _PYTORCH, _INDUCTOR, _EAGER = (
     "torch.compile",
@@ -150,7 +151,7 @@ class Comparison:
             )
         state = self.state(model, step)
         self.expected = self.expected or state
-        loss, *gradients = [_apart(a, b) for a, b in zip(state, self.expected, strict=True)]
+        loss, *gradients = _differences(state, self.expected)
         is_comparable = row.way != _EAGER or not self.has_dropout
         self.steps[len(self.rows)] = (model, step)
         self.rows.append(
@@ -272,8 +273,17 @@ def _loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-12))
+def _differences(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """Largest difference of each from what is expected, relative to the largest entry of that.
+
+    Where that is zero but for rounding (the bias of attention's keys), to the largest of all.
+    """
+    largest = [float(tensor.abs().max()) for tensor in expected]
+    of_all = max(largest[1:])  # the first is the loss
+    return [
+        float((one - other).abs().max()) / (size if size > _ZERO * of_all else of_all)
+        for one, other, size in zip(got, expected, largest, strict=True)
+    ]
 
 
 def main() -> None:
