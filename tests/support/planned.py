@@ -33,9 +33,8 @@ COMPILES = [
     pytest.mark.filterwarnings("ignore:.torch.jit"),
     # of `torch.compile` alone where it cuts a step
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    # torch 2.11's, of itself and of a list between two pieces
+    # torch 2.11's, of itself
     pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 on_both_executors = pytest.mark.parametrize(
     "executor", ["eager", pytest.param("inductor", marks=COMPILES)]
