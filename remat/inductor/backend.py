@@ -159,8 +159,9 @@ def _within_budget(
             tried.append((room_bytes, compilation.peak_bytes))
             room_bytes += _more_room(tried, excess_bytes)
         _LOG.info(
-            "the kernels of this plan hold %s more than the budget; planning again with less",
+            "the kernels of this plan hold %s more than the budget; compiling again with %s",
             describe_bytes(excess_bytes),
+            "less" if tried else "convolutions' layouts kept",
         )
     if not tried and refusal is not None:
         raise refusal

@@ -30,6 +30,7 @@ __all__ = [
     "is_graph_kept",
     "is_inside_autocast_cast",
     "is_wanted",
+    "metadata_of_compilation",
     "saved_tensors",
     "sequence_number",
     "skip_without_gradients",
@@ -102,6 +103,12 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def metadata_of_compilation() -> Any:
+    """Returns what AOTAutograd knows of the step it compiles (`fw_metadata`, 2.13), or None."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context else None
+
+
 class SavedTensors:
     """How many tensors AOTAutograd expects a forward to save; made while one is compiled.
 
@@ -110,9 +117,7 @@ class SavedTensors:
     """
 
     def __init__(self) -> None:
-        context = TracingContext.try_get()
-        metadata = context.fw_metadata if context else None
-        self._is_input = getattr(metadata, "saved_tensor_is_graph_input", None)
+        self._is_input = getattr(metadata_of_compilation(), "saved_tensor_is_graph_input", None)
         if self._is_input is not None:
             self._is_input[:] = [False] * len(self._is_input)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import fx
 
+from remat.torch_border.autograd import metadata_of_compilation
+
 
 def inductor_compilers() -> tuple[Any, Any]:
     """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import
@@ -43,11 +45,8 @@ def leave_kept_graphs_to_the_backward() -> None:
     AOTAutograd's own check is on where `bw_donated_idxs` (2.13) is not empty; Inductor has read it
     once a backward is compiled.
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context else None
-    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
+    metadata = metadata_of_compilation()
+    if hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
 
 
