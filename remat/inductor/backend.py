@@ -146,11 +146,13 @@ def _within_budget(
         if compilation.peak_bytes is None or compilation.planned is None:
             if refusal is not None:
                 raise refusal
+            compilation.wait()
             return compilation
 
         budget_bytes = compilation.planned.solution.budget_bytes + room_bytes
         excess_bytes = compilation.peak_bytes - budget_bytes
         if excess_bytes <= 0:
+            compilation.wait()
             return compilation
 
         if not keeps_layouts and _has_convolution(compilation.planned.step):
@@ -224,6 +226,11 @@ class _Compilation:
                 inner_compile=self._compile_half,
                 config_patches=patches,
             )
+
+    def wait(self) -> None:
+        """Returns when the kernels are compiled."""
+        if self._halves:
+            self._halves.wait()
 
     @property
     def peak_bytes(self) -> int | None:

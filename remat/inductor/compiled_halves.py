@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import compress
 from typing import Any
 
@@ -15,9 +15,16 @@ from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_plan import KernelPlan
+from remat.narration.stages import stage
 from remat.run.measured_forward import storages_of
 from remat.run.rewrite import SplitStep
-from remat.torch_border.inductor import compiled_module, inductor_compilers, keeping_layouts
+from remat.torch_border.inductor import (
+    CompiledModule,
+    compiled_module,
+    inductor_compilers,
+    keeping_layouts,
+    kernels_later,
+)
 from remat.tracers.aot import TracedStep
 
 _, compile_fx_inner = inductor_compilers()
@@ -29,6 +36,9 @@ _LOG = logging.getLogger(__name__)
 
 class CompiledHalves:
     """Compiles the forward of a split step, then its backward, in the plan's order.
+
+    What the kernels hold is known before they are compiled: the forward's are, in other processes,
+    while the backward's are written, and those of a plan that holds too much are not.
 
     Attributes:
         step: the step, operator by operator.
@@ -51,6 +61,7 @@ class CompiledHalves:
         self.keeps_layouts = keeps_layouts
         self.memory: dict[bool, HalfMemory] = {}
         self._arriving_bytes = 0  # of gradients
+        self._modules: list[CompiledModule] = []
         inputs = step.module.graph.find_nodes(op="placeholder")
         # names of what exists throughout a half: inputs, and what the forward returned
         self._resident = {node.name for node in inputs}
@@ -67,22 +78,18 @@ class CompiledHalves:
         is_backward, device = bool(kwargs.get("is_backward")), self.step.graph.device
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         is_resident = [name in self._resident for name in names]
+        half = "backward" if is_backward else "forward"
         kernels = KernelPlan(
             self.limits_bytes[is_backward]
             - (self._held_beside(inputs, is_resident) if is_backward else 0),
             frozenset(self._resident),
             device,
         )
-        try:
-            layouts = keeping_layouts() if self.keeps_layouts else nullcontext()
-            with kernels.followed(), layouts:
-                compiled = compile_fx_inner(graph, inputs, **kwargs)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
-            raise TraceError(
-                f'Inductor can\'t compile this step: {why}; use executor="eager"'
-            ) from error
-        _LOG.info("%s: %s", "backward" if is_backward else "forward", kernels.summary())
+        layouts = keeping_layouts() if self.keeps_layouts else nullcontext()
+        writing = stage(f"writing the kernels of the {half}")
+        with _refusing(), writing, kernels_later(), kernels.followed(), layouts:
+            compiled = compile_fx_inner(graph, inputs, **kwargs)
+        _LOG.info("%s: %s", half, kernels.summary())
 
         module = compiled_module(compiled)
         if module is not None:
@@ -93,7 +100,27 @@ class CompiledHalves:
                 stays = list(map(operator.or_, memory.is_input, memory.is_returned))
                 self._resident -= set(self._saved)
                 self._resident.update(compress(self._saved, stays[num_returned:]))
+            self._modules.append(module)
+            if self._is_within_limit(is_backward):
+                with _refusing():
+                    module.start_kernels()
         return compiled
+
+    def wait(self) -> None:
+        """Returns when all kernels are compiled; otherwise each is waited for at its first call.
+
+        Raises:
+            TraceError: one can't be compiled.
+        """
+        if not self._modules:
+            return
+
+        with _refusing(), stage("compiling the kernels"):
+            for module in self._modules:
+                module.start_kernels()
+            for module in self._modules:
+                module.wait_for_kernels()
+        self._modules.clear()
 
     @property
     def peaks_bytes(self) -> tuple[int, int] | None:
@@ -105,6 +132,11 @@ class CompiledHalves:
             return None
         forward, backward = self.memory[False], self.memory[True]
         return forward.peak_bytes, forward.end_bytes + self._arriving_bytes + backward.peak_bytes
+
+    def _is_within_limit(self, is_backward: bool) -> bool:
+        """Says of what is compiled so far whether it holds no more than planned."""
+        held = self.peaks_bytes or (self.memory[is_backward].peak_bytes,)
+        return all(map(operator.le, held, self.limits_bytes))
 
     def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
         """Returns the bytes of what the forward returned and the backward is not given."""
@@ -127,6 +159,18 @@ def kernels_hold_too_much(peaks_bytes: Sequence[int], budget_bytes: int) -> Budg
         minimum_bytes=min(peaks_bytes),
         is_proved=False,
     )
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raises a `TraceError` in place of what Inductor raises within."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
+        raise TraceError(
+            f'Inductor can\'t compile this step: {why}; use executor="eager"'
+        ) from error
 
 
 def _bytes_of(tensors: Sequence[Any]) -> int:

@@ -12,6 +12,7 @@ compiled again with less.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -27,6 +28,7 @@ from remat.inductor.compiled_halves import (
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.refusals import refuse_lost_updates
 from remat.pieces.captured_piece import Copied, Piece
+from remat.pieces.compiled_piece import boxed
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.recording import JoinedPlan, Path
 from remat.pieces.runner import Piecewise
@@ -97,7 +99,14 @@ class FusedPiece(Piece):
         run_backward = kernels.compile(backward, given, is_backward=True)
         held = kernels.peaks_bytes
         self.excess_bytes.append(held and (held[0] - planned[0], held[1] - planned[1]))
-        return run_forward, run_backward
+
+        def when_compiled(run: BoxedFunction, args: list[Any]) -> Any:
+            kernels.wait()
+            return run(args)
+
+        return boxed(partial(when_compiled, run_forward)), boxed(
+            partial(when_compiled, run_backward)
+        )
 
 
 def compiled_by_inductor(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -115,6 +116,54 @@ def inductor_partitioner(cut: Callable[..., Any]) -> Any:
     return Partitioner()
 
 
+class LaterKernel:
+    """A C++ function of a compiled module that the compiler is given when it is known to be wanted.
+
+    It is compiled in another process while this one goes on. Its first call waits for it.
+    """
+
+    def __init__(self, compile_: Callable[[], Any]) -> None:
+        self._compile = compile_
+        self._compiled: Any = None
+
+    def start(self) -> None:
+        """Gives it to the compiler."""
+        if self._compiled is None:
+            self._compiled = self._compile()
+
+    def ready(self) -> Callable[..., Any]:
+        """Returns the function, compiled."""
+        self.start()
+        compiled = self._compiled
+        is_running = hasattr(compiled, "result")  # not where Inductor compiles in this process
+        run: Callable[..., Any] = compiled.result() if is_running else compiled
+        return run
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function."""
+        return self.ready()(*args)
+
+
+@contextmanager
+def kernels_later() -> Iterator[None]:
+    """Within, a module's C++ functions are `LaterKernel`s (`AsyncCompile.cpp_pybinding`, 2.13).
+
+    Triton's kernels are not: they are part of what Inductor's cache keeps of a module.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    compile_now = AsyncCompile.cpp_pybinding
+
+    def later(self: Any, *args: Any, **kwargs: Any) -> LaterKernel:
+        return LaterKernel(partial(compile_now, self, *args, **kwargs))
+
+    AsyncCompile.cpp_pybinding = later  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = compile_now  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class CompiledModule:
     """The Python module that Inductor writes for a graph.
@@ -127,9 +176,22 @@ class CompiledModule:
     """
 
     source: str
-    names: Mapping[str, Any]
+    names: dict[str, Any]
     call: types.FunctionType
     partitions: tuple[types.FunctionType, ...]
+
+    def start_kernels(self) -> None:
+        """Gives its kernels to the compiler."""
+        for _, kernel in self._later_kernels():
+            kernel.start()
+
+    def wait_for_kernels(self) -> None:
+        """Returns when its kernels are compiled."""
+        for name, kernel in self._later_kernels():
+            self.names[name] = kernel.ready()
+
+    def _later_kernels(self) -> list[tuple[str, LaterKernel]]:
+        return [(n, kernel) for n, kernel in self.names.items() if isinstance(kernel, LaterKernel)]
 
     def with_names(self, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
         """Returns its function, which finds `names` as its global names, as its partitions do."""
