@@ -1,17 +1,17 @@
 """Plans through Inductor beside `torch.compile` alone, PyTorch's `activation_memory_budget`, and
 the eager executor, at the same peaks.
 
-    python -m experiments.inductor [--models NAME ...] [--device cuda] [--rounds N]
+    python -m experiments.inductor [--models NAME ...] [--knapsack SHARE ...] [--device cuda]
 
 For each model: `torch.compile` alone; PyTorch's knapsack at some of its budgets, and for each the
 plan whose budget is the knapsack's measured peak; plans at shares of the peak of `torch.compile`,
 and at the least budget that both a plan and its kernels were found to keep; the eager executor at
-the same budgets. For each: the peak of the kernels predicted before the first step, and the
-measured peak; seconds per step, the median of rounds in which every way takes one step in turn;
-seconds until the first step was done, each way with an empty cache of kernels; the largest relative
-difference of the loss and of a gradient from those of `torch.compile` alone with the same seed. The
-eager executor draws other random numbers than Inductor, so its gradients are not compared where
-there is dropout.
+those shares, and at its least. For each: the peak of the kernels predicted before the first step,
+and the measured peak; seconds per step, the median of rounds in which every way takes one step in
+turn; seconds until the first step was done, each way with an empty cache of kernels; the largest
+relative difference of the loss and of a gradient from those of `torch.compile` alone with the same
+seed. The eager executor draws other random numbers than Inductor, so its gradients are not compared
+where there is dropout.
 
 "GPT" is one with four layers, 16 x 128 tokens, with dropout; "GPT, no dropout" the same without.
 "U-Net" has a quarter of the published widths, 4 images of 96 x 96. The others are those of
@@ -29,7 +29,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ NAMES = (
     "GPT", "GPT, no dropout", "U-Net",
     *(name for name in MODELS if name not in ("GPT", "Llama, tied")),
 )  # fmt: skip
-_KNAPSACK = (0.75, 0.5, 0.25)
+_KNAPSACK = (0.75, 0.5, 0.25)  # budgets of PyTorch's own
 _SHARES = (1.0, 0.8, 0.6, 0.4)
 _ZERO = 1e-9  # of the largest entry of all gradients: what is smaller is rounding
 _ATTEMPTS = 3  # at the least budget: what kernels need beyond a plan is known after compiling
@@ -229,17 +229,18 @@ def workload(name: str) -> Workload:
     return Workload(model, {"ids": torch.randint(0, 512, (16, 128))})
 
 
-def compare(name: str, device: str, rounds: int) -> list[Row]:
+def compare(name: str, device: str, rounds: int, knapsack: Sequence[float]) -> list[Row]:
     """Returns the rows of a model."""
     found = Comparison(name, device)
     whole = found.add(Row(_COMPILE, ""), _compiled).peak_bytes
-    budgets = []
-    for share in _KNAPSACK:
+    peaks = []
+    for share in knapsack:
         with functorch_config.patch(activation_memory_budget=share):
-            budgets.append(found.add(Row(_PYTORCH, str(share)), _compiled).peak_bytes)
-    budgets = [*(int(share * whole) for share in _SHARES), *dict.fromkeys(budgets)]
-    for way, executor in ((_INDUCTOR, "inductor"), (_EAGER, "eager")):
-        for budget_bytes in budgets:
+            peaks.append(found.add(Row(_PYTORCH, str(share)), _compiled).peak_bytes)
+    budgets = [int(share * whole) for share in _SHARES]
+    ways = {_INDUCTOR: ("inductor", [*budgets, *dict.fromkeys(peaks)]), _EAGER: ("eager", budgets)}
+    for way, (executor, asked_bytes) in ways.items():
+        for budget_bytes in asked_bytes:
             asked = f"{budget_bytes / whole:.0%}"
             found.add(Row(way, asked, budget_bytes), planned(budget_bytes, executor))
         found.add_least(way, executor)
@@ -295,6 +296,7 @@ def main() -> None:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--knapsack", nargs="*", type=float, default=_KNAPSACK, metavar="SHARE")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -305,7 +307,8 @@ def main() -> None:
     made["threads"] = torch.get_num_threads()
     models = _kept(asked.output, made)
     for name in asked.models:
-        models[name] = [asdict(row) for row in compare(name, asked.device, asked.rounds)]
+        rows = compare(name, asked.device, asked.rounds, asked.knapsack)
+        models[name] = [asdict(row) for row in rows]
         asked.output.write_text(
             json.dumps({"environment": made, "models": models}, indent=1) + "\n"
         )
