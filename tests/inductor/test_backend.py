@@ -24,6 +24,7 @@ from remat.inductor import backend, compiled_halves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
+from remat.torch_border.inductor import LaterKernel
 from remat.tracers.aot import TracedStep
 from tests.support.planned import (
     COMPILES,
@@ -276,7 +277,14 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
         extra_bytes = 300_000 * num_plans if num_plans == 1 or not is_ever_enough else 0
         return replace(halves[-1], peak_bytes=halves[-1].peak_bytes + extra_bytes)
 
+    def start(kernel: LaterKernel) -> None:
+        started_after.append(len(halves))
+        start_compiling(kernel)
+
     halves: list[HalfMemory] = []
+    started_after: list[int] = []
+    start_compiling = LaterKernel.start
+    monkeypatch.setattr(LaterKernel, "start", start)
     monkeypatch.setattr("remat.inductor.compiled_halves.dry_run", more_than_there_is)
     monkeypatch.setattr("remat.inductor.backend.ATTEMPTS", 2)
     model = Net()
@@ -288,10 +296,12 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
         report = remat.report(model)
         assert len(halves) == 4
         assert report.solution.budget_bytes < report.budget_bytes
+        assert set(started_after) == {1, 3, 4}, "not the backward's of the first plan"
     else:
         with pytest.raises(remat.BudgetError, match="best of 2 plans") as refused:
             model(batch())
         assert refused.value.minimum_bytes > refused.value.budget_bytes
+        assert set(started_after) == {1}, "only of a forward that holds no more than it may"
 
 
 @pytest.mark.usefixtures("idle_kernels")
