@@ -80,7 +80,7 @@ def test_the_coverage_is_that_of_the_result_file() -> None:
         f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into. "
         f"{in_pieces[0]} of these equal plain" in page
     )
-    assert f"at every budget. {in_pieces[1]} equal it where they run" in page
+    assert f"at every budget. {in_pieces[1]} raises a `BudgetError` in a later step" in page
     assert f"{in_pieces[2]} took a new path" in page
     assert f"{counts.pop('TraceError')} models are refused with a `TraceError`" in page
     assert not counts
