@@ -68,9 +68,10 @@ class Rows:
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
         """Returns the row of `key`; makes and writes it if it does not exist yet."""
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in key.items()):
-                return row
+        found = self.find(key)
+        if found is not None:
+            return found
+
         _LOG.info("%s", ", ".join(f"{name} {value}" for name, value in key.items()))
         self.rows.append(
             {
@@ -81,6 +82,13 @@ class Rows:
         )
         self._write()
         return self.rows[-1]
+
+    def find(self, key: Mapping[str, Any]) -> Row | None:
+        """Returns the row of `key`; None if it does not exist yet."""
+        for row in self.rows:
+            if all(row.get(name) == value for name, value in key.items()):
+                return row
+        return None
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -119,8 +119,8 @@ def _within_budget(
     """Compiles a step so that its kernels keep the budget.
 
     Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
-    fits, that of the least peak is tried, once. Where kernels hold too much, convolutions keep the
-    layouts of their inputs from then on, which is slower and needs no copies.
+    fits, that of the least peak is tried, once. Where kernels hold too much on a GPU, convolutions
+    keep the layouts of their inputs from then on, which is slower there and needs no copies.
 
     Raises:
         BudgetError: they never did.
@@ -155,7 +155,7 @@ def _within_budget(
             compilation.wait()
             return compilation
 
-        if not keeps_layouts and _has_convolution(compilation.planned.step):
+        if not keeps_layouts and _may_copy_layouts(compilation.planned.step):
             keeps_layouts = True
         else:
             tried.append((room_bytes, compilation.peak_bytes))
@@ -170,8 +170,11 @@ def _within_budget(
     raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
 
 
-def _has_convolution(step: TracedStep) -> bool:
-    return any(op.target.startswith("aten.convolution") for op in step.graph.operators)
+def _may_copy_layouts(step: TracedStep) -> bool:
+    """Says whether Inductor may copy what convolutions read; see `CompiledHalves`."""
+    return step.graph.device != "cpu" and any(
+        op.target.startswith("aten.convolution") for op in step.graph.operators
+    )
 
 
 def _more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:

@@ -45,7 +45,7 @@ class CompiledHalves:
         limits_bytes: of what the forward's and the backward's kernels hold, beside what exists
             throughout.
         keeps_layouts: convolutions get no copies of their inputs in another layout, which are
-            memory that no plan knows.
+            memory that no plan knows. On a CPU they never do: it is no slower.
         memory: what each half will hold (is it the backward?); empty where Inductor does not say.
     """
 
@@ -58,7 +58,7 @@ class CompiledHalves:
         keeps_layouts: bool = False,
     ) -> None:
         self.step, self.limits_bytes = step, limits_bytes
-        self.keeps_layouts = keeps_layouts
+        self.keeps_layouts = keeps_layouts or step.graph.device == "cpu"
         self.memory: dict[bool, HalfMemory] = {}
         self._arriving_bytes = 0  # of gradients
         self._modules: list[CompiledModule] = []

@@ -24,7 +24,7 @@ from remat.inductor import backend, compiled_halves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
-from remat.torch_border.inductor import LaterKernel
+from remat.torch_border.inductor import LaterKernel, keeping_layouts
 from remat.tracers.aot import TracedStep
 from tests.support.planned import (
     COMPILES,
@@ -350,11 +350,10 @@ def test_a_graph_that_is_kept_is_refused() -> None:
         model(batch()).backward(retain_graph=True)
 
 
-def test_convolutions_keep_layouts_where_copies_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Naive: Inductor copies their inputs to channels last, and a budget that a plan meets is
-    refused.
+def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: Inductor copies them to channels last, and a budget that a plan meets is refused.
+
+    On a GPU the copies are tried first.
     """
     model, x = UNet(width=16, depth=2), torch.randn(2, 3, 32, 32)
     labels = torch.zeros(2, 32, 32, dtype=torch.long)
@@ -371,11 +370,22 @@ def test_convolutions_keep_layouts_where_copies_do_not_fit(
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
-    monkeypatch.setattr(compiled_halves, "keeping_layouts", nullcontext)
+    def with_copies_at_first() -> Any:
+        halves.append(1)
+        return nullcontext() if len(halves) <= 2 else keeping_layouts()
+
+    halves: list[int] = []
+    monkeypatch.setattr(compiled_halves, "keeping_layouts", with_copies_at_first)
     monkeypatch.setattr(backend, "ATTEMPTS", 1)
     again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
     with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
         again(x, labels)
+
+    halves.clear()
+    monkeypatch.setattr(backend, "_may_copy_layouts", lambda _: True)
+    again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
+    again(x, labels).backward()
+    assert len(halves) == 4
 
 
 def test_the_largest_batch_is_that_of_the_kernels() -> None:
