@@ -16,7 +16,9 @@ Sections:
 - oom: a batch that plain PyTorch can't run in a quarter of the card, and a plan can.
 - foretold: plans made without a GPU, run on the card; the largest predicted batch against the
   largest that runs.
-- fused: `torch.compile`, `activation_memory_budget` and plans through Inductor.
+- fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
+  through Inductor; the last of a step that `torch.compile` cuts.
+- recurrent: LSTMs, in cuDNN's kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ import torch
 
 import remat
 from experiments.environment import environment as where
-from experiments.gpu import by_operator, forecast, steps, tables
+from experiments.gpu import by_operator, forecast, fused, steps, tables
+from experiments.gpu.comparing import LEAST, compare, plain, plans_and
 from experiments.gpu.measuring import (
     Facts,
     blas_bytes,
@@ -45,15 +47,12 @@ from experiments.gpu.measuring import (
     largest_difference,
     measured,
     step,
-    told,
 )
-from experiments.gpu.steps import STEPS, Place
+from experiments.gpu.steps import Place
 
 RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
 FORECAST = RESULTS.with_name("gpu_forecast")
 SHARES = ("100%", "80%", "60%", "40%")
-_LEAST = "least"
-Way = Callable[[Any], Callable[..., Any]]
 
 
 def environment(facts: Facts) -> None:
@@ -125,93 +124,20 @@ def correct(facts: Facts) -> None:
         )
 
 
-def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: float = 30) -> None:
-    """Each way of running one model: peaks, times, gradients against plain's."""
-    reference: list[torch.Tensor] = []
-    for way, prepare in ways:
-        if facts.left_s < need_s:
-            facts.say(model=name, way=way, skipped=f"{facts.left_s:.0f} s left")
-            continue
-        facts.clean()
-        with facts.section(model=name, way=way):
-            _compare_one(facts, name, way, prepare, reference)
-    torch._functorch.config.activation_memory_budget = 1.0
-
-
-def _compare_one(
-    facts: Facts, name: str, way: str, prepare: Way, reference: list[torch.Tensor]
-) -> None:
-    place = facts.place
-    with facts.turn():
-        blas_bytes(place)
-        base = torch.cuda.memory_allocated() if place.has_cuda else 0
-        torch.manual_seed(0)
-        model, batch = STEPS[name](place)
-        call = prepare(model)
-    # costs are measured at 100 %; other plans are computed while another step is timed
-    compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
-    with nullcontext() if compiles else facts.turn():
-        found = gradients(call, model, batch)
-    reference.extend(found if not reference else ())
-
-    with facts.turn():
-        row: dict[str, Any] = {"base": base, **measured(call, model, batch, place)}
-    row["gradient"] = largest_difference(found, reference)
-    if way.startswith("remat"):
-        row |= told(model)
-        if place.has_cuda:
-            peak = row["kernels_peak"] or row["predicted"]
-            row["measured_minus_predicted"] = row["allocated"] - base - peak
-    facts.say(model=name, way=way, **row)
-
-
-def _plain(model: Any) -> Callable[..., Any]:
-    call: Callable[..., Any] = model
-    return call
-
-
-def _ways(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, Way]]:
-    """Plain twice, plans, and the others."""
-    plans = [
-        (f"remat {budget}", partial(steps.planned, budget=budget))
-        if budget != _LEAST
-        else ("remat least", _at_its_least)
-        for budget in budgets
-    ]
-    return [("plain", _plain), ("plain again", _plain), *plans, *others]
-
-
-def _at_its_least(model: Any) -> Callable[..., Any]:
-    """Plans with the least budget, which the error for a hopeless one names."""
-
-    def call(**batch: torch.Tensor) -> Any:
-        if not hasattr(call, "is_planned"):
-            remat.checkpoint(model, "1%", time_limit_s=steps.PLAN_LIMIT_S)
-            try:
-                return model(**batch)
-            except remat.BudgetError as error:
-                remat.unwrap(model)
-                steps.planned(model, int(error.minimum_bytes * 1.01))
-            call.is_planned = True  # type: ignore[attr-defined]
-        return model(**batch)
-
-    return call
-
-
 def medium(facts: Facts) -> None:
     """GPT-2 medium."""
-    ways = _ways(("100%", "60%"))
+    ways = plans_and(("100%", "60%"))
     ways += [
         ("checkpoint per block", steps.block_checkpoints),
         ("selective checkpoints", steps.selective_checkpoints),
     ]
-    compare(facts, "gpt2-medium", [*ways, *_ways(("40%", _LEAST, "80%"))[2:]])
+    compare(facts, "gpt2-medium", [*ways, *plans_and(("40%", LEAST, "80%"))[2:]])
 
 
 def vision(facts: Facts) -> None:
     """ResNet-50."""
     fragmented = [("remat 60%, expandable segments", _in_expandable_segments)]
-    compare(facts, "resnet50", [*_ways((*SHARES, _LEAST)), *fragmented])
+    compare(facts, "resnet50", [*plans_and((*SHARES, LEAST)), *fragmented])
 
 
 def _in_expandable_segments(model: Any) -> Callable[..., Any]:
@@ -223,13 +149,13 @@ def _in_expandable_segments(model: Any) -> Callable[..., Any]:
 def large(facts: Facts) -> None:
     """GPT-2 XL."""
     others = (("checkpoint per block", steps.block_checkpoints),)
-    compare(facts, "gpt2-xl", _ways(("100%", "60%", "40%"), *others), need_s=60)
+    compare(facts, "gpt2-xl", plans_and(("100%", "60%", "40%"), *others), need_s=60)
 
 
 def billions(facts: Facts) -> None:
     """Eight layers of Llama-3-8B's size."""
     others = (("checkpoint per block", steps.block_checkpoints),)
-    compare(facts, "llama-3-8b, 8 layers", _ways(("100%", "60%", "40%"), *others), need_s=60)
+    compare(facts, "llama-3-8b, 8 layers", plans_and(("100%", "60%", "40%"), *others), need_s=60)
 
 
 def autocast(facts: Facts) -> None:
@@ -257,7 +183,7 @@ def oom(facts: Facts) -> None:
             with facts.section(section="oom", way=way):
                 model, batch = steps.gpt2(facts.place, batch=16)
                 budget = limit - blas_bytes(facts.place) - (1 << 30)
-                call = steps.planned(model, budget) if way == "remat" else _plain(model)
+                call = steps.planned(model, budget) if way == "remat" else plain(model)
                 row = measured(call, model, batch, facts.place, 3)
                 facts.say(section="oom", way=way, limit=limit, **row)
     finally:
@@ -269,20 +195,9 @@ def foretold(facts: Facts) -> None:
     forecast.judge(facts, FORECAST)
 
 
-def fused(facts: Facts) -> None:
-    """`torch.compile` alone, and plans through Inductor."""
-
-    def inductor(budget: str) -> tuple[str, Way]:
-        way = partial(steps.planned, budget=budget, executor="inductor")
-        return f"remat inductor {budget}", way
-
-    def compiled(share: float) -> tuple[str, Way]:
-        way = partial(steps.compiled, share=share)
-        return f"torch.compile, activation_memory_budget {share}", way
-
-    ways = [("plain", _plain), compiled(1.0), inductor("100%"), inductor("80%"), compiled(0.5)]
-    ways += [inductor("60%"), compiled(0.3), inductor("70%"), *_ways(("100%", "60%"))[2:]]
-    compare(facts, "gpt2-medium, 12 layers, no dropout", ways, need_s=30)
+def recurrent(facts: Facts) -> None:
+    """LSTMs, in cuDNN's kernels."""
+    compare(facts, "lstm", plans_and(("100%", "80%", "60%")))
 
 
 def _operators(facts: Facts) -> None:
@@ -300,7 +215,11 @@ SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
     "foretold": (foretold, 30),
     "autocast": (autocast, 40),
     "billions": (billions, 90),
-    "fused": (fused, 120),
+    "fused": (fused.gpt, 60),
+    "fused_dropout": (fused.dropout, 60),
+    "fused_vision": (fused.vision, 60),
+    "pieces": (fused.pieces, 60),
+    "recurrent": (recurrent, 30),
     "large": (large, 90),
     "operators": (_operators, 20),
 }
@@ -312,9 +231,10 @@ _SIDE_BY_SIDE = (
 )
 LANES = (
     ("environment", "correct", "medium", "autocast"),
-    ("oom", "vision", "foretold", "operators"),
+    ("oom", "vision", "foretold", "recurrent", "operators"),
     ("billions", "large"),
-    ("fused",),
+    ("fused", "pieces"),
+    ("fused_dropout", "fused_vision"),
 )
 
 

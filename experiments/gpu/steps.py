@@ -91,11 +91,61 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
     return model.to(torch.bfloat16).train(), {"input_ids": ids, "labels": ids}
 
 
+class _Logged(nn.Module):
+    """A language model that logs the size of its last hidden state, where `torch.compile` cuts."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.logged = 0.0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        hidden = self.model.transformer(input_ids).last_hidden_state
+        self.logged = float(hidden.detach().abs().mean())
+        logits = self.model.lm_head(hidden)[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def logged(place: Place) -> Made:
+    """GPT-2 medium, 12 layers, without dropout, in two pieces."""
+    model, batch = gpt2(place, layers=12, dropout=0.0)
+    return _Logged(model), batch
+
+
+class _Recurrent(nn.Module):
+    """A language model of LSTMs."""
+
+    def __init__(self, words: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        hidden, _ = self.lstm(self.embedding(input_ids))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def recurrent(place: Place) -> Made:
+    """Four layers of LSTM, 256 tokens, float32."""
+    words, width, layers, batch, length = 8192, 1024, 4, 64, 256
+    if place.is_tiny:
+        words, width, layers, batch, length = 64, 32, 2, 2, 8
+    model = _Recurrent(words, width, layers).to(place.device)
+    ids = torch.randint(0, words, (batch, length), device=place.device)
+    return model, {"input_ids": ids, "labels": ids}
+
+
 STEPS: dict[str, Callable[[Place], Made]] = {
     "gpt2-medium": gpt2,
     "gpt2-medium, 4 sequences": partial(gpt2, batch=4),
     "gpt2-xl": partial(gpt2, layers=48, width=1600, heads=25, batch=4),
     "gpt2-medium, 12 layers, no dropout": partial(gpt2, layers=12, dropout=0.0),
+    "gpt2-medium, 12 layers": partial(gpt2, layers=12),
+    "gpt2-medium, 12 layers, logged": logged,
+    "lstm": recurrent,
     "resnet50": resnet50,
     "llama-3-8b, 8 layers": llama,
 }

@@ -24,6 +24,7 @@ from remat.inductor.compiled_halves import (
     CompiledHalves,
     compile_fx_inner,
     kernels_hold_too_much,
+    more_room,
 )
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.refusals import refuse_lost_updates
@@ -52,7 +53,6 @@ from remat.tracers.costs import CostModel
 compile_fx, _ = inductor_compilers()
 
 _LOG = logging.getLogger(__name__)
-_LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
 
 
 def make_inductor_backend(
@@ -159,7 +159,7 @@ def _within_budget(
             keeps_layouts = True
         else:
             tried.append((room_bytes, compilation.peak_bytes))
-            room_bytes += _more_room(tried, excess_bytes)
+            room_bytes += more_room(tried, excess_bytes)
         _LOG.info(
             "the kernels of this plan hold %s more than the budget; compiling again with %s",
             describe_bytes(excess_bytes),
@@ -175,18 +175,6 @@ def _may_copy_layouts(step: TracedStep) -> bool:
     return step.graph.device != "cpu" and any(
         op.target.startswith("aten.convolution") for op in step.graph.operators
     )
-
-
-def _more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
-    """Returns how much less the next plan may hold, so that its kernels hold `excess_bytes` less.
-
-    By the secant through the last two plans; the kernels' peak falls by less than the plan's.
-    """
-    if len(tried) < 2:
-        return excess_bytes
-    (room, peak), (last_room, last_peak) = tried[-2:]
-    slope = (peak - last_peak) / max(1, last_room - room)
-    return int(excess_bytes / min(1.0, max(_LEAST_SLOPE, slope)))
 
 
 def _with_room(plan: Planner, room_bytes: int) -> Planner:

@@ -30,6 +30,7 @@ from remat.tracers.aot import TracedStep
 _, compile_fx_inner = inductor_compilers()
 
 ATTEMPTS = 4  # at a plan whose kernels keep the budget
+_LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,6 +148,19 @@ class CompiledHalves:
         self._arriving_bytes = _bytes_of([x for x in inputs[num_saved:] if x.dim()])
         given = [x for x, stays in zip(inputs[:num_saved], is_resident, strict=False) if not stays]
         return max(0, self.memory[False].end_bytes - _bytes_of(given))
+
+
+def more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
+    """Returns how much less the next plan may hold, so that its kernels hold `excess_bytes` less.
+
+    By the secant through the last two plans, of which `tried` has what was kept from each and the
+    peak of its kernels; that falls by less than the plan's.
+    """
+    if len(tried) < 2:
+        return excess_bytes
+    (room, peak), (last_room, last_peak) = tried[-2:]
+    slope = (peak - last_peak) / max(1, last_room - room)
+    return int(excess_bytes / min(1.0, max(_LEAST_SLOPE, slope)))
 
 
 def kernels_hold_too_much(peaks_bytes: Sequence[int], budget_bytes: int) -> BudgetError:

@@ -24,6 +24,7 @@ from remat.inductor.compiled_halves import (
     CompiledHalves,
     compile_fx_inner,
     kernels_hold_too_much,
+    more_room,
 )
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.refusals import refuse_lost_updates
@@ -157,28 +158,32 @@ class FusedPiecewise(Piecewise):
         joined: JoinedStep,
         held_bytes: int,
         unplanned_bytes: int = 0,
+        kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
         """Plans a path, again with less while its kernels would hold more than the budget.
 
         Raises:
             BudgetError: they would with each of the plans.
         """
-        kernels_bytes: list[int] = []
-        for _ in range(ATTEMPTS):
+        room_bytes = kernels_room_bytes
+        tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
+        while len(tried) < ATTEMPTS:
             try:
-                planned = super().install(path, copies, joined, held_bytes, unplanned_bytes)
+                planned = super().install(
+                    path, copies, joined, held_bytes, unplanned_bytes, room_bytes
+                )
             except BudgetError:
-                if kernels_bytes:
+                if tried:
                     break
                 raise
-            budget_bytes = planned.solution.budget_bytes
-            excess_bytes = (planned.kernels_peak_bytes or 0) - budget_bytes
-            if excess_bytes <= 0:
+            budget_bytes = planned.solution.budget_bytes + room_bytes
+            peak_bytes = planned.kernels_peak_bytes or 0
+            if peak_bytes <= budget_bytes:
                 return planned
             del self.plans[path, held_bytes]
-            kernels_bytes.append(budget_bytes + unplanned_bytes + excess_bytes)
-            unplanned_bytes += excess_bytes
-        raise kernels_hold_too_much(kernels_bytes, budget_bytes + unplanned_bytes)
+            tried.append((room_bytes, peak_bytes))
+            room_bytes += more_room(tried, peak_bytes - budget_bytes)
+        raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
 
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule

@@ -37,6 +37,7 @@ class JoinedPlan:
         meter: measures the first step that runs the plan.
         excess: by how much that step exceeded its budget; the ranks agree on it.
         kernels_peak_bytes: what fused kernels hold, known before they run.
+        kernels_room_bytes: kept from the plan, as they hold more than it.
     """
 
     step: JoinedStep
@@ -48,6 +49,12 @@ class JoinedPlan:
     meter: StepMeter
     excess: Agreement
     kernels_peak_bytes: int | None = None
+    kernels_room_bytes: int = 0
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What the step may hold, with what runs between its pieces."""
+        return self.solution.budget_bytes + self.unplanned_bytes + self.kernels_room_bytes
 
 
 class Session:

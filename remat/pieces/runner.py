@@ -52,11 +52,13 @@ Compile = Callable[..., Callable[..., Any]]
 class StepPlanner(Protocol):
     """Returns the solution for a step.
 
-    `gradient_bytes` are reserved for gradients of earlier steps, `gap_bytes` for what runs between
-    pieces.
+    Reserved are `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
+    pieces, and `unplanned_bytes` for what exists only because of the plan.
     """
 
-    def __call__(self, step: Step, *, gradient_bytes: int = 0, gap_bytes: int = 0) -> Solution:
+    def __call__(
+        self, step: Step, *, gradient_bytes: int = 0, gap_bytes: int = 0, unplanned_bytes: int = 0
+    ) -> Solution:
         """Returns the solution for a step."""
 
 
@@ -300,11 +302,17 @@ class Piecewise:
         joined: JoinedStep,
         held_bytes: int,
         unplanned_bytes: int = 0,
+        kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
         """Plans a path, which took `copies`, beside `held_bytes` of gradients."""
         assert self.plan_of is not None
         try:
-            solution = self.plan_of(joined, gradient_bytes=held_bytes, gap_bytes=unplanned_bytes)
+            solution = self.plan_of(
+                joined,
+                gradient_bytes=held_bytes,
+                gap_bytes=unplanned_bytes,
+                unplanned_bytes=kernels_room_bytes,
+            )
         except BudgetError as error:
             raise naming_breaks(error, self.breaks) from None
         assert solution.schedule is not None, "planners answer with a schedule or raise"
@@ -325,6 +333,7 @@ class Piecewise:
             meter,
             excess,
             self.kernels_peak_bytes(path, numbers, joined, solution.schedule),
+            kernels_room_bytes,
         )
         self.plans[path, held_bytes] = planned
         return planned
@@ -345,14 +354,13 @@ class Piecewise:
             measured = plan.meter.peak_bytes
             if measured is None or (path, held_bytes) not in self.plans:
                 continue
-            allowed = plan.solution.budget_bytes + plan.unplanned_bytes
-            excess = plan.excess.of_all_ranks(max(0, measured - allowed))
+            excess = plan.excess.of_all_ranks(max(0, measured - plan.allowed_bytes))
             if excess == 0:
                 continue
             _LOG.warning(
                 "the step held %s, which is %s more than its budget: what runs between its "
                 "pieces is not planned; planning again with less",
-                describe_bytes(allowed + excess),
+                describe_bytes(plan.allowed_bytes + excess),
                 describe_bytes(excess),
             )
             for key in [key for key in self.plans if key[0] == path]:

@@ -1,0 +1,62 @@
+"""Plans through Inductor beside `torch.compile`, alone and with `activation_memory_budget`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from experiments.gpu import steps
+from experiments.gpu.comparing import Way, compare, plain
+from experiments.gpu.measuring import Facts
+
+_NAME = "torch.compile, activation_memory_budget"
+
+
+def gpt(facts: Facts) -> None:
+    """GPT-2 medium, 12 layers, without dropout."""
+    ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _compiled(0.5), _inductor("40%")]
+    ways += [_compiled(0.0), _inductor("80%"), _compiled(0.25), _compiled(0.75)]
+    graphs = [("remat inductor 60%, CUDA graphs", partial(_in_cuda_graphs, _inductor("60%")[1]))]
+    graphs += [("torch.compile, CUDA graphs", partial(_in_cuda_graphs, steps.compiled))]
+    compare(facts, "gpt2-medium, 12 layers, no dropout", [("plain", plain), *ways, *graphs])
+
+
+def dropout(facts: Facts) -> None:
+    """The same with dropout, as `torch.compile` and Inductor draw it."""
+    ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _inductor("40%")]
+    eager = ("remat auto 60%", partial(steps.planned, budget="60%", executor="auto"))
+    compare(facts, "gpt2-medium, 12 layers", [("plain", plain), *ways, eager])
+
+
+def vision(facts: Facts) -> None:
+    """ResNet-50."""
+    ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _inductor("40%"), _compiled(0.5)]
+    compare(facts, "resnet50", [("plain", plain), *ways])
+
+
+def pieces(facts: Facts) -> None:
+    """A step that `torch.compile` cuts, as it logs a number."""
+    eager = [
+        (f"remat {budget}", partial(steps.planned, budget=budget)) for budget in ("100%", "60%")
+    ]
+    ways = [("plain", plain), *eager, _compiled(1.0), _inductor("100%"), _inductor("60%")]
+    compare(facts, "gpt2-medium, 12 layers, logged", ways)
+
+
+def _inductor(budget: str) -> tuple[str, Way]:
+    way = partial(steps.planned, budget=budget, executor="inductor")
+    return f"remat inductor {budget}", way
+
+
+def _compiled(share: float) -> tuple[str, Way]:
+    return f"{_NAME} {share}", partial(steps.compiled, share=share)
+
+
+def _in_cuda_graphs(way: Way, model: Any) -> Callable[..., Any]:
+    """Runs a way with kernels launched from CUDA graphs, until memory is freed for the next."""
+    settings: Any = torch._inductor.config
+    settings.triton.cudagraphs = True
+    return way(model)
