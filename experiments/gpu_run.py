@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -257,6 +258,13 @@ def _run_side_by_side(asked: argparse.Namespace) -> None:
         process.wait()
 
 
+def _log_to(path: Path) -> None:
+    log, handler = logging.getLogger("remat"), logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sections that there is time for, or shows the results."""
     parser = argparse.ArgumentParser(
@@ -283,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.side_by_side:
         _run_side_by_side(asked)
         return
+    _log_to(asked.output.with_suffix(".log"))
     facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
     for name in asked.only:
         run, need_s = SECTIONS[name]

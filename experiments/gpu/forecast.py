@@ -73,6 +73,7 @@ def run_plans(facts: Facts, folder: Path) -> None:
             row = measured(model, model, batch, facts.place)
             told = {"predicted": solution.peak_bytes, "predicted_step_s": solution.cost_s}
             facts.say(section="foretold", model=name, way=way, base=base, **told, **row)
+            del model, batch
 
 
 def _file(name: str) -> str:

@@ -77,6 +77,7 @@ class Facts:
         torch._dynamo.reset()
         torch._functorch.config.activation_memory_budget = 1.0
         torch._inductor.config.triton.cudagraphs = False
+        torch._inductor.config.comprehensive_padding = True
         if self.place.has_cuda:
             torch.cuda.empty_cache()
 
@@ -173,6 +174,7 @@ def told(model: Any) -> dict[str, Any]:
         "libraries": report.room.library_bytes if report.room else 0,
         "first_peaks": list(astuple(report.cuda_peaks)) if report.cuda_peaks else [],
         "kernels_peak": report.kernels_peak_bytes,
+        "executor": report.executor,
         "attention": attention,
         "dearest": [
             (op.target, round(op.cost_s * 1e6), op.module)

@@ -361,7 +361,6 @@ def report(model: Callable[..., Any]) -> Report:
             call.plan.room_of(plan.solution),
             plan.meter.cuda_peaks,
             kernels_peak_bytes=plan.kernels_peak_bytes,
-            kernels_room_bytes=plan.kernels_room_bytes,
             executor=call.executor.text(),
         )
     if not call.pieces:

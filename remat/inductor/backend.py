@@ -38,7 +38,7 @@ from remat.run.capture import (
 from remat.run.other_outputs import detach_non_scalars, refuse_gradients
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
-from remat.run.refusals import refuse_what_has_no_size
+from remat.run.refusals import refuse_cudnn_rnns, refuse_what_has_no_size
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
     copied,
@@ -53,6 +53,7 @@ from remat.tracers.costs import CostModel
 compile_fx, _ = inductor_compilers()
 
 _LOG = logging.getLogger(__name__)
+_ATTEMPTS_COPYING = 2  # at a plan, before convolutions keep the layouts of their inputs
 
 
 def make_inductor_backend(
@@ -71,6 +72,7 @@ def make_inductor_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_lost_updates(module)
+        refuse_cudnn_rnns(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
 
@@ -119,13 +121,14 @@ def _within_budget(
     """Compiles a step so that its kernels keep the budget.
 
     Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
-    fits, that of the least peak is tried, once. Where kernels hold too much on a GPU, convolutions
-    keep the layouts of their inputs from then on, which is slower there and needs no copies.
+    fits, that of the least peak is tried, once. Where the kernels of two plans hold too much on a
+    GPU, convolutions keep the layouts of their inputs from then on, which is slower there and needs
+    no copies.
 
     Raises:
         BudgetError: they never did.
     """
-    room_bytes, keeps_layouts = 0, False
+    room_bytes, keeps_layouts, may_copy = 0, False, False
     tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
     refusal: BudgetError | None = None
     while len(tried) < ATTEMPTS:
@@ -135,6 +138,10 @@ def _within_budget(
         try:
             compilation.compile(module, example_inputs)
         except BudgetError as error:
+            if may_copy:
+                room_bytes, keeps_layouts, may_copy = 0, True, False
+                tried.clear()
+                continue
             if refusal is not None:
                 break
             refusal = error
@@ -155,11 +162,12 @@ def _within_budget(
             compilation.wait()
             return compilation
 
-        if not keeps_layouts and _may_copy_layouts(compilation.planned.step):
-            keeps_layouts = True
-        else:
-            tried.append((room_bytes, compilation.peak_bytes))
-            room_bytes += more_room(tried, excess_bytes)
+        tried.append((room_bytes, compilation.peak_bytes))
+        room_bytes += more_room(tried, excess_bytes)
+        may_copy = not keeps_layouts and _may_copy_layouts(compilation.planned.step)
+        if may_copy and len(tried) == _ATTEMPTS_COPYING:
+            room_bytes, keeps_layouts, may_copy, refusal = 0, True, False, None
+            tried.clear()
         _LOG.info(
             "the kernels of this plan hold %s more than the budget; compiling again with %s",
             describe_bytes(excess_bytes),

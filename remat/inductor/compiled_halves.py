@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -20,9 +20,9 @@ from remat.run.measured_forward import storages_of
 from remat.run.rewrite import SplitStep
 from remat.torch_border.inductor import (
     CompiledModule,
+    compile_options,
     compiled_module,
     inductor_compilers,
-    keeping_layouts,
     kernels_later,
 )
 from remat.tracers.aot import TracedStep
@@ -86,9 +86,9 @@ class CompiledHalves:
             frozenset(self._resident),
             device,
         )
-        layouts = keeping_layouts() if self.keeps_layouts else nullcontext()
+        options = compile_options(keeps_layouts=self.keeps_layouts)
         writing = stage(f"writing the kernels of the {half}")
-        with _refusing(), writing, kernels_later(), kernels.followed(), layouts:
+        with _refusing(), writing, kernels_later(), kernels.followed(), options:
             compiled = compile_fx_inner(graph, inputs, **kwargs)
         _LOG.info("%s: %s", half, kernels.summary())
 

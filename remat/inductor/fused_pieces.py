@@ -34,6 +34,7 @@ from remat.pieces.joined_step import JoinedStep
 from remat.pieces.recording import JoinedPlan, Path
 from remat.pieces.runner import Piecewise
 from remat.run.executor import BoxedFunction
+from remat.run.refusals import refuse_cudnn_rnns
 from remat.run.rewrite import SplitStep, split
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
@@ -122,6 +123,7 @@ def compiled_by_inductor(
     Its halves run what each plan says, and are compiled once there is one.
     """
     refuse_lost_updates(module)
+    refuse_cudnn_rnns(module)
     joints: list[fx.GraphModule] = []
 
     def cut(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:

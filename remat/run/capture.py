@@ -27,6 +27,7 @@ from remat.run.plain_kernels import plain_kernels
 from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import (
     named,
+    refuse_cudnn_rnns,
     refuse_nested,
     refuse_scans,
     refuse_what_has_no_size,
@@ -220,6 +221,7 @@ def make_backend(
 def refuse_uncapturable(module: fx.GraphModule) -> None:
     """Raises `TraceError` for what no plan can run, `GraphBreak` where the graph has to be cut."""
     refuse_scans(module)
+    refuse_cudnn_rnns(module)
     refuse_changing_sizes(module.graph)
     refuse_nested(module)
     cut_at_sizes(module)

@@ -14,6 +14,7 @@ from torch import fx
 from remat.core.errors import TraceError
 from remat.torch_border.dynamo import SIZE_CHECK, is_associative_scan, is_decided_by_data
 from remat.tracers.origin import module_of, source_of
+from remat.tracers.retarget import is_for_cuda
 from remat.tracers.storages import tensors_of
 
 
@@ -42,6 +43,29 @@ def refuse_scans(module: fx.GraphModule) -> None:
             'an associative_scan with combine_mode="pointwise" is one operator that only Inductor '
             'runs, and can\'t be planned; write combine_mode="generic", or a loop'
         )
+
+
+def refuse_cudnn_rnns(module: fx.GraphModule) -> None:
+    """Refuses recurrent layers in cuDNN, on a GPU or as a GPU would run them.
+
+    It keeps a reserve for the backward of which fake tensors say that it has no bytes.
+    """
+    for node in module.graph.nodes:
+        if node.target not in _RNNS or not torch.backends.cudnn.enabled:
+            continue
+        value = node.args[0].meta.get("example_value")
+        if is_for_cuda() or (
+            isinstance(value, torch.Tensor) and torch.backends.cudnn.is_acceptable(value)
+        ):
+            raise TraceError(_CUDNN.format(name=node.target.__name__.upper()))
+
+
+_RNNS = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
+_CUDNN = (
+    "{name} on a GPU runs in cuDNN, which keeps memory for the backward whose size is not known "
+    "before it runs; train with `torch.backends.cudnn.enabled = False`, or leave the layer outside "
+    "of what is planned"
+)
 
 
 def size_that_data_decides(module: fx.GraphModule) -> fx.Node | None:

@@ -51,13 +51,19 @@ def leave_kept_graphs_to_the_backward() -> None:
         metadata.bw_donated_idxs = []
 
 
-def keeping_layouts() -> Any:
-    """Within, convolutions are compiled for the layouts that their inputs have
-    (`layout_optimization`, 2.13).
+def compile_options(*, keeps_layouts: bool) -> Any:
+    """Within, a half is compiled as plans know it.
+
+    An operand of a product is computed where it is padded: otherwise Inductor makes it first, and
+    copies it where it can't be padded in place (`inplace_padding`, 2.13). With `keeps_layouts`,
+    convolutions are compiled for the layouts that their inputs have (`layout_optimization`, 2.13).
     """
     from torch._inductor import config
 
-    return config.patch(layout_optimization=False)
+    options: dict[str, bool] = {"inplace_padding": False}
+    if keeps_layouts:
+        options["layout_optimization"] = False
+    return config.patch(options)
 
 
 @contextmanager

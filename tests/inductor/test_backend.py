@@ -24,7 +24,7 @@ from remat.inductor import backend, compiled_halves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
 from remat.inductor.kernel_order import Loops
-from remat.torch_border.inductor import LaterKernel, keeping_layouts
+from remat.torch_border.inductor import LaterKernel, compile_options
 from remat.tracers.aot import TracedStep
 from tests.support.planned import (
     COMPILES,
@@ -370,13 +370,14 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
-    def with_copies_at_first() -> Any:
+    def with_copies_at_first(**_: bool) -> Any:
         halves.append(1)
-        return nullcontext() if len(halves) <= 2 else keeping_layouts()
+        return compile_options(keeps_layouts=len(halves) > 2)
 
     halves: list[int] = []
-    monkeypatch.setattr(compiled_halves, "keeping_layouts", with_copies_at_first)
-    monkeypatch.setattr(backend, "ATTEMPTS", 1)
+    monkeypatch.setattr(compiled_halves, "compile_options", with_copies_at_first)
+    for name in ("ATTEMPTS", "_ATTEMPTS_COPYING"):
+        monkeypatch.setattr(backend, name, 1)
     again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
     with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
         again(x, labels)
@@ -386,6 +387,34 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
     again(x, labels).backward()
     assert len(halves) == 4
+
+
+class Padded(nn.Module):
+    """A product whose computed operand is padded, as Inductor pads large ones on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("weight", torch.randn(1000, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of a product of which 7 rows are zero."""
+        padded = nn.functional.pad(self.scale * x.cos() + 1, (0, 0, 0, 7))
+        return (padded @ self.weight).square().mean()
+
+
+def test_a_padded_operand_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: Inductor computes it, then copies it to where it is padded."""
+    peaks = []
+    for keeps_apart in (False, True):
+        if keeps_apart:
+            monkeypatch.setattr(compiled_halves, "compile_options", lambda **_: nullcontext())
+        torch._dynamo.reset()
+        model = remat.checkpoint(Padded(), "10MiB", executor="inductor", costs="flops")
+        model(torch.randn(500, 1000)).backward()
+        peaks.append(remat.report(model).kernels_peak_bytes or 0)
+    operand_bytes = 500 * 1000 * 4
+    assert peaks[1] - peaks[0] == pytest.approx(operand_bytes, rel=0.02)
 
 
 def test_the_largest_batch_is_that_of_the_kernels() -> None:

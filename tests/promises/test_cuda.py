@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ pytestmark = [
         not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"
     ),
 ]
+
+_QUICKLY: dict[str, Any] = {"time_limit_s": 3.0}
 
 
 class Tower(nn.Module):
@@ -49,7 +52,7 @@ def test_dropout_is_replayed_on_the_device(budget: str) -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(4096, 512, device="cuda")
     plain = copy.deepcopy(model)
-    remat.checkpoint(model, budget)
+    remat.checkpoint(model, budget, **_QUICKLY)
     (loss, gradients), (plain_loss, plain_gradients) = _step(model, x), _step(plain, x)
     torch.testing.assert_close(loss, plain_loss)
     for found, wanted in zip(gradients, plain_gradients, strict=True):
@@ -61,7 +64,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
-    remat.checkpoint(model, "60%")
+    remat.checkpoint(model, "60%", **_QUICKLY)
     _step(model, x)
     model.zero_grad(set_to_none=True)
     report = remat.report(model)
@@ -76,7 +79,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
 def test_a_plan_of_everything_is_not_planned_again_for_the_blocks_of_the_allocator() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 520, device="cuda")[:, :512].contiguous()
-    remat.checkpoint(model, "100%")
+    remat.checkpoint(model, "100%", **_QUICKLY)
     _step(model, x)
     first = remat.report(model).solution
     _step(model, x)
@@ -87,7 +90,7 @@ def test_a_plan_of_everything_is_not_planned_again_for_the_blocks_of_the_allocat
 def test_inductors_kernels_hold_what_was_predicted() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
-    remat.checkpoint(model, "70%", executor="inductor")
+    remat.checkpoint(model, "70%", **_QUICKLY, executor="inductor")
     for _ in range(2):  # the first also tries Triton's kernels, and is not measured
         _step(model, x)
     report = remat.report(model)
@@ -101,7 +104,7 @@ def test_the_three_peaks_are_those_of_the_step_alone() -> None:
     torch.manual_seed(0)
     beside = torch.ones(64 << 20, device="cuda")
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
-    remat.checkpoint(model, "80%")
+    remat.checkpoint(model, "80%", **_QUICKLY)
     _step(model, x)
     report = remat.report(model)
     peaks = report.cuda_peaks
@@ -116,8 +119,30 @@ def test_the_three_peaks_are_those_of_the_step_alone() -> None:
 def test_without_a_budget_the_budget_is_what_the_gpu_has_free() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(4096, 512, device="cuda")
-    remat.checkpoint(model)
+    remat.checkpoint(model, **_QUICKLY)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     _step(model, x)
     budget_bytes = remat.report(model).budget_bytes
     assert free_bytes - total_bytes // 8 <= budget_bytes <= total_bytes
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_recurrent_layers_in_cudnn_are_refused(executor: str) -> None:
+    """And planned where torch's own kernels run them."""
+    x = torch.randn(3, 2, 4, device="cuda")
+    for layer in (nn.LSTM, nn.GRU, nn.RNN):
+        torch._dynamo.reset()
+        model = nn.Sequential(layer(4, 32, num_layers=2)).cuda()
+        remat.checkpoint(model, "100%", executor=executor, differentiate="all")
+        with pytest.raises(remat.TraceError, match="on a GPU runs in cuDNN"):
+            model(x)
+
+    with torch.backends.cudnn.flags(enabled=False):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.LSTM(4, 32, num_layers=2)).cuda()
+        plain = copy.deepcopy(model)
+        remat.checkpoint(model, "100%", executor=executor, differentiate="all")
+        for each in (model, plain):
+            each(x)[0].square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)

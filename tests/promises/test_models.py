@@ -135,6 +135,12 @@ def test_an_lstm_in_onednn_is_refused_and_torchs_own_is_planned() -> None:
             remat.checkpoint(Recurrent(), UNLIMITED, costs="flops")(x)
 
 
+def test_an_lstm_in_cudnn_is_refused() -> None:
+    """Fake tensors say that what it keeps has no bytes."""
+    with pytest.raises(remat.TraceError, match="LSTM on a GPU runs in cuDNN"):
+        remat.trace(Recurrent(), (torch.randn(3, 2, 4),), device="H100")
+
+
 def test_a_recurrent_cell_whose_gates_are_no_whole_vectors_is_refused() -> None:
     """Captured, gates lie in memory otherwise than plain PyTorch's.
 
