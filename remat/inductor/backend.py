@@ -27,6 +27,7 @@ from remat.inductor.compiled_halves import (
     more_room,
 )
 from remat.inductor.kernel_graph import FusedStep, fuse
+from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
 from remat.run.capture import (
     PlannedStep,
@@ -78,6 +79,7 @@ def make_inductor_backend(
 
         def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
             refuse_what_has_no_size(joint)
+            share_paddings(joint)
             return fuse(
                 read_joint(
                     joint,

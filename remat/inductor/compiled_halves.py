@@ -15,6 +15,7 @@ from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_plan import KernelPlan
+from remat.inductor.paddings import pads_products
 from remat.narration.stages import stage
 from remat.run.measured_forward import storages_of
 from remat.run.rewrite import SplitStep
@@ -86,7 +87,9 @@ class CompiledHalves:
             frozenset(self._resident),
             device,
         )
-        options = compile_options(keeps_layouts=self.keeps_layouts)
+        options = compile_options(
+            keeps_layouts=self.keeps_layouts, pads_products=pads_products(graph.graph)
+        )
         writing = stage(f"writing the kernels of the {half}")
         with _refusing(), writing, kernels_later(), kernels.followed(), options:
             compiled = compile_fx_inner(graph, inputs, **kwargs)

@@ -27,6 +27,7 @@ from remat.inductor.compiled_halves import (
     more_room,
 )
 from remat.inductor.kernel_graph import FusedStep, fuse
+from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
 from remat.pieces.captured_piece import Copied, Piece
 from remat.pieces.compiled_piece import boxed
@@ -56,6 +57,7 @@ class FusedPiece(Piece):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        share_paddings(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
         # halves, in the order of their numbers -> by how much the kernels of the forward and of the

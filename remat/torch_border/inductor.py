@@ -17,6 +17,8 @@ from torch import fx
 
 from remat.torch_border.autograd import metadata_of_compilation
 
+_MANY_OPERATORS = 200  # that may be inlined: the gradient of a cross entropy has some 50
+
 
 def inductor_compilers() -> tuple[Any, Any]:
     """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import
@@ -51,18 +53,24 @@ def leave_kept_graphs_to_the_backward() -> None:
         metadata.bw_donated_idxs = []
 
 
-def compile_options(*, keeps_layouts: bool) -> Any:
-    """Within, a half is compiled as plans know it.
+def compile_options(*, keeps_layouts: bool, pads_products: bool) -> Any:
+    """Within, a half is compiled as plans know it (names of options: 2.13).
 
-    An operand of a product is computed where it is padded: otherwise Inductor makes it first, and
-    copies it where it can't be padded in place (`inplace_padding`, 2.13). With `keeps_layouts`,
-    convolutions are compiled for the layouts that their inputs have (`layout_optimization`, 2.13).
+    With `keeps_layouts`, convolutions are compiled for the layouts that their inputs have.
+
+    With `pads_products`, an operand that is padded is computed where it is padded. By default
+    Inductor makes it first and copies it, makes values of another type on the way where many
+    operators are inlined, and lengthens rows to multiples of 128 bytes.
     """
     from torch._inductor import config
 
-    options: dict[str, bool] = {"inplace_padding": False}
+    options: dict[str, Any] = {}
     if keeps_layouts:
         options["layout_optimization"] = False
+    if pads_products:
+        options["inplace_padding"] = options["comprehensive_padding"] = False
+        options["realize_opcount_threshold"] = _MANY_OPERATORS
+        options["realize_acc_reads_threshold"] = _MANY_OPERATORS
     return config.patch(options)
 
 

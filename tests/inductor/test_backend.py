@@ -372,7 +372,7 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
 
     def with_copies_at_first(**_: bool) -> Any:
         halves.append(1)
-        return compile_options(keeps_layouts=len(halves) > 2)
+        return compile_options(keeps_layouts=len(halves) > 2, pads_products=False)
 
     halves: list[int] = []
     monkeypatch.setattr(compiled_halves, "compile_options", with_copies_at_first)

@@ -1,0 +1,99 @@
+"""Operands of products that are padded, as Inductor pads them on a GPU.
+
+A product whose sizes are no multiples of 8 is slow there. So Inductor pads its operands in the
+joint graph, each product for itself. The gradient of the logits, which both products of a language
+model's head read, is padded twice, once transposed: two copies of the largest tensor of the step.
+Here a transposed tensor is padded first and transposed then, and what two products read is padded
+once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_PRODUCTS = frozenset([aten.mm.default, aten.addmm.default, aten.bmm.default])
+
+
+def share_paddings(joint: fx.GraphModule) -> None:
+    """Pads each tensor once, before it is transposed; O(V)."""
+    graph = joint.graph
+    known: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+        padded = _padded_first(node)
+        source, sizes, *value = padded.args
+        while sizes[-2:] == [0, 0]:
+            sizes = sizes[:-2]
+        first = known.setdefault((source, tuple(sizes), tuple(value)), padded)
+        if first is not padded:
+            padded.replace_all_uses_with(first)
+            graph.erase_node(padded)
+    if known:
+        _find_strides(graph)
+        joint.recompile()
+
+
+def pads_products(graph: fx.Graph) -> bool:
+    """Says whether a product reads a padded operand."""
+    return any(
+        user.target in _PRODUCTS
+        for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+        for user in _readers(node)
+    )
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Returns what reads a value or its transpose."""
+    transposed = [user for user in node.users if user.target is aten.permute.default]
+    return [*node.users, *(reader for user in transposed for reader in user.users)]
+
+
+def _padded_first(node: fx.Node) -> fx.Node:
+    """Moves a padding before the permutation that it reads; returns the padding."""
+    permuted, padding, *value = node.args
+    if not isinstance(permuted, fx.Node) or permuted.target is not aten.permute.default:
+        return node
+
+    source, order = permuted.args[0], list(permuted.args[1])
+    # pairs, of the last dimension first
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))
+    of_dimension = dict(zip(reversed(order), pairs, strict=False))
+    moved = [of_dimension.get(d, (0, 0)) for d in reversed(range(len(order)))]
+    graph = node.graph
+    with graph.inserting_before(node):
+        flat = [size for pair in moved for size in pair]
+        padded = graph.call_function(node.target, (source, flat, *value))
+        again = graph.call_function(permuted.target, (padded, order))
+    for made in (padded, again):
+        made.meta = dict(node.meta)
+        made.meta["val"] = _computed(made)
+    node.replace_all_uses_with(again)
+    graph.erase_node(node)
+    if not permuted.users:
+        graph.erase_node(permuted)
+    return padded
+
+
+def _find_strides(graph: fx.Graph) -> None:
+    """Sets the strides of views: those of a product's result are of before it was padded."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        is_view = bool(schema and schema.returns and schema.returns[0].alias_info)
+        if not is_view or isinstance(node.meta.get("val"), (list, tuple)):
+            continue
+        try:
+            found = _computed(node)
+        except (RuntimeError, ValueError):
+            continue  # a view that has become a copy
+        if isinstance(found, torch.Tensor):
+            node.meta["val"] = found
+
+
+def _computed(node: fx.Node) -> Any:
+    """Returns the result of an operator on fake tensors."""
+    args = fx.map_arg(node.args, lambda each: each.meta["val"])
+    kwargs = fx.map_arg(node.kwargs, lambda each: each.meta["val"])
+    return node.target(*args, **kwargs)
