@@ -9,12 +9,14 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 aten = torch.ops.aten
+_PAD, _PERMUTE = aten.constant_pad_nd.default, aten.permute.default
 _PRODUCTS = frozenset([aten.mm.default, aten.addmm.default, aten.bmm.default])
 
 
@@ -22,12 +24,12 @@ def share_paddings(joint: fx.GraphModule) -> None:
     """Pads each tensor once, before it is transposed; O(V)."""
     graph = joint.graph
     known: dict[Any, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+    for node in graph.find_nodes(op="call_function", target=_PAD):
         padded = _padded_first(node)
-        source, sizes, *value = padded.args
+        source, sizes, value = _arguments(padded)
         while sizes[-2:] == [0, 0]:
             sizes = sizes[:-2]
-        first = known.setdefault((source, tuple(sizes), tuple(value)), padded)
+        first = known.setdefault((source, tuple(sizes), value), padded)
         if first is not padded:
             padded.replace_all_uses_with(first)
             graph.erase_node(padded)
@@ -40,33 +42,39 @@ def pads_products(graph: fx.Graph) -> bool:
     """Says whether a product reads a padded operand."""
     return any(
         user.target in _PRODUCTS
-        for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+        for node in graph.find_nodes(op="call_function", target=_PAD)
         for user in _readers(node)
     )
 
 
+def _arguments(padding: fx.Node) -> tuple[fx.Node, list[int], float]:
+    """Returns what is padded, how far at both ends of each dimension, the last first, by what."""
+    source: Any = padding.args[0]
+    sizes: Any = padding.args[1]
+    value: Any = padding.args[2] if len(padding.args) > 2 else 0
+    return source, list(sizes), value
+
+
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Returns what reads a value or its transpose."""
-    transposed = [user for user in node.users if user.target is aten.permute.default]
+    transposed = [user for user in node.users if user.target is _PERMUTE]
     return [*node.users, *(reader for user in transposed for reader in user.users)]
 
 
 def _padded_first(node: fx.Node) -> fx.Node:
     """Moves a padding before the permutation that it reads; returns the padding."""
-    permuted, padding, *value = node.args
-    if not isinstance(permuted, fx.Node) or permuted.target is not aten.permute.default:
+    permuted, sizes, value = _arguments(node)
+    if permuted.target is not _PERMUTE:
         return node
 
-    source, order = permuted.args[0], list(permuted.args[1])
-    # pairs, of the last dimension first
-    pairs = list(zip(padding[::2], padding[1::2], strict=True))
-    of_dimension = dict(zip(reversed(order), pairs, strict=False))
-    moved = [of_dimension.get(d, (0, 0)) for d in reversed(range(len(order)))]
+    source, order = permuted.args[0], permuted.args[1]
+    assert isinstance(order, Sequence)
+    ends = dict(zip(reversed(order), zip(sizes[::2], sizes[1::2], strict=True), strict=False))
+    moved = [size for d in reversed(range(len(order))) for size in ends.get(d, (0, 0))]
     graph = node.graph
     with graph.inserting_before(node):
-        flat = [size for pair in moved for size in pair]
-        padded = graph.call_function(node.target, (source, flat, *value))
-        again = graph.call_function(permuted.target, (padded, order))
+        padded = graph.call_function(_PAD, (source, moved, value))
+        again = graph.call_function(_PERMUTE, (padded, order))
     for made in (padded, again):
         made.meta = dict(node.meta)
         made.meta["val"] = _computed(made)
@@ -82,7 +90,7 @@ def _find_strides(graph: fx.Graph) -> None:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         is_view = bool(schema and schema.returns and schema.returns[0].alias_info)
-        if not is_view or isinstance(node.meta.get("val"), (list, tuple)):
+        if not is_view or isinstance(node.meta.get("val"), list | tuple):
             continue
         try:
             found = _computed(node)
@@ -94,6 +102,7 @@ def _find_strides(graph: fx.Graph) -> None:
 
 def _computed(node: fx.Node) -> Any:
     """Returns the result of an operator on fake tensors."""
+    target: Any = node.target
     args = fx.map_arg(node.args, lambda each: each.meta["val"])
     kwargs = fx.map_arg(node.kwargs, lambda each: each.meta["val"])
-    return node.target(*args, **kwargs)
+    return target(*args, **kwargs)

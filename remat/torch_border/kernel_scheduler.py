@@ -226,7 +226,9 @@ class _Reader:
             if name in self._writer:
                 reads[name] = self._sizes[name][1]
             elif name in V.graph.graph_inputs and name not in self._resident:
-                reads[name] = int(V.graph.get_dep_size_hint(dependency))
+                given = V.graph.graph_inputs[name]  # a kernel may read each element several times
+                layout = given.get_layout()
+                reads[name] = int(layout.storage_size()) * layout.dtype.itemsize
                 self.inputs.add(name)
         return reads
 
