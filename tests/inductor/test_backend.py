@@ -407,7 +407,7 @@ class Resized(nn.Module):
 def test_an_input_is_as_large_as_it_is_however_often_a_kernel_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Naive, with torch 2.11: the backward seems to hold more, and fusions are undone for nothing."""
+    """Naive, with torch 2.11: the backward seems to hold more, and fusions are undone."""
     from torch._inductor import config as inductor_config
 
     found: dict[str, int] = {}
