@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from remat.cli.options import (
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
+from remat.core.outline import outline
 from remat.core.solution import Solution
 from remat.solvers import SOLVER_NAMES
 
@@ -78,7 +80,7 @@ def solve(
         without=tuple(without),
     )
     if output is not None:
-        solution.save(output)
+        replace(solution, outline=outline(graph)).save(output)
     if format_ is Format.JSON:
         write_json(solution_record(solution))
     else:

@@ -14,6 +14,7 @@ from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, ScheduleError
 from remat.core.graph import FORMAT_VERSION, Graph
 from remat.core.limits import shortened, shown
+from remat.core.outline import first_difference
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import Rule, validate
 
@@ -53,6 +54,7 @@ class Solution:
         proved_by: the technique of `auto` that proved the bound; empty if the bound is
             `keep_all_cost_s`.
         is_bound_stated: True if the bound was read from a file and not proved here.
+        outline: of the graph it was solved for, to say what differs in another; see `outline`.
     """
 
     status: Status
@@ -72,6 +74,7 @@ class Solution:
     proved_by: str = ""
     version: int = field(default=FORMAT_VERSION)
     is_bound_stated: bool = field(default=False, compare=False)
+    outline: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
@@ -259,11 +262,13 @@ class Solution:
             BudgetError: its peak is above its own budget.
         """
         if self.fingerprint != graph.fingerprint:
+            difference = first_difference(self.outline, graph)
             raise ScheduleError(
                 "this plan is for another step: it was made for graph "
                 f"{shortened(self.fingerprint)}, and this is graph "
-                f"{graph.fingerprint} ({graph.num_operators} operators); trace and solve again "
-                "with this model, these shapes, this precision and this torch version"
+                f"{graph.fingerprint} ({graph.num_operators} operators)"
+                f"{f'; first difference: {difference}' if difference else ''}; trace and solve "
+                "again with this model, these shapes, this precision and this torch version"
             )
         if self.schedule is None:
             return Solution.without_schedule(

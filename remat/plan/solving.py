@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
+from remat.core.outline import outline
 from remat.core.room import Room
 from remat.core.solution import Solution, Status
 from remat.core.units import Units
@@ -42,7 +44,7 @@ def solve_in(
     )
     solution = _solved(graph, room.plan_bytes, method)
     if solution.is_solved:
-        return solution
+        return replace(solution, outline=outline(graph))
     raise _budget_error(graph, solution, room)
 
 

@@ -653,7 +653,7 @@ def solution_for(model: nn.Module, x: torch.Tensor) -> remat.Solution:
 def test_a_plan_for_another_shape_is_refused() -> None:
     model, x = MODELS["mlp"]()
     remat.wrap(model, solution_for(model, x))
-    with pytest.raises(remat.ScheduleError, match="another step"):
+    with pytest.raises(remat.ScheduleError, match=r"another step.*an input has another size"):
         model(torch.randn(5, 8))
 
 

@@ -1,0 +1,67 @@
+"""What differs between a graph and the one that a plan was made for.
+
+A plan names its graph by a fingerprint, which only says whether two graphs are the same. Its
+outline has a number for each operator, made of digests of a byte each: what it computes, how large
+its results are, which values it reads and which it overwrites, and whether it may be computed
+again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+from remat.core.graph import Graph, Operator
+
+_OF_INPUTS = ("there are more or fewer inputs or parameters", "an input has another size")
+_OF_OPERATORS = (
+    "is another",
+    "has results of another size",
+    "reads other values",
+    "overwrites another value",
+    "may be computed again in one of the two only",
+)
+
+
+def outline(graph: Graph) -> tuple[int, ...]:
+    """Returns a number for the inputs and parameters of a graph, and one per operator; O(E)."""
+    given = [value.size_bytes for value in graph.values if value.is_resident]
+    numbers = [_number([str(len(given)), str(given)])]
+    numbers += [_number(_aspects(graph, op)) for op in graph.operators]
+    return tuple(numbers)
+
+
+def first_difference(planned: Sequence[int], graph: Graph) -> str:
+    """Returns what differs first from a graph of which `planned` is the outline.
+
+    Empty where that can't be told.
+    """
+    if not planned:
+        return ""
+    for place, (then, now) in enumerate(zip(planned, outline(graph), strict=False)):
+        if then == now:
+            continue
+        if place == 0:
+            return _OF_INPUTS[_first_digest(then ^ now, len(_OF_INPUTS))]
+        op = graph.operators[place - 1]
+        where = f" of {op.module}" if op.module else ""
+        what = _OF_OPERATORS[_first_digest(then ^ now, len(_OF_OPERATORS))]
+        return f"operator {place - 1}, {op.target}{where}, {what}"
+    return "" if len(planned) == graph.num_operators + 1 else "one of the two goes on after the end"
+
+
+def _aspects(graph: Graph, op: Operator) -> Iterator[str]:
+    yield f"{op.target} {op.phase!r}"
+    yield str([graph.values[value].size_bytes for value in op.writes])
+    yield f"{op.reads} {op.writes}"
+    yield str(op.reuses)
+    yield f"{op.pinned} {op.region} {op.is_snapshot}"
+
+
+def _number(texts: Sequence[str] | Iterator[str]) -> int:
+    return int.from_bytes(bytes(zlib.crc32(text.encode()) & 0xFF for text in texts))
+
+
+def _first_digest(difference: int, count: int) -> int:
+    """Returns which of the digests differs first."""
+    return next(i for i, byte in enumerate(difference.to_bytes(count)) if byte)
