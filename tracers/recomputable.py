@@ -58,14 +58,19 @@ _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 _COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
 
 
-def mark_inference_inputs(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def are_inference(inputs: Sequence[Any]) -> tuple[bool, ...]:
+    """Says which inputs were made under `torch.inference_mode()`; fake tensors do not show it."""
+    return tuple(isinstance(each, torch.Tensor) and each.is_inference() for each in inputs)
+
+
+def mark_inference_inputs(joint: fx.GraphModule, are_marked: Sequence[bool]) -> None:
     """Notes which inputs of a joint graph were made under `torch.inference_mode()`.
 
-    Fake tensors do not show it. Autograd can't save such a tensor for the backward.
+    Autograd can't save such a tensor for the backward.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    for node, tensor in zip(placeholders, inputs, strict=False):
-        if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+    for node, is_marked in zip(placeholders, are_marked, strict=False):
+        if is_marked:
             node.meta["is_inference"] = True
 
 

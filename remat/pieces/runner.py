@@ -41,7 +41,7 @@ from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.torch_border.scalars import refuse_changing_sizes
 from remat.tracers.costs import CostModel
-from remat.tracers.recomputable import mark_inference_inputs
+from remat.tracers.recomputable import are_inference, mark_inference_inputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -125,6 +125,9 @@ class Piecewise:
         refuse_uncapturable(module)
         self._note_break(compile_reason(module))
         pieces: list[Piece] = []
+        inference = are_inference(
+            example_inputs
+        )  # not the inputs, which what is compiled would keep
 
         def partition(
             joint: fx.GraphModule,
@@ -136,7 +139,7 @@ class Piecewise:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
-            mark_inference_inputs(joint, example_inputs)
+            mark_inference_inputs(joint, inference)
             pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
             step = pieces[-1].step(frozenset())
             halves = pieces[-1].split(frozenset(), Schedule.keep_all(step.graph))

@@ -48,7 +48,7 @@ from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.origin import source_of
-from remat.tracers.recomputable import mark_inference_inputs
+from remat.tracers.recomputable import are_inference, mark_inference_inputs
 
 
 class Step(Protocol):
@@ -174,6 +174,7 @@ def make_backend(
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
         planned: list[PlannedStep] = []
+        inference = are_inference(example_inputs)
 
         def partition(
             joint: fx.GraphModule,
@@ -185,7 +186,7 @@ def make_backend(
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
-            mark_inference_inputs(joint, example_inputs)
+            mark_inference_inputs(joint, inference)
             step = read_joint(
                 joint,
                 num_fwd_outputs,

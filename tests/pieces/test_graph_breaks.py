@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +31,14 @@ from tests.support.broken_steps import (
     runner_of,
     state_after,
 )
-from tests.support.planned import UNLIMITED, Given, keep_nothing, loss_of, planned
+from tests.support.planned import (
+    UNLIMITED,
+    Given,
+    keep_nothing,
+    loss_of,
+    on_both_executors,
+    planned,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
@@ -49,6 +58,42 @@ def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
     assert plan is not None
     assert len(plan.step.runs) > 1
     assert plan.solution.overhead > 0
+
+
+class Noted(nn.Module):
+    """Eager code between two pieces notes what passes from one to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.between: list[weakref.ref[torch.Tensor]] = []
+
+    @torch.compiler.disable
+    def note(self, hidden: torch.Tensor) -> None:
+        """Keeps a weak reference."""
+        self.between.append(weakref.ref(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square of the head."""
+        hidden = self.first(x).tanh()
+        self.note(hidden)
+        loss: torch.Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+@on_both_executors
+def test_nothing_of_a_step_stays_after_it(executor: str) -> None:
+    """Naive: what is compiled keeps the tensors that it was captured with, and their history."""
+    model = remat.checkpoint(Noted(), "1MiB", executor=executor, costs="flops")
+    inputs = []
+    for _ in range(3):
+        x = torch.randn(4, WIDTH)
+        inputs.append(weakref.ref(x))
+        model(x).backward()
+        del x
+    gc.collect()
+    assert len(model.between) >= 3
+    assert [ref() for ref in (*model.between, *inputs) if ref() is not None] == []
 
 
 @pytest.mark.parametrize(
