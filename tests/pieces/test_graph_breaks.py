@@ -68,7 +68,7 @@ class Noted(nn.Module):
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.between: list[weakref.ref[torch.Tensor]] = []
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note(self, hidden: torch.Tensor) -> None:
         """Keeps a weak reference."""
         self.between.append(weakref.ref(hidden))
