@@ -47,7 +47,7 @@ class CompiledHalves:
         limits_bytes: of what the forward's and the backward's kernels hold, beside what exists
             throughout.
         keeps_layouts: convolutions get no copies of their inputs in another layout, which are
-            memory that no plan knows. On a CPU they never do: it is no slower.
+            memory that no plan knows. On a CPU they never do.
         memory: what each half will hold (is it the backward?); empty where Inductor does not say.
     """
 
