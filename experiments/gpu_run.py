@@ -18,7 +18,6 @@ Sections:
   largest that runs.
 - fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
   through Inductor; the last of a step that `torch.compile` cuts.
-- recurrent: LSTMs, in cuDNN's kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,11 +196,6 @@ def foretold(facts: Facts) -> None:
     forecast.judge(facts, FORECAST)
 
 
-def recurrent(facts: Facts) -> None:
-    """LSTMs, in cuDNN's kernels."""
-    compare(facts, "lstm", plans_and(("100%", "80%", "60%")))
-
-
 def _operators(facts: Facts) -> None:
     if facts.place.has_cuda:
         with facts.turn():
@@ -220,7 +215,6 @@ SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
     "fused_dropout": (fused.dropout, 60),
     "fused_vision": (fused.vision, 60),
     "pieces": (fused.pieces, 60),
-    "recurrent": (recurrent, 30),
     "large": (large, 90),
     "operators": (_operators, 20),
 }
@@ -232,7 +226,7 @@ _SIDE_BY_SIDE = (
 )
 LANES = (
     ("environment", "correct", "medium", "autocast"),
-    ("oom", "vision", "foretold", "recurrent", "operators"),
+    ("oom", "vision", "foretold", "operators"),
     ("billions", "large"),
     ("fused", "pieces"),
     ("fused_dropout", "fused_vision"),
@@ -258,11 +252,19 @@ def _run_side_by_side(asked: argparse.Namespace) -> None:
         process.wait()
 
 
-def _log_to(path: Path) -> None:
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
     log, handler = logging.getLogger("remat"), logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+        handler.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -291,15 +293,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.side_by_side:
         _run_side_by_side(asked)
         return
-    _log_to(asked.output.with_suffix(".log"))
     facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
-    for name in asked.only:
-        run, need_s = SECTIONS[name]
-        if facts.left_s < need_s:
-            facts.say(section=name, skipped=f"{facts.left_s:.0f} s left, {need_s:.0f} needed")
-            continue
-        with facts.section(section=name):
-            run(facts)
+    with _logging_to(asked.output.with_suffix(".log")):
+        for name in asked.only:
+            run, need_s = SECTIONS[name]
+            if facts.left_s < need_s:
+                facts.say(section=name, skipped=f"{facts.left_s:.0f} s left, {need_s:.0f} needed")
+                continue
+            with facts.section(section=name):
+                run(facts)
     facts.say(section="end", seconds=round(time.perf_counter() - facts.began_s, 1))
 
 

@@ -17,8 +17,8 @@ _NAME = "torch.compile, activation_memory_budget"
 
 def gpt(facts: Facts) -> None:
     """GPT-2 medium, 12 layers, without dropout."""
-    ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _unpadded("60%"), _inductor("40%")]
-    ways += [_compiled(0.5), _compiled(0.0), _inductor("80%"), _compiled(0.25), _compiled(0.75)]
+    ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _compiled(0.5), _inductor("40%")]
+    ways += [_compiled(0.0), _inductor("80%"), _compiled(0.25), _compiled(0.75)]
     graphs = [("remat inductor 60%, CUDA graphs", partial(_in_cuda_graphs, _inductor("60%")[1]))]
     graphs += [("torch.compile, CUDA graphs", partial(_in_cuda_graphs, steps.compiled))]
     compare(facts, "gpt2-medium, 12 layers, no dropout", [("plain", plain), *ways, *graphs])
@@ -49,17 +49,6 @@ def pieces(facts: Facts) -> None:
 def _inductor(budget: str) -> tuple[str, Way]:
     way = partial(steps.planned, budget=budget, executor="inductor")
     return f"remat inductor {budget}", way
-
-
-def _unpadded(budget: str) -> tuple[str, Way]:
-    """Rows of buffers are not aligned to 128 bytes, which is memory that no plan knows."""
-
-    def way(model: Any) -> Callable[..., Any]:
-        settings: Any = torch._inductor.config
-        settings.comprehensive_padding = False
-        return steps.planned(model, budget, executor="inductor")
-
-    return f"remat inductor {budget}, rows as they are", way
 
 
 def _compiled(share: float) -> tuple[str, Way]:

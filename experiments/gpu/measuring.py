@@ -77,7 +77,6 @@ class Facts:
         torch._dynamo.reset()
         torch._functorch.config.activation_memory_budget = 1.0
         torch._inductor.config.triton.cudagraphs = False
-        torch._inductor.config.comprehensive_padding = True
         if self.place.has_cuda:
             torch.cuda.empty_cache()
 

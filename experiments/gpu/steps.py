@@ -113,31 +113,6 @@ def logged(place: Place) -> Made:
     return _Logged(model), batch
 
 
-class _Recurrent(nn.Module):
-    """A language model of LSTMs."""
-
-    def __init__(self, words: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(width, words)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
-        hidden, _ = self.lstm(self.embedding(input_ids))
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-
-
-def recurrent(place: Place) -> Made:
-    """Four layers of LSTM, 256 tokens, float32."""
-    words, width, layers, batch, length = 8192, 1024, 4, 64, 256
-    if place.is_tiny:
-        words, width, layers, batch, length = 64, 32, 2, 2, 8
-    model = _Recurrent(words, width, layers).to(place.device)
-    ids = torch.randint(0, words, (batch, length), device=place.device)
-    return model, {"input_ids": ids, "labels": ids}
-
-
 STEPS: dict[str, Callable[[Place], Made]] = {
     "gpt2-medium": gpt2,
     "gpt2-medium, 4 sequences": partial(gpt2, batch=4),
@@ -145,7 +120,6 @@ STEPS: dict[str, Callable[[Place], Made]] = {
     "gpt2-medium, 12 layers, no dropout": partial(gpt2, layers=12, dropout=0.0),
     "gpt2-medium, 12 layers": partial(gpt2, layers=12),
     "gpt2-medium, 12 layers, logged": logged,
-    "lstm": recurrent,
     "resnet50": resnet50,
     "llama-3-8b, 8 layers": llama,
 }

@@ -141,7 +141,7 @@ def _within_budget(
             compilation.compile(module, example_inputs)
         except BudgetError as error:
             if may_copy:
-                room_bytes, keeps_layouts, may_copy = 0, True, False
+                room_bytes, keeps_layouts, may_copy, refusal = 0, True, False, None
                 tried.clear()
                 continue
             if refusal is not None:

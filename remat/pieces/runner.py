@@ -125,9 +125,8 @@ class Piecewise:
         refuse_uncapturable(module)
         self._note_break(compile_reason(module))
         pieces: list[Piece] = []
-        inference = are_inference(
-            example_inputs
-        )  # not the inputs, which what is compiled would keep
+        # not the inputs themselves, which what is compiled would keep
+        inference = are_inference(example_inputs)
 
         def partition(
             joint: fx.GraphModule,
