@@ -1,12 +1,12 @@
-"""Do the tests notice what they are for? Each protection is removed from a copy of the package, and
-the test for it must fail.
+"""Do the tests notice when a protection that they test is missing?
 
-    python -m experiments.naive [NAME ...]     # all, or those whose name holds one of the words;
-    others keep their rows
+Each protection is removed from a copy of the package, and the test for it must fail.
 
-`tests/promises/test_never_wrong.py` removes protections itself; here are those of the other tests,
-which need an edit of the source: the text to replace must occur exactly once, or the script stops.
-Writes `experiments/results/naive.json` and `.md`.
+    python -m experiments.naive [WORD ...]     # all, or those with a word in their names
+
+The others keep their rows. `tests/promises/test_never_wrong.py` removes protections itself. Those
+of the other tests are here, because removing them needs an edit of the source: the text to replace
+must occur exactly once, or the script stops. Writes `experiments/results/naive.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ ALL = (
     ),
     _naive(
         "Inductor's kernels may hold more than the budget in a first step", "remat/inductor/backend.py", "inductor/test_backend -k before_they_run",
-        ("        if excess_bytes <= 0:\n", "        if True:\n"),
+        ("            if peak_bytes > budget_bytes:\n", "            if False:\n"),
     ),
     _naive(
         "a backward runs as often as it is asked to", "remat/run/capture.py", "promises/test_running -k 'kept_is_refused or gradient_of_a_gradient'",
@@ -242,7 +242,7 @@ def main(words: list[str]) -> None:
 
 
 def _save(rows: list[dict[str, Any]]) -> None:
-    """Writes the results, after each mistake, so that a stopped run leaves both files consistent."""
+    """Writes the results after each mistake: a stopped run leaves both files consistent."""
     RESULTS.write_text(
         json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n"
     )

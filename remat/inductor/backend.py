@@ -3,29 +3,22 @@
 Inductor lets another partitioner cut its joint graph into forward and backward
 (`torch._inductor.config.custom_partitioner_fn`). By then dropout draws from seeds that the forward
 makes (`inductor_seeds`): they are saved, and masks are made again from them, the same in every
-recomputation. Each half is compiled in the plan's order, and run dry: where its kernels hold more
-than the budget, the step is planned and compiled again with less.
+recomputation. Each half is compiled in the plan's order, and a dry run tells what its kernels hold.
+Where that is more than the budget, the step is planned and compiled again with less.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
 from remat.core.solution import Solution
-from remat.inductor.compiled_halves import (
-    ATTEMPTS,
-    CompiledHalves,
-    compile_fx_inner,
-    kernels_hold_too_much,
-    more_room,
-)
+from remat.inductor.attempts import Attempts
+from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
@@ -53,9 +46,6 @@ from remat.tracers.costs import CostModel
 
 compile_fx, _ = inductor_compilers()
 
-_LOG = logging.getLogger(__name__)
-_ATTEMPTS_COPYING = 2  # at a plan, before convolutions keep the layouts of their inputs
-
 
 def make_inductor_backend(
     plan: Planner,
@@ -66,7 +56,7 @@ def make_inductor_backend(
     model_bytes: Callable[[], int] = lambda: 0,
     plain_steps: PlainSteps | None = None,
 ) -> Any:
-    """Returns a `torch.compile` backend that runs what `plan` answers through Inductor.
+    """Returns a `torch.compile` backend that runs the solution of `plan` through Inductor.
 
     See `make_backend`.
     """
@@ -120,64 +110,35 @@ def _within_budget(
     plan: Planner,
     plain: PlainForward | None,
 ) -> _Compilation:
-    """Compiles a step so that its kernels keep the budget.
-
-    Kernels may hold less than their plan, as Inductor fuses more than it knows of. So where no plan
-    fits, that of the least peak is tried, once. Where the kernels of two plans hold too much on a
-    GPU, convolutions keep the layouts of their inputs from then on, which is slower there and needs
-    no copies.
+    """Plans and compiles a step until its kernels fit the budget, as `Attempts` chooses.
 
     Raises:
-        BudgetError: they never did.
+        BudgetError: the kernels of no plan do.
     """
-    room_bytes, keeps_layouts, may_copy = 0, False, False
-    tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
-    refusal: BudgetError | None = None
-    while len(tried) < ATTEMPTS:
+    attempts = Attempts()
+    while True:
+        room_bytes = attempts.room_bytes
         compilation = _Compilation(
-            read, _with_room(plan, room_bytes), plain, room_bytes, keeps_layouts
+            read, _with_room(plan, room_bytes), plain, room_bytes, attempts.keeps_layouts
         )
         try:
             compilation.compile(module, example_inputs)
         except BudgetError as error:
-            if may_copy:
-                room_bytes, keeps_layouts, may_copy, refusal = 0, True, False, None
-                tried.clear()
-                continue
-            if refusal is not None:
-                break
-            refusal = error
-            room_bytes += error.budget_bytes - error.minimum_bytes
-            if tried and room_bytes <= tried[-1][0]:
-                break
+            attempts.refused(error)
             continue
 
-        if compilation.peak_bytes is None or compilation.planned is None:
-            if refusal is not None:
-                raise refusal
-            compilation.wait()
-            return compilation
+        planned, peak_bytes = compilation.planned, compilation.peak_bytes
+        if planned is not None and peak_bytes is not None:
+            budget_bytes = planned.solution.budget_bytes + room_bytes
+            if peak_bytes > budget_bytes:
+                may_keep_layouts = _may_copy_layouts(planned.step)
+                attempts.held_too_much(peak_bytes, budget_bytes, may_keep_layouts=may_keep_layouts)
+                continue
+        elif attempts.refusal:
+            raise attempts.refusal
 
-        budget_bytes = compilation.planned.solution.budget_bytes + room_bytes
-        excess_bytes = compilation.peak_bytes - budget_bytes
-        if excess_bytes <= 0:
-            compilation.wait()
-            return compilation
-
-        tried.append((room_bytes, compilation.peak_bytes))
-        room_bytes += more_room(tried, excess_bytes)
-        may_copy = not keeps_layouts and _may_copy_layouts(compilation.planned.step)
-        if may_copy and len(tried) == _ATTEMPTS_COPYING:
-            room_bytes, keeps_layouts, may_copy, refusal = 0, True, False, None
-            tried.clear()
-        _LOG.info(
-            "the kernels of this plan hold %s more than the budget; compiling again with %s",
-            describe_bytes(excess_bytes),
-            "less" if tried else "convolutions' layouts kept",
-        )
-    if not tried and refusal is not None:
-        raise refusal
-    raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
+        compilation.wait()
+        return compilation
 
 
 def _may_copy_layouts(step: TracedStep) -> bool:
@@ -235,7 +196,7 @@ class _Compilation:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What the step will hold; None where that can't be told before it runs."""
+        """What the step will hold; None where that is unknown before it runs."""
         held = self._halves.peaks_bytes if self._halves else None
         if self.planned is None or held is None:
             return None

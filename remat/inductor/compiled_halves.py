@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from remat.core.budget import describe_bytes
-from remat.core.errors import BudgetError, TraceError
+from remat.core.errors import TraceError
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_plan import KernelPlan
 from remat.inductor.paddings import pads_products
@@ -30,25 +29,23 @@ from remat.tracers.aot import TracedStep
 
 _, compile_fx_inner = inductor_compilers()
 
-ATTEMPTS = 4  # at a plan whose kernels keep the budget
-_LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
-
 _LOG = logging.getLogger(__name__)
 
 
 class CompiledHalves:
     """Compiles the forward of a split step, then its backward, in the plan's order.
 
-    What the kernels hold is known before they are compiled: the forward's are, in other processes,
-    while the backward's are written, and those of a plan that holds too much are not.
+    What the kernels hold is known before they are compiled. The forward's are compiled in other
+    processes while the backward's are written; those of a plan that holds too much are not
+    compiled.
 
     Attributes:
         step: the step, operator by operator.
-        limits_bytes: of what the forward's and the backward's kernels hold, beside what exists
-            throughout.
-        keeps_layouts: convolutions get no copies of their inputs in another layout, which are
-            memory that no plan knows. On a CPU they never do.
-        memory: what each half will hold (is it the backward?); empty where Inductor does not say.
+        limits_bytes: the most that the forward's and the backward's kernels may hold, beside what
+            exists throughout.
+        keeps_layouts: convolutions get no copies of their inputs in another layout, memory that no
+            plan knows of. On a CPU they never get any.
+        memory: is it the backward? -> what that half will hold; empty where Inductor does not say.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class CompiledHalves:
         """Returns a half compiled by Inductor, whose options are `kwargs`.
 
         Raises:
-            TraceError: Inductor can't.
+            TraceError: Inductor can't compile it.
         """
         is_backward, device = bool(kwargs.get("is_backward")), self.step.graph.device
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
@@ -111,10 +108,10 @@ class CompiledHalves:
         return compiled
 
     def wait(self) -> None:
-        """Returns when all kernels are compiled; otherwise each is waited for at its first call.
+        """Waits until all kernels are compiled; without it, each first call waits for its kernel.
 
         Raises:
-            TraceError: one can't be compiled.
+            TraceError: a kernel can't be compiled.
         """
         if not self._modules:
             return
@@ -130,7 +127,7 @@ class CompiledHalves:
     def peaks_bytes(self) -> tuple[int, int] | None:
         """What the forward and the backward hold beside what exists throughout.
 
-        None where that can't be told.
+        None where that is unknown.
         """
         if len(self.memory) < 2:
             return None
@@ -138,7 +135,7 @@ class CompiledHalves:
         return forward.peak_bytes, forward.end_bytes + self._arriving_bytes + backward.peak_bytes
 
     def _is_within_limit(self, is_backward: bool) -> bool:
-        """Says of what is compiled so far whether it holds no more than planned."""
+        """Says whether what is compiled so far holds no more than planned."""
         held = self.peaks_bytes or (self.memory[is_backward].peak_bytes,)
         return all(map(operator.le, held, self.limits_bytes))
 
@@ -153,34 +150,9 @@ class CompiledHalves:
         return max(0, self.memory[False].end_bytes - _bytes_of(given))
 
 
-def more_room(tried: Sequence[tuple[int, int]], excess_bytes: int) -> int:
-    """Returns how much less the next plan may hold, so that its kernels hold `excess_bytes` less.
-
-    By the secant through the last two plans, of which `tried` has what was kept from each and the
-    peak of its kernels; that falls by less than the plan's.
-    """
-    if len(tried) < 2:
-        return excess_bytes
-    (room, peak), (last_room, last_peak) = tried[-2:]
-    slope = (peak - last_peak) / max(1, last_room - room)
-    return int(excess_bytes / min(1.0, max(_LEAST_SLOPE, slope)))
-
-
-def kernels_hold_too_much(peaks_bytes: Sequence[int], budget_bytes: int) -> BudgetError:
-    """Returns the error for a step whose kernels hold more than a budget with each of its plans."""
-    return BudgetError(
-        f"Inductor's kernels hold {describe_bytes(min(peaks_bytes))} with the best of "
-        f"{len(peaks_bytes)} plans, and the budget leaves {describe_bytes(budget_bytes)}; raise it "
-        'to at least that, or use executor="eager"',
-        budget_bytes=budget_bytes,
-        minimum_bytes=min(peaks_bytes),
-        is_proved=False,
-    )
-
-
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raises a `TraceError` in place of what Inductor raises within."""
+    """Raises a `TraceError` in place of Inductor's own errors."""
     try:
         yield
     except Exception as error:

@@ -2,8 +2,8 @@
 
 Inductor compiles a half to a Python function: it allocates buffers, calls kernels on them, and
 deletes each after its last use. Here that function itself runs, on fake tensors and with kernels
-that do nothing, while the bytes of all storages that live are counted. So whatever Inductor decided
-about reuse, work in place and the order of deletions is in the number.
+that do nothing, while the bytes of all live storages are counted. So the number includes whatever
+Inductor decided about reuse, work in place and the order of deletions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _made_again(value: Any) -> Any:
 
 
 def _without_kernels(compiled: CompiledModule) -> dict[str, Any]:
-    """Returns the names that the function looks up: fake allocations, and kernels that are idle."""
+    """Returns the names that the function looks up: fake allocations, kernels that do nothing."""
     names = dict(compiled.names)
     for name in names:
         if name.startswith(_ALLOCATION):

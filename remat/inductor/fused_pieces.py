@@ -4,9 +4,9 @@ The pieces are planned as one step (`remat.pieces`). Here each is a graph of ker
 are compiled for the schedule that the joined plan gives it. Until there is a plan it runs with the
 least memory, also in kernels, so it is compiled twice.
 
-Each half is run dry. By how much its kernels hold more than its part of the plan, at the time of
-the step at which it runs, says what the step will hold; above the budget, it is planned and
-compiled again with less.
+A dry run of each half tells by how much its kernels hold more than its part of the plan. The plan's
+memory, plus this excess while the half runs, is what the step will hold. Where that is above the
+budget, the step is planned and compiled again with less.
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from torch import fx
 
 from remat.core.errors import BudgetError, TraceError
 from remat.core.schedule import Schedule, simulate
-from remat.inductor.compiled_halves import (
-    ATTEMPTS,
-    CompiledHalves,
-    compile_fx_inner,
-    kernels_hold_too_much,
-    more_room,
-)
+from remat.inductor.attempts import Attempts
+from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
@@ -60,8 +55,8 @@ class FusedPiece(Piece):
         share_paddings(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
-        # halves, in the order of their numbers -> by how much the kernels of the forward and of the
-        # backward hold more than planned
+        # by the number of the halves: how much more than planned the kernels of the forward and of
+        # the backward hold
         self.excess_bytes: list[tuple[int, int] | None] = []
         if self.num_numbers or any("with_effects" in str(n.target) for n in self.joint.graph.nodes):
             raise TraceError(
@@ -164,30 +159,29 @@ class FusedPiecewise(Piecewise):
         unplanned_bytes: int = 0,
         kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
-        """Plans a path, again with less while its kernels would hold more than the budget.
+        """Plans a path, and again with less while its kernels would hold more than the budget.
 
         Raises:
-            BudgetError: they would with each of the plans.
+            BudgetError: the kernels of no plan fit.
         """
-        room_bytes = kernels_room_bytes
-        tried: list[tuple[int, int]] = []  # kept from the plan, peak of its kernels
-        while len(tried) < ATTEMPTS:
+        attempts = Attempts(kernels_room_bytes)
+        while True:
+            room_bytes = attempts.room_bytes
             try:
                 planned = super().install(
                     path, copies, joined, held_bytes, unplanned_bytes, room_bytes
                 )
             except BudgetError:
-                if tried:
-                    break
+                if attempts.held:
+                    raise attempts.error() from None
                 raise
+
             budget_bytes = planned.solution.budget_bytes + room_bytes
             peak_bytes = planned.kernels_peak_bytes or 0
             if peak_bytes <= budget_bytes:
                 return planned
             del self.plans[path, held_bytes]
-            tried.append((room_bytes, peak_bytes))
-            room_bytes += more_room(tried, peak_bytes - budget_bytes)
-        raise kernels_hold_too_much([peak for _, peak in tried], budget_bytes)
+            attempts.held_too_much(peak_bytes, budget_bytes)
 
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule

@@ -5,16 +5,16 @@ Elementwise operators are part of what reads them, and their values never exist.
 Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
 Here an operator whose readers all end up in one kernel is joined to it: an operator of the fused
 graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
-that of the memory it moves, at the seconds per byte that its members take one by one, and that of
+that of the memory it moves, at the seconds per byte that its members take one by one, plus that of
 the random numbers it draws.
 
-A value with several readers is part of each where that costs no memory: where what it is made of is
-not larger than itself. So it is not saved for the backward, and computed again there in the kernels
+A value with several readers is part of each where its sources are not larger than itself, so that
+this costs no memory. It is then not saved for the backward, but computed again there in the kernels
 that read it (the hyperbolic tangent of a GELU, the exponentials of a softmax).
 
-Inductor fuses more than that (a reduction with what follows it), and frees memory in an order of
-its own, and a GPU's products are padded: peaks predicted here are near those of the kernels, above
-or below, and the compiled kernels decide.
+Inductor fuses more than that (a reduction with what follows it), frees memory in its own order, and
+pads products on a GPU. So peaks predicted here are near those of the kernels, above or below; the
+compiled kernels decide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
 
 aten = torch.ops.aten
-# by name: Inductor's own operators are there once it is imported, which takes seconds
+# by name: Inductor's own operators exist only once it is imported, which takes seconds
 _RANDOM = "prims.inductor_random.default"
 _GENERATED = frozenset({
     "prims.convert_element_type.default", _RANDOM, "prims.inductor_lookup_seed.default",
@@ -45,8 +45,8 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 _INLINING = frozenset({aten.gather})  # compute what they read, at an index of their own
 
-# Inductor keeps what it makes with these for several readers on a CPU, where they take longer than
-# memory.
+# Inductor keeps the results of these for several readers on a CPU, where computing them again takes
+# longer than reading them.
 _SLOW_ON_CPU = frozenset({aten.exp, aten.sigmoid})
 _MOST_INLINED = 30  # operators: Inductor keeps the result of a loop that computes more
 _SLACK = 1.125  # for statistics and masks that a value is made of, besides one tensor of its size
@@ -80,11 +80,11 @@ class FusedStep:
         return self.step.num_forward_outputs
 
     def unfused(self, schedule: Schedule) -> Schedule:
-        """Returns the schedule of operators that a schedule of kernels is.
+        """Returns a schedule of kernels as a schedule of operators.
 
-        Without computations that nothing reads before they are repeated. A plan has them where a
-        gradient is computed, dropped for a while and computed again; what they alone read would
-        be saved, and Inductor, which leaves them out, holds its inputs to the end.
+        It leaves out computations that nothing reads before they are repeated. A plan has them
+        where a gradient is computed, dropped for a while and computed again. What they alone read
+        would be saved, and held to the end, as Inductor leaves out the computations only.
         """
         mark = schedule.num_forward_steps
         is_used = _used_computations(self.graph, schedule)
@@ -98,7 +98,7 @@ class FusedStep:
             for positions in (range(mark), range(mark, len(schedule.steps)))
         )
         operators = self.step.graph.operators
-        # read in the backward alone: every operator is in a schedule, and Inductor drops these
+        # only the backward reads these; a schedule has every operator, and Inductor drops them
         idle = {
             index
             for index in set(backward) - set(forward)
@@ -205,7 +205,7 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
 
 
 def _candidates(step: TracedStep) -> list[int]:
-    """Returns the elementwise operators whose results need not exist, as far as they can tell."""
+    """Returns elementwise operators whose results need not exist, if their readers allow it."""
     graph = step.graph
     mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
     outputs = set(graph.outputs)

@@ -1,10 +1,10 @@
 """Kernels of a half in the order of its plan, and which loops may share one.
 
 Inductor writes a half as loops, most of them one operator of the plan with what is inlined into
-it, and fuses loops into kernels. A kernel runs at one place. So where loops are fused that are far
-apart in the plan, what one of them reads is held longer than planned, or what one of them writes
-is there sooner. Here the bytes at each kernel are known before any code is written; where they are
-above a limit, the loops to blame are told how near the others of their kernel have to be.
+it, and fuses loops into kernels. A kernel runs at one place. So where fused loops are far apart in
+the plan, one of them holds what it reads longer than planned, or writes its result sooner. Here the
+bytes at each kernel are known before any code is written. Where they are above a limit, each loop
+to blame gets a largest distance to the others of its kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Loop:
         reads: buffers.
         writes: buffers.
         is_fusible: Inductor writes its code.
-        overwrites: buffers of which a result of the same size may take the memory, where it is the
+        overwrites: buffers whose memory a result of the same size may take, where the loop is the
             last to read them.
         workspace_bytes: held while it runs.
     """
@@ -211,7 +211,7 @@ class Loops:
     def to_blame(self, order: Sequence[Kernel], limit_bytes: int) -> dict[int, int]:
         """Returns the loops that hold more than planned where the limit is exceeded.
 
-        With each, how far away the others of its kernel may be: half of how far they are.
+        Each comes with how far away the others of its kernel may be: half of how far they are now.
         """
         planned = self.in_order(self.alone)
         planned_spans = self.spans(planned)

@@ -32,15 +32,15 @@ _ROUNDS = 12  # of fusing again; each halves how far a loop to blame is from its
 
 @dataclass(eq=False)
 class KernelPlan:
-    """Has the kernels of a half run in the plan's order, within a limit where that can be done.
+    """Makes the kernels of a half run in the plan's order, within a limit where possible.
 
     Attributes:
         limit_bytes: of what the half's kernels hold, with the inputs that they free.
         resident: names of inputs that exist throughout.
         device_type: `cpu` or `cuda`.
         num_parts: how many loops and operators of libraries there are.
-        num_kernels: what they were fused to.
-        peak_bytes: what the kernels hold, a bound.
+        num_kernels: how many kernels they were fused to.
+        peak_bytes: an upper bound on what the kernels hold.
     """
 
     limit_bytes: int
@@ -55,7 +55,7 @@ class KernelPlan:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Within, Inductor compiles the half."""
+        """Makes Inductor follow the plan while it compiles the half."""
         with scheduled(
             self._order,
             self._is_near,
@@ -66,7 +66,7 @@ class KernelPlan:
             yield
 
     def summary(self) -> str:
-        """Returns what was compiled, in a line."""
+        """Says in one line what was compiled."""
         if not self.num_parts:
             return "as it was compiled before"
         return (
@@ -87,7 +87,7 @@ class KernelPlan:
         )
 
     def _order(self, kernels: list[Any]) -> list[Any]:
-        """Returns the kernels in the plan's order, fused anew while they hold too much."""
+        """Returns the kernels in the plan's order, fused again while they hold too much."""
         if not kernels:
             return kernels
         parts = parts_of(kernels, self.resident)
@@ -125,7 +125,7 @@ class KernelPlan:
 
 @cache
 def _code_digest() -> str:
-    """Changes with what this package does to Inductor."""
+    """Returns a digest of our code that steers Inductor."""
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "torch_border" / "kernel_scheduler.py"]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,9 +1,9 @@
-"""Operands of products that are padded, as Inductor pads them on a GPU.
+"""Operands of products that Inductor pads on a GPU: here each is padded once.
 
 A product whose sizes are no multiples of 8 is slow there. So Inductor pads its operands in the
-joint graph, each product for itself. The gradient of the logits, which both products of a language
-model's head read, is padded twice, once transposed: two copies of the largest tensor of the step.
-Here a transposed tensor is padded first and transposed then, and what two products read is padded
+joint graph, separately for each product. The gradient of the logits, which both products of a
+language model's head read, is padded twice, once transposed: two copies of the largest tensor of
+the step. Here a tensor is padded before it is transposed, and what two products read is padded
 once.
 """
 
@@ -48,7 +48,7 @@ def pads_products(graph: fx.Graph) -> bool:
 
 
 def _arguments(padding: fx.Node) -> tuple[fx.Node, list[int], float]:
-    """Returns what is padded, how far at both ends of each dimension, the last first, by what."""
+    """Returns what is padded, how far at both ends (last dimension first), and with what."""
     source: Any = padding.args[0]
     sizes: Any = padding.args[1]
     value: Any = padding.args[2] if len(padding.args) > 2 else 0
@@ -86,7 +86,7 @@ def _padded_first(node: fx.Node) -> fx.Node:
 
 
 def _find_strides(graph: fx.Graph) -> None:
-    """Sets the strides of views: those of a product's result are of before it was padded."""
+    """Sets the strides of views: those of a product's result date from before the padding."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         is_view = bool(schema and schema.returns and schema.returns[0].alias_info)

@@ -1,8 +1,8 @@
-"""Which values of a half Inductor has to compute where the plan computes them.
+"""Which values and matrix products Inductor has to compute where the plan has them.
 
-Inductor inlines an elementwise operator into every loop that reads it. So the value itself is not
-there: what it is made from is held instead, up to the last of its readers. Where that is more than
-the value, as for a dropout mask of bytes made from random numbers in float, the value is to be
+Inductor inlines an elementwise operator into every loop that reads it. So the value itself does not
+exist: its sources are held instead, up to the last of its readers. Where they are larger than the
+value, as for a dropout mask of bytes made from random numbers in float, the value has to be
 computed at its place.
 """
 
@@ -71,9 +71,9 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
 def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
     """Returns the matrix products that Inductor would compute where they are added to something.
 
-    It makes `addmm` of both, whose place is that of the addition: the factors are held until then,
+    It joins the two in an `addmm` at the place of the addition, and holds the factors until then,
     such as the logits' gradient up to where the gradients of a tied weight are added. A product
-    with nothing between it and the addition may be part of it.
+    right before its addition may be joined to it.
     """
     operators = [n for n in graph.nodes if n.op == "call_function" and not _is_view(n)]
     place = {node: number for number, node in enumerate(operators)}

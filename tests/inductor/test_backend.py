@@ -20,7 +20,7 @@ import remat
 from experiments.large_models import UNet
 from remat.core.graph import Graph, Operator, Value
 from remat.core.schedule import Schedule, simulate
-from remat.inductor import backend, compiled_halves, kernel_plan
+from remat.inductor import attempts, backend, compiled_halves, kernel_plan
 from remat.inductor.compiled_halves import CompiledHalves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.inductor.kernel_graph import _kernel, fuse
@@ -133,15 +133,13 @@ def test_what_torch_compile_computes_within_the_budget(
             for i, op in enumerate(piece.step.graph.operators)
             if "inductor_random" in op.target
         }
-        # each is made again from its seed: nothing of the forward but seeds and results is kept
+        # masks are made again from their seeds: only seeds and results of the forward are kept
         assert masks
         assert report.solution.overhead > 0.2
 
 
 def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
-    """Naive: the backward reads the buffer as it is by then, as under Inductor's own
-    partitioner.
-    """
+    """Naive: the backward reads the changed buffer, as with Inductor's own partitioner."""
     model = ChangedBuffer(32)
     plain = copy.deepcopy(model)
     remat.checkpoint(
@@ -154,12 +152,12 @@ def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_kernels_of_the_last_round_are_those_that_run(
+def test_the_kernels_of_the_last_round_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     expected: tuple[Net, list[list[torch.Tensor]]],
 ) -> None:
-    """Naive: after the last round the kernels before it are ordered and written."""
+    """Naive: the kernels of the round before the last are ordered and written."""
     from torch._inductor import config as inductor_config
 
     def all_apart(loops: Loops, *_: object) -> dict[int, int]:
@@ -170,7 +168,7 @@ def test_kernels_of_the_last_round_are_those_that_run(
     monkeypatch.setattr(Loops, "bytes_at", lambda *_: [1 << 60])
     model = copy.deepcopy(expected[0])
     remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
-    # nothing is kept of what no job would compile so
+    # not cached: no other job would compile such kernels
     with caplog.at_level(logging.INFO), inductor_config.patch(fx_graph_cache=False):
         ends = state_after(model, model, 1)
     counts = re.findall(r"(\d+) loops and operators of libraries in (\d+) kernels", caplog.text)
@@ -181,8 +179,8 @@ def test_kernels_of_the_last_round_are_those_that_run(
     assert report.measured_peak_bytes == report.kernels_peak_bytes
 
 
-def test_what_inductor_compiled_before_is_used_again() -> None:
-    """Naive: passes of ours have no key, so Inductor keeps nothing, and a next job waits again."""
+def test_inductors_compiled_kernels_are_reused() -> None:
+    """Naive: our passes have no key, so Inductor caches nothing, and the next job waits again."""
     from torch._dynamo.utils import counters
 
     for is_second in (False, True):
@@ -201,7 +199,7 @@ def test_what_inductor_compiled_before_is_used_again() -> None:
 
 
 class Images(nn.Module):
-    """Convolutions, statistics of batches, pooling, and a head that flattens."""
+    """Convolutions, batch norm, pooling and dropout, and a head on the flattened result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +227,7 @@ class Words(nn.Module):
 
 @pytest.fixture
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fused kernels compute nothing, and nothing is compiled: memory alone is asked."""
+    """Nothing is compiled and fused kernels compute nothing, as only memory is checked."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
 
@@ -288,7 +286,7 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
     start_compiling = LaterKernel.start
     monkeypatch.setattr(LaterKernel, "start", start)
     monkeypatch.setattr("remat.inductor.compiled_halves.dry_run", more_than_there_is)
-    monkeypatch.setattr("remat.inductor.backend.ATTEMPTS", 2)
+    monkeypatch.setattr("remat.inductor.attempts.ATTEMPTS", 2)
     model = Net()
     remat.checkpoint(
         model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
@@ -298,16 +296,16 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
         report = remat.report(model)
         assert len(halves) == 4
         assert report.solution.budget_bytes < report.budget_bytes
-        assert set(started_after) == {1, 3, 4}, "not the backward's of the first plan"
+        assert set(started_after) == {1, 3, 4}, "the first plan's backward is not compiled"
     else:
         with pytest.raises(remat.BudgetError, match="best of 2 plans") as refused:
             model(batch())
         assert refused.value.minimum_bytes > refused.value.budget_bytes
-        assert set(started_after) == {1}, "only of a forward that holds no more than it may"
+        assert set(started_after) == {1}, "only the forward that fits is compiled"
 
 
 @pytest.mark.usefixtures("idle_kernels")
-def test_where_no_plan_has_less_the_kernels_of_the_least_one_are_tried(
+def test_if_no_plan_is_small_enough_the_smallest_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def far_more_at_first(*args: object) -> HalfMemory:
@@ -379,7 +377,7 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     halves: list[int] = []
     monkeypatch.setattr(compiled_halves, "compile_options", with_copies_at_first)
     for name in ("ATTEMPTS", "_ATTEMPTS_COPYING"):
-        monkeypatch.setattr(backend, name, 1)
+        monkeypatch.setattr(attempts, name, 1)
     again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
     with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
         again(x, labels)
@@ -404,7 +402,7 @@ class Resized(nn.Module):
         return loss
 
 
-def test_an_input_is_as_large_as_it_is_however_often_a_kernel_reads_it(
+def test_an_inputs_size_does_not_depend_on_how_often_a_kernel_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Naive, with torch 2.11: the backward seems to hold more, and fusions are undone."""
@@ -452,7 +450,7 @@ class Padded(nn.Module):
 
 
 def test_a_padded_operand_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: Inductor computes it, then copies it to where it is padded."""
+    """Naive: Inductor computes it, then copies it into padded memory."""
     peaks = []
     for keeps_apart in (False, True):
         if keeps_apart:
@@ -465,7 +463,7 @@ def test_a_padded_operand_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peaks[1] - peaks[0] == pytest.approx(operand_bytes, rel=0.02)
 
 
-def test_the_largest_batch_is_that_of_the_kernels() -> None:
+def test_the_largest_batch_is_found_for_the_kernels() -> None:
     options: dict[str, Any] = {
         "budget": "1MiB", "optimizer": "none", "time_limit_s": 1.0, "executor": "inductor",
     }  # fmt: skip
@@ -506,7 +504,7 @@ def test_a_kernel_moves_less_than_its_operators() -> None:
     assert not any(op.reuses for op in fused.graph.operators)
 
 
-def test_a_kernel_that_nothing_reads_before_it_runs_again_is_left_out() -> None:
+def test_a_run_of_a_kernel_that_nothing_reads_is_left_out() -> None:
     fused = fuse(traced())
     count, last = fused.graph.num_operators, len(fused.members) - 1
     keep_all = Schedule.keep_all(fused.graph)
@@ -523,7 +521,7 @@ def test_a_kernel_that_nothing_reads_before_it_runs_again_is_left_out() -> None:
     assert {index for index in repeated if steps.count(index) == 2} == repeated
 
 
-def test_a_traced_graph_of_kernels_is_the_one_that_is_planned() -> None:
+def test_the_traced_kernel_graph_is_the_planned_one() -> None:
     traced_graph = remat.trace(Net(), (batch(),), executor="inductor")
     model = Net()
     remat.checkpoint(
@@ -534,7 +532,7 @@ def test_a_traced_graph_of_kernels_is_the_one_that_is_planned() -> None:
     assert traced_graph.fingerprint != remat.trace(Net(), (batch(),)).fingerprint
 
 
-def test_what_fits_in_kernels_is_what_their_graph_says() -> None:
+def test_fits_through_inductor_uses_the_kernel_graph() -> None:
     fit = remat.fits(
         Net(), (batch(),), budget="100%", optimizer="none", executor="inductor", time_limit_s=2.0
     )
@@ -548,7 +546,7 @@ def test_what_fits_in_kernels_is_what_their_graph_says() -> None:
 
 
 class Scored(nn.Module):
-    """Returns a loss and the scores that it is of, as language models do."""
+    """Returns a loss and its scores, as language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -580,12 +578,12 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
     assert report.measured_peak_bytes == report.kernels_peak_bytes
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.budget_bytes
-    # scores, their gradient and that of the weights: not the logarithms of the softmax
+    # scores, their gradient and that of the weights, but not the log-softmax
     assert report.keep_all.peak_bytes < 3 * 512 * 2000 * 4 + report.graph.resident_bytes
 
 
 def test_a_kernel_that_draws_numbers_costs_at_least_the_drawing() -> None:
-    """A mask is an eighth of the numbers that it is made of, and takes no eighth of their time."""
+    """A mask has an eighth of its random numbers' bytes, but drawing them takes all its time."""
     graph = Graph(
         values=(Value("numbers", 8000), Value("mask", 1000)),
         operators=(
