@@ -1,5 +1,4 @@
-"""Training steps of many architectures, as small as possible: each family of `transformers`, and
-hand-written ones.
+"""Tiny training steps of many architectures, from `transformers` and hand-written.
 
 Every model is in training mode with dropout on. Sizes are tiny on purpose: the question is whether
 a planned step equals the plain one to the bit, not how long it takes.
@@ -14,14 +13,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from .coverage_batches import (
+    VOCABULARY,
+    Batch,
+    image_in_words,
+    images,
+    images_alone,
+    masked_images,
+    padded_words,
+    question_about_image,
+    segments,
+    series,
+    sized,
+    sound_and_class,
+    spectrogram,
+    text_and_image,
+    waves,
+    words,
+    words_alone,
+)
 from .hand_written import HAND_WRITTEN, HandWritten
 from .models import Workload
-
-Batch = Callable[[], dict[str, Any]]
-
-_VOCABULARY = 96
-_BATCH = 4
-_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,8 @@ class Architecture:
         model: name of its class.
         config: arguments of its configuration.
         batch: makes the keyword arguments of one step.
-        is_summed: the loss is the mean square of the logits, where its own needs a library that is
-            not here.
+        is_summed: the loss is the mean square of the logits, because the model's own loss needs a
+            library that is not installed.
     """
 
     family: str
@@ -67,43 +79,12 @@ class _MeanSquare(nn.Module):
         return logits.pow(2).mean()
 
 
-def words(tokens: int = _TOKENS) -> dict[str, Any]:
-    """Token ids that are their own labels."""
-    ids = torch.randint(3, _VOCABULARY, (_BATCH, tokens))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-
-
-def words_alone(tokens: int = _TOKENS) -> dict[str, Any]:
-    """Token ids and labels without a mask."""
-    batch = words(tokens)
-    return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-
-
-def padded_words() -> dict[str, Any]:
-    """Token ids whose second row is half padding."""
-    batch = words()
-    batch["attention_mask"][1, _TOKENS // 2 :] = 0
-    return batch
-
-
-def images(pixels: int = 32) -> dict[str, Any]:
-    """Images and a class for each."""
-    return {
-        "pixel_values": torch.randn(_BATCH, 3, pixels, pixels),
-        "labels": torch.arange(_BATCH) % 2,
-    }
-
-
-def _sized(make: Callable[[int], dict[str, Any]], size: int) -> Batch:
-    return lambda: make(size)
-
-
 _LAYERS = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
-    "vocab_size": _VOCABULARY,
+    "vocab_size": VOCABULARY,
 }
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {
@@ -115,19 +96,19 @@ _LLAMA = {
     "use_cache": False,
 }
 _GPT = {
-    "vocab_size": _VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **_TOKEN_IDS, "use_cache": False,
+    "vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **_TOKEN_IDS, "use_cache": False,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
 }  # fmt: skip
 _BERT = {
     **_LAYERS, "pad_token_id": 0, "max_position_embeddings": 64, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
 _BART = {
-    **_TOKEN_IDS, "vocab_size": _VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    **_TOKEN_IDS, "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "dropout": 0.1,
     "attention_dropout": 0.1, "decoder_start_token_id": 2, "forced_eos_token_id": None, "use_cache": False,
 }  # fmt: skip
 _T5 = {
-    "vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
     "pad_token_id": 0, "eos_token_id": 1, "use_cache": False,
 }  # fmt: skip
 _VIT = {
@@ -140,7 +121,7 @@ _SPEECH = {
     "mask_time_prob": 0.0, "layerdrop": 0.0, "pad_token_id": 0, "ctc_loss_reduction": "mean",
 }  # fmt: skip
 _MAMBA = {
-    **_TOKEN_IDS, "vocab_size": _VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "use_cache": False,
+    **_TOKEN_IDS, "vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "use_cache": False,
     "use_associative_scan": False,
 }  # fmt: skip
 _NO_LAYER_DROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
@@ -180,62 +161,6 @@ def _several(model: str, config: Mapping[str, Any], batch: Batch) -> Architectur
     return Architecture("several inputs", model, config, batch)
 
 
-def waves(labels: int = 4) -> dict[str, Any]:
-    """Sound waves and their transcription."""
-    return {
-        "input_values": torch.randn(_BATCH, 400),
-        "labels": torch.randint(3, _VOCABULARY, (_BATCH, labels)),
-    }
-
-
-def spectrogram(name: str, shape: tuple[int, ...]) -> Batch:
-    """Spectrograms under `name`, and their transcription."""
-    return lambda: {
-        name: torch.randn(_BATCH, *shape),
-        "labels": torch.randint(3, _VOCABULARY, (_BATCH, 6)),
-    }
-
-
-def _masked_images() -> dict[str, Any]:
-    return {
-        "pixel_values": torch.randn(_BATCH, 3, 32, 32),
-        "bool_masked_pos": torch.arange(16).expand(_BATCH, 16) % 2 == 0,
-    }
-
-
-def _segments() -> dict[str, Any]:
-    return {
-        "pixel_values": torch.randn(_BATCH, 3, 32, 32),
-        "labels": torch.randint(0, 2, (_BATCH, 32, 32)),
-    }
-
-
-def _images_alone() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(_BATCH, 3, 32, 32)}
-
-
-def _text_and_image() -> dict[str, Any]:
-    batch = words()
-    del batch["labels"]
-    return {**batch, "pixel_values": torch.randn(_BATCH, 3, 32, 32), "return_loss": True}
-
-
-def _question_about_image() -> dict[str, Any]:
-    return {**words(), "pixel_values": torch.randn(_BATCH, 3, 32, 32)}
-
-
-def _image_in_words() -> dict[str, Any]:
-    """Token ids, the first 16 of which stand for the patches of an image."""
-    batch = words(48)
-    batch["input_ids"][:, :16] = _VOCABULARY - 1
-    batch["input_ids"][:, 16:].clamp_(max=_VOCABULARY - 2)
-    return {**batch, "pixel_values": torch.randn(_BATCH, 3, 32, 32)}
-
-
-def _series() -> dict[str, Any]:
-    return {"past_values": torch.randn(_BATCH, 32, 3), "future_values": torch.randn(_BATCH, 8, 3)}
-
-
 def _clip_config() -> dict[str, Any]:
     text = {**_LAYERS, **_TOKEN_IDS, "max_position_embeddings": 64, "attention_dropout": 0.1}
     image = {
@@ -254,7 +179,7 @@ def _clip_config() -> dict[str, Any]:
 
 
 def _named(kind: str, **config: Any) -> Callable[[], Any]:
-    """Makes a configuration inside a configuration once `transformers` is there."""
+    """Returns a maker of a nested configuration; it imports `transformers` when called."""
 
     def make() -> Any:
         import transformers
@@ -285,7 +210,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     # causal
     "GPT-2": _causal("GPT2LMHeadModel", _GPT),
     "GPT-Neo": _causal("GPTNeoForCausalLM", {
-        "vocab_size": _VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
         "window_size": 8, "max_position_embeddings": 64, "attention_dropout": 0.1, "resid_dropout": 0.1, "embed_dropout": 0.1,
         "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
     }),
@@ -298,7 +223,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "word_embed_proj_dim": 32, "use_cache": False,
     }),
     "Bloom": _causal("BloomForCausalLM", {
-        "vocab_size": _VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+        "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1,
         **_TOKEN_IDS, "use_cache": False,
     }),
     "Llama": _causal("LlamaForCausalLM", _LLAMA),
@@ -312,7 +237,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "Gemma 3": _causal("Gemma3ForCausalLM", {**_LLAMA, "head_dim": 8, "sliding_window": 8}),
     "Falcon": _causal("FalconForCausalLM", {**_LAYERS, **_TOKEN_IDS, "hidden_dropout": 0.1, "attention_dropout": 0.1, "use_cache": False}),
     "MPT": _causal("MptForCausalLM", {
-        "vocab_size": _VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "resid_pdrop": 0.1, "emb_pdrop": 0.1,
+        "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "resid_pdrop": 0.1, "emb_pdrop": 0.1,
         "use_cache": False,
     }),
     "StableLM": _causal("StableLmForCausalLM", {**_LLAMA, "hidden_dropout": 0.1}),
@@ -326,20 +251,20 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "GLM": _causal("GlmForCausalLM", {**_LLAMA, "head_dim": 8}),
     "SmolLM 3": _causal("SmolLM3ForCausalLM", _LLAMA),
     "XGLM": _causal("XGLMForCausalLM", {
-        **_TOKEN_IDS, "vocab_size": _VOCABULARY, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64,
+        **_TOKEN_IDS, "vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64,
         "max_position_embeddings": 64, "dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.0, "use_cache": False,
     }),
     "BioGPT": _causal("BioGptForCausalLM", {
         **_BERT, **_TOKEN_IDS, "layerdrop": 0.0, "activation_dropout": 0.1, "use_cache": False,
     }),
     "XLNet": _causal("XLNetLMHeadModel", {
-        "vocab_size": _VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "dropout": 0.1, "use_mems_train": False,
+        "vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "dropout": 0.1, "use_mems_train": False,
     }, words_alone),
     # masked
     "BERT": _masked("BertForMaskedLM", _BERT),
     "RoBERTa": _masked("RobertaForMaskedLM", _BERT),
     "DistilBERT": _masked("DistilBertForMaskedLM", {
-        "vocab_size": _VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64,
+        "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64,
     }),
     "ALBERT": _masked("AlbertForMaskedLM", {**_BERT, "embedding_size": 16}),
     "ELECTRA": _masked("ElectraForMaskedLM", {**_BERT, "embedding_size": 16}),
@@ -362,7 +287,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "Nystromformer": _masked("NystromformerForMaskedLM", {**_BERT, "num_landmarks": 4, "segment_means_seq_len": 32,
         "conv_kernel_size": 3}, words_alone),
     "Funnel": _masked("FunnelForMaskedLM", {
-        "vocab_size": _VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
+        "vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
     }),
     "RemBERT": _masked("RemBertForMaskedLM", {**_BERT, "input_embedding_size": 16, "output_embedding_size": 16}),
     "ESM": _masked("EsmForMaskedLM", {**_BERT, "position_embedding_type": "rotary", "mask_token_id": 3}),
@@ -382,13 +307,13 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         **_BART, "attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64,
     }),
     "ProphetNet": _encoder_decoder("ProphetNetForConditionalGeneration", {
-        **_TOKEN_IDS, "vocab_size": _VOCABULARY, "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2,
+        **_TOKEN_IDS, "vocab_size": VOCABULARY, "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2,
         "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
         "max_position_embeddings": 64, "decoder_start_token_id": 1, "use_cache": False,
     }),
     # vision
     "ViT": _vision("ViTForImageClassification", _VIT),
-    "ViT, masked images": _vision("ViTForMaskedImageModeling", {**_VIT, "encoder_stride": 8}, _masked_images),
+    "ViT, masked images": _vision("ViTForMaskedImageModeling", {**_VIT, "encoder_stride": 8}, masked_images),
     "DeiT": _vision("DeiTForImageClassification", _VIT),
     "BEiT": _vision("BeitForImageClassification", {**_VIT, "drop_path_rate": 0.3, "use_relative_position_bias": True}),
     "DINOv2": _vision("Dinov2ForImageClassification", {**_VIT, "drop_path_rate": 0.3}),
@@ -423,7 +348,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "SegFormer": _vision("SegformerForSemanticSegmentation", {
         **_STAGES, "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16, "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.3,
-    }, _segments),
+    }, segments),
     "PVT": _vision("PvtForImageClassification", {
         **_STAGES, "image_size": 32, "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2], "hidden_dropout_prob": 0.1,
         "drop_path_rate": 0.3, "sequence_reduction_ratios": [2, 1],
@@ -439,19 +364,19 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "CvT": _vision("CvtForImageClassification", {
         "num_heads": [1, 2, 2], "embed_dim": [16, 32, 32], "depth": [1, 2, 3], "drop_rate": [0.1, 0.1, 0.1],
         "attention_drop_rate": [0.1, 0.1, 0.1], "drop_path_rate": [0.0, 0.0, 0.1],
-    }, _sized(images, 64)),
+    }, sized(images, 64)),
     "LeViT": _vision("LevitForImageClassification", {
         "image_size": 64, "hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [8, 8, 8],
-    }, _sized(images, 64)),
+    }, sized(images, 64)),
     "DETR": _vision("DetrForObjectDetection", {
         "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
         "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 5, "use_timm_backbone": False, "use_pretrained_backbone": False,
         "backbone": None, "backbone_config": _SMALL_RESNET,
-    }, _images_alone, is_summed=True),
-    "YOLOS": _vision("YolosForObjectDetection", {**_VIT, "image_size": [32, 32], "num_detection_tokens": 5}, _images_alone, is_summed=True),
+    }, images_alone, is_summed=True),
+    "YOLOS": _vision("YolosForObjectDetection", {**_VIT, "image_size": [32, 32], "num_detection_tokens": 5}, images_alone, is_summed=True),
     "DPT": _vision("DPTForSemanticSegmentation", {
         **_VIT, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16,
-    }, _segments),
+    }, segments),
     # speech
     "Wav2Vec2": _speech("Wav2Vec2ForCTC", _SPEECH, waves),
     "Wav2Vec2, layer drop": _speech("Wav2Vec2ForCTC", {**_SPEECH, "layerdrop": 0.5}, waves),
@@ -473,10 +398,10 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     }, spectrogram("input_features", (40, 8))),
     "Moonshine": _speech("MoonshineForConditionalGeneration", {
         **_LLAMA, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "decoder_start_token_id": 1,
-    }, lambda: {"input_values": torch.randn(_BATCH, 2000), "labels": torch.randint(3, _VOCABULARY, (_BATCH, 6))}),
+    }, spectrogram("input_values", (2000,))),
     "Audio Spectrogram Transformer": _speech("ASTForAudioClassification", {
         **_VIT, "num_mel_bins": 16, "max_length": 32, "frequency_stride": 8, "time_stride": 8,
-    }, lambda: {"input_values": torch.randn(_BATCH, 32, 16), "labels": torch.arange(_BATCH) % 2}),
+    }, sound_and_class),
     # mixture of experts
     "Mixtral": _experts("MixtralForCausalLM", {**_LLAMA, "num_local_experts": 4, "output_router_logits": True}),
     "Qwen2-MoE": _experts("Qwen2MoeForCausalLM", {
@@ -503,7 +428,7 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
     "Mamba": _state_space("MambaForCausalLM", _MAMBA, words_alone),
     "Mamba, associative scan": _state_space("MambaForCausalLM", {**_MAMBA, "use_associative_scan": True}, words_alone),
     "Mamba 2": _state_space("Mamba2ForCausalLM", {
-        **_TOKEN_IDS, "vocab_size": _VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
+        **_TOKEN_IDS, "vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
         "n_groups": 2, "chunk_size": 8, "use_cache": False,
     }, words_alone),
     "Falcon-Mamba": _state_space("FalconMambaForCausalLM", _MAMBA, words_alone),
@@ -519,11 +444,11 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         **_LLAMA, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8,
     }),
     "RWKV": _state_space("RwkvForCausalLM", {
-        "vocab_size": _VOCABULARY, "context_length": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY, "context_length": 64, "hidden_size": 32, "num_hidden_layers": 2,
             "intermediate_size": 64, "use_cache": False,
     }, words_alone),
     "xLSTM": _state_space("xLSTMForCausalLM", {
-        "vocab_size": _VOCABULARY, "hidden_size": 32, "num_blocks": 2, "num_heads": 4, "chunk_size": 8, **_TOKEN_IDS, "use_cache": False,
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_blocks": 2, "num_heads": 4, "chunk_size": 8, **_TOKEN_IDS, "use_cache": False,
         "mode": "train",
     }, words_alone),
     "Qwen3-Next": _state_space("Qwen3NextForCausalLM", {
@@ -531,28 +456,28 @@ ARCHITECTURES: dict[str, Architecture | HandWritten] = {
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
-    # padded: plain transformers drops a mask of ones and calls another kernel, which on some
-    # processors rounds differently
+    # padded: plain `transformers` drops a mask of ones and calls another kernel, which rounds
+    # differently on some processors
     "LFM2": _state_space("Lfm2ForCausalLM", {**_LLAMA, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, padded_words),
     # several inputs
-    "CLIP": _several("CLIPModel", _clip_config(), _text_and_image),
-    "SigLIP": _several("SiglipModel", {k: v for k, v in _clip_config().items() if k != "projection_dim"}, _text_and_image),
+    "CLIP": _several("CLIPModel", _clip_config(), text_and_image),
+    "SigLIP": _several("SiglipModel", {k: v for k, v in _clip_config().items() if k != "projection_dim"}, text_and_image),
     "BLIP": _several("BlipForQuestionAnswering", {
         "text_config": {**_LAYERS, **_TOKEN_IDS, "sep_token_id": 2, "encoder_hidden_size": 32, "max_position_embeddings": 64,
             "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
         "vision_config": {**_clip_config()["vision_config"]}, "projection_dim": 16,
-    }, _question_about_image),
-    "ViLT": _several("ViltForMaskedLM", {**_BERT, "image_size": 32, "patch_size": 8, "max_image_length": -1}, _question_about_image),
+    }, question_about_image),
+    "ViLT": _several("ViltForMaskedLM", {**_BERT, "image_size": 32, "patch_size": 8, "max_image_length": -1}, question_about_image),
     "LLaVA": _several("LlavaForConditionalGeneration", {
         "text_config": _named("LlamaConfig", **_LLAMA), "vision_config": _named("CLIPVisionConfig", **_clip_config()["vision_config"]),
-        "image_token_index": _VOCABULARY - 1, "vision_feature_layer": -1,
-    }, _image_in_words),
+        "image_token_index": VOCABULARY - 1, "vision_feature_layer": -1,
+    }, image_in_words),
     "Perceiver": _several("PerceiverForMaskedLM", {
         "num_latents": 8, "d_latents": 32, "d_model": 32, "num_blocks": 1, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
-        "num_cross_attention_heads": 4, "vocab_size": _VOCABULARY, "max_position_embeddings": 32,
+        "num_cross_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
     }, lambda: {"inputs": (batch := words())["input_ids"], "labels": batch["labels"]}),
     "PatchTST": _several("PatchTSTForPrediction", {
         "num_input_channels": 3, "context_length": 32, "prediction_length": 8, "patch_length": 8, "patch_stride": 8, "d_model": 32,
         "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "attention_dropout": 0.1, "ff_dropout": 0.1,
-    }, _series),
+    }, series),
 }  # fmt: skip
