@@ -1,17 +1,18 @@
-"""What each technique of `auto` is worth: a solve without it, on points not solved in seconds.
+"""What each technique of `auto` is worth: hard points are solved with and without it.
 
     python -m experiments.ablation FOLDER [--instances DIR] [--only NAME ...] [--seconds 20]
 
 FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published instances. A
-technique is switched off where it ran in the solve with everything; elsewhere it changes nothing.
-Each seed has a process with one core of its own, so that two run at the same time without
-disturbing each other. Rows are written as they are made, so that an interrupted run continues where
-it stopped. A file has one commit and one machine: rows of another commit are made again. Shown are,
-for each technique and point, the changes of cost, gap and time against the solve with everything,
-as medians over the seeds.
+technique is switched off only at points where it ran in the full solve; elsewhere it changes
+nothing. Each seed runs in its own process on its own core, so two seeds run at the same time
+without disturbing each other. Each row is written when it is made, and an interrupted run continues
+where it stopped. All rows of a file are of one commit; at another commit they are made again. The
+changes at a point are those of the medians over the seeds: cost, gap and time without the technique
+against the full solve.
 
-A technique *helps* a point that costs 0.1 % more, or has a gap that is 0.3 points wider, without
-it, and *harms* one where the opposite holds. What helps fewer than three points goes.
+A technique *helps* at a point if without it the cost is 0.1 % higher or the gap is 0.3 points
+wider; it *harms* if the opposite holds. A technique that helps at fewer than three points is
+dropped.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _starting() -> Iterator[set[str]]:
 
 
 def has_run(name: str, ran: Sequence[str]) -> bool:
-    """True where a technique ran, or one that it is a part of."""
+    """True if a technique ran, or another one that it is a part of."""
     return not {name, *PARTS.get(name, ())}.isdisjoint(ran)
 
 
@@ -165,7 +166,7 @@ def _run(
     writing: Lock,
     seed: int,
 ) -> None:
-    """Makes the rows of a seed, each in a process on a core of its own."""
+    """Makes the rows of a seed, in one process on a core of its own."""
     with ProcessPoolExecutor(1, get_context("spawn"), _begin, (SEEDS.index(seed),)) as process:
 
         def row(point: Point, without: str) -> Row:
@@ -187,10 +188,10 @@ def _run(
 
 @dataclass(frozen=True)
 class Change:
-    """What switching a technique off changes at one point: positive where the technique helped.
+    """How one point changes without a technique: positive where the technique helped.
 
     Attributes:
-        cost_percent: of the cost with everything; infinite where nothing fits any more.
+        cost_percent: of the cost of the full solve; infinite if no schedule was found.
         gap_points: of the gap.
         seconds: of the solve.
     """
@@ -201,12 +202,12 @@ class Change:
 
     @property
     def helps(self) -> bool:
-        """True where the technique is of use here."""
+        """True if the technique is of use here."""
         return self.cost_percent >= COST or self.gap_points >= GAP
 
     @property
     def harms(self) -> bool:
-        """True where the solve is better without it."""
+        """True if the solve is better without it."""
         return not self.helps and (self.cost_percent <= -COST or self.gap_points <= -GAP)
 
 
@@ -266,12 +267,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="keeps traced graphs")
+    parser.add_argument("folder", type=Path, help="folder that keeps traced graphs")
     parser.add_argument("--instances", type=Path, help="folder of published instances")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each solve")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each solve")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--show", action="store_true", help="only print what is there")
+    parser.add_argument("--show", action="store_true", help="only print the existing rows")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 

@@ -1,6 +1,6 @@
 """Empty modules in place of libraries that are imported but not used.
 
-`timm`, `open_clip`, `vit_pytorch` and others import torchvision to transform image files,
+`timm`, `open_clip`, `vit_pytorch` and others import torchvision to transform image files;
 `speechbrain` imports torchaudio to read sound files. Their models need neither.
 """
 
@@ -15,14 +15,14 @@ from types import ModuleType
 
 
 def stand_in_for(*names: str) -> tuple[str, ...]:
-    """Makes the top-level names that aren't installed importable; returns these."""
+    """Makes top-level modules that aren't installed importable; returns their names."""
     missing = tuple(name for name in names if find_spec(name) is None)
     sys.meta_path.append(_Absent(missing))
     return missing
 
 
 class _AnyName(type):
-    """A class whose every attribute is the attribute's own name: enough for a table of options."""
+    """A class whose attributes are their own names: enough for a table of options."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -46,7 +46,7 @@ class _Absent(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Finds the absent modules and any submodule of theirs."""
+        """Finds the absent modules and their submodules."""
         if fullname.partition(".")[0] not in self.names:
             return None
         return ModuleSpec(fullname, self, is_package=True)

@@ -1,10 +1,10 @@
-"""Runs the scripts of the field's figures and of the front page one after the other, and says how
-long each took: `make experiments`.
+"""Runs the scripts of the field's figures and of the front page: `make experiments`.
 
     python -m experiments.all [--only NAME ...]
 
-If a script fails, the others still run, and the exit status is 1. A complete run without failures
-writes `results/experiments_time.json`: wall and CPU seconds by script, and their sums.
+The scripts run one after the other; each one's time is printed. If a script fails, the others still
+run, and the exit status is 1. A complete run without failures writes
+`results/experiments_time.json`: wall and CPU seconds by script, and their sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention three ways: written out, tiled with an online softmax, and PyTorch's fused kernel.
+"""Attention written out, tiled with an online softmax, and in PyTorch's fused kernel.
 
     python -m experiments.attention [--longest T] [--redraw]
 
@@ -9,10 +9,10 @@ on this machine's CPU, one thread.
 Milakov and Gimelshein, 2018, for the online softmax) written out in PyTorch: tiles of keys, a
 running maximum and sum, and a backward that computes each tile again from the row's log-sum-exp. It
 keeps T d numbers where the written-out form keeps T x T. Its error against float64 is compared with
-the written-out form's, in units of the last place of the largest entry.
+that of the written-out form, in units of the last place of the largest entry.
 
-*What remains*: bytes that a layer of a GPT keeps for the backward with attention written out and
-fused, from traces: with the T x T matrices gone, what is left to rematerialize grows with T alone.
+*What remains*: the bytes that a GPT layer keeps for the backward, with attention written out and
+fused, from traces. Without the T x T matrices, what is left to rematerialize grows linearly with T.
 
 Writes `results/attention.json` and `.png`.
 """
@@ -51,7 +51,7 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Running maximum m, sum l and output.
+        """Computes the output with a running maximum and sum.
 
         Keeps the log-sum-exp of each row for the backward.
         """
@@ -204,8 +204,10 @@ def remaining() -> Iterator[dict[str, Any]]:
 
 
 def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
-    """Returns the number of tokens from which tiled attention takes less than the written-out form,
-    up to the longest; interpolated between lengths on log axes.
+    """Returns the length from which on tiled attention takes less than the written-out form.
+
+    It is interpolated between the measured lengths on log axes; None if tiles take more at the
+    longest.
     """
     written, tiles = (
         {row["tokens"]: row[field] for row in rows if row["way"] == way}
@@ -268,7 +270,7 @@ def picture(record: Mapping[str, Any]) -> None:
         color=GREY,
         label="slope of T squared",
     )
-    quiet(right, x_label="tokens T", y_label="kept for the backward, a GPT layer (MiB)")
+    quiet(right, x_label="tokens T", y_label="kept for the backward per GPT layer (MiB)")
     lengths = sorted({row["tokens"] for row in kept})
     for place, (kind, colour) in enumerate((("written out", ORANGE), ("fused", BLUE))):
         heights = [row["layer_bytes"] / 2**20 for row in kept if row["attention"] == kind]

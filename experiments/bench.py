@@ -1,16 +1,15 @@
-"""The benchmark: every set of instances as one table, results as JSON and CSV, and pictures of
-them.
+"""The benchmark: one table per set of instances, as JSON and CSV, and pictures.
 
     python -m experiments.bench                                  everything, an hour or more
     python -m experiments.bench published --time-limit 60        one set
     python -m experiments.bench real --names gpt2_12 unet        a part of it
-    python -m experiments.bench tables pictures                  from the results that are there
+    python -m experiments.bench tables pictures                  from the existing results
 
-Sets: `published` (instances of papers beside what was printed for them), `proof` (the networks
-among them, until the cost is proved to be within 0.2 % of the optimum, U-Net within 0.5 %),
-`random` (layered graphs, three seeds of the generator and of the solver), `real` (traced training
-steps, beside every baseline of the field at the same simulated peak), `real_proof` (points among
-them that a minute does not prove within 1 %, in ten minutes), `frontier` (20 budgets in the time of
+Sets: `published` (instances from papers, beside the published results), `proof` (the networks among
+them, until the cost is proved to be within 0.2 % of the optimum, U-Net within 0.5 %), `random`
+(layered graphs, three seeds of the generator and of the solver), `real` (traced training steps,
+beside every baseline of the field at the same simulated peak), `real_proof` (points of `real` that
+a minute does not prove to within 1 %, with ten minutes each), `frontier` (20 budgets in the time of
 a few solves), `scale` (time and memory against size, to 100,000 operators).
 
 Each row is written when it is finished, and an interrupted run continues where it stopped;
@@ -58,9 +57,9 @@ _LOG = logging.getLogger("bench")
 
 
 def instances_folder(given: Path | None) -> Path:
-    """Returns where the published instances are looked for.
+    """Returns the folder of the published instances.
 
-    In this order: what is given, what the environment names, a folder beside the checkout.
+    The given one, else the one that the environment names, else one beside the checkout.
     """
     return given or Path(
         os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances"
@@ -68,7 +67,7 @@ def instances_folder(given: Path | None) -> Path:
 
 
 def run_set(name: str, options: argparse.Namespace) -> bool:
-    """Runs one set and prints its table; False where its instances are missing."""
+    """Runs one set and prints its table; returns False if its instances are missing."""
     module = SETS[name]
     limit_s = options.time_limit if options.time_limit is not None else module.TIME_LIMIT_S
     gap = options.gap if options.gap is not None else module.GAP
@@ -87,7 +86,7 @@ def run_set(name: str, options: argparse.Namespace) -> bool:
 
 
 def show_results(folder: Path) -> None:
-    """Prints the tables of the results that are there."""
+    """Prints the tables of the existing results."""
     for name, module in SETS.items():
         path = folder / f"bench_{name}.json"
         if path.is_file():
@@ -96,7 +95,7 @@ def show_results(folder: Path) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Draws the pictures of the results that are there."""
+    """Draws the pictures of the existing results."""
     rows: dict[str, Sequence[Row]] = {}
     for name in SETS:
         path = folder / f"bench_{name}.json"
@@ -106,7 +105,7 @@ def draw(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 2 where the instances of a set are missing."""
+    """Runs what was asked for; returns 2 if the instances of a set are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,9 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "what",
         nargs="*",
         metavar="WHAT",
-        help=f"of {', '.join([*SETS, 'tables', 'pictures'])} (default: everything)",
+        help=f"any of {', '.join([*SETS, 'tables', 'pictures'])} (default: everything)",
     )
-    parser.add_argument("--time-limit", type=float, help="seconds a solve (default: the set's own)")
+    parser.add_argument(
+        "--time-limit", type=float, help="seconds per solve (default: the set's own)"
+    )
     parser.add_argument(
         "--gap", type=float, help="fraction at which a solve stops (default: the set's own)"
     )
@@ -130,12 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--graphs",
         type=Path,
         default=platformdirs.user_cache_path("remat") / "bench",
-        help="where traced graphs are kept",
+        help="folder that keeps traced graphs",
     )
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results", help="folder of the results"
     )
-    parser.add_argument("--fresh", action="store_true", help="make rows again that are there")
+    parser.add_argument("--fresh", action="store_true", help="make existing rows again")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _LOG.setLevel(logging.INFO)

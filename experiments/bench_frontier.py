@@ -1,8 +1,8 @@
 """The whole trade-off curve against single solves, and every method of the field along it.
 
 `curve`: 20 budgets in one call of `frontier_solutions`; `separate`: the same budgets solved one by
-one with the same options. Their ratio says what sharing saves; most single solves end long before
-their time limit, so the cost of the curve is given in time limits as well.
+one with the same options. The ratio of their times says what sharing saves. Most single solves end
+long before their time limit, so the curve's time is also given in time limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS = ("budget_bytes", "peak_bytes", "overhead_percent", "bound_percent")
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Makes the curves, the single solves, and the baselines' points on the graph that is drawn."""
+    """Makes the curves, the single solves, and the baselines' points on the drawn graph."""
     for name in names or _NAMES:
         graph = cached_graph(name, folder)
         solver = Auto(gap=gap, time_limit_s=time_limit_s)
@@ -82,11 +82,9 @@ def _peer(graph: Graph, peer: str, budget_bytes: int, time_limit_s: float) -> Ro
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints the time of a curve, in time limits and against single solves, and whether sharing
-    made any point worse.
-    """
+    """Prints each curve's time and mean overhead beside those of the single solves."""
     table = new_table(
-        f"Curves of {_NUM_POINTS} budgets, at most {time_limit_s:g} s a budget",
+        f"Curves of {_NUM_POINTS} budgets, at most {time_limit_s:g} s per budget",
         (
             "graph",
             "curve, s",
@@ -130,7 +128,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         table.add_row(curve["graph"], *price, *cells, "yes" if curve["is_monotone"] else "NO")
     CONSOLE.print(table)
     solves = (
-        f"{geometric_mean(limits):.1f} time limits, and {geometric_mean(ratios):.2f} of single "
-        "solves"
+        f"{geometric_mean(limits):.1f} time limits, or {geometric_mean(ratios):.2f} of the time of "
+        "single solves"
     )
-    CONSOLE.print(f"a curve costs {solves}, geometric means\n")
+    CONSOLE.print(f"a curve takes {solves} (geometric means)\n")

@@ -20,7 +20,7 @@ _HEADROOM = 1.4  # the picture is about the last schedules; the first may cost f
 
 
 def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Draws the pictures that the rows of the sets suffice for; returns the files."""
+    """Draws each picture for which there are rows; returns the files."""
     pictures = {
         "bench_hard_instance": _hard_instance([*rows["published"], *rows["random"]]),
         "bench_scale": _scale(rows["scale"]),
@@ -35,8 +35,9 @@ def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
 
 
 def _hard_instance(rows: Sequence[Row]) -> Figure | None:
-    """Draws cost and bound over time for the instance with the largest final gap, of those with a
-    published cost where there are any.
+    """Draws cost and bound over time for the instance with the largest final gap.
+
+    Instances with a published cost come first.
     """
     candidates = [row for row in rows if row["gap_percent"] is not None and len(row["moments"]) > 1]
     hardest = max(

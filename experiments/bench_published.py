@@ -1,8 +1,8 @@
-"""Published instances at published budgets: our cost, bound and time beside the published ones.
+"""Published instances and budgets: our cost, bound and time beside the published ones.
 
-Every schedule is checked by the referee that comes with the instances and knows nothing of this
-package. Only results in fixed order are compared; where a paper prints an overhead with one digit,
-its cost is known only to that digit.
+The referee that comes with the instances checks every schedule; it is independent of this package.
+Only results in fixed order are compared. Where a paper prints an overhead with one digit, its cost
+is known only to that digit.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Published:
     """The best published result for one instance and budget, in fixed order.
 
     Attributes:
-        system: whose it is; empty where there is none.
-        cost: in the instance's unit; None where it is proved that no schedule fits.
-        is_rounded: known from an overhead with one digit.
-        seconds: what it took there.
+        system: the solver that found it; empty if nothing is published.
+        cost: in the instance's unit; None if it is proved that no schedule fits.
+        is_rounded: the cost is known from an overhead with one digit.
+        seconds: the published time.
     """
 
     system: str = ""
@@ -55,7 +55,7 @@ class Published:
 
 
 def best_published(instance: Mapping[str, Any], label: str) -> Published:
-    """Returns the cheapest comparable result at one budget of an instance; on ties the fastest."""
+    """Returns an instance's cheapest comparable result at a budget; the fastest on ties."""
     found = []
     for system, result in instance["published"].get(label, {}).items():
         if any(word in system for word in _NOT_COMPARED):
@@ -75,7 +75,7 @@ def best_published(instance: Mapping[str, Any], label: str) -> Published:
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves every instance of `folder` (those in `names` where there are any) at every budget."""
+    """Solves the instances of `folder`, or only those in `names`, at every budget."""
     solve_all(
         rows,
         folder,
@@ -85,9 +85,7 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
 
 
 def solve_all(rows: Rows, folder: Path, gaps: Mapping[str, float], time_limit_s: float) -> None:
-    """Solves the instances of `folder` that are named in `gaps`, each to its gap, at every budget,
-    largest first.
-    """
+    """Solves the instances named in `gaps`, each to its gap, at every budget, largest first."""
     referee = _referee(folder.parent / "referee.py")
     for name in sorted(gaps):
         path = folder / f"{name}.json"
@@ -122,9 +120,7 @@ def _point(
 
 def _referee(path: Path) -> ModuleType | None:
     if not path.is_file():
-        _LOG.warning(
-            "%s is not there: schedules are checked by the package's own validator only", path
-        )
+        _LOG.warning("%s is missing: only the package's own validator checks the schedules", path)
         return None
     spec = importlib.util.spec_from_file_location("referee", path)
     assert spec is not None and spec.loader is not None
@@ -146,7 +142,7 @@ def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution)
     if peak > solution.budget_bytes:
         return f"peak {peak} is above the budget {solution.budget_bytes}"
     is_same = peak == solution.peak_bytes and abs(cost - solution.cost_s) <= 1e-9 * cost
-    return "valid" if is_same else f"peak {peak} and cost {cost} are not what was said"
+    return "valid" if is_same else f"peak {peak} and cost {cost} are not those of the solver"
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
@@ -202,7 +198,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         row for row in rows if row["cost"] and row["published_cost"] and row["cost"] > _allowed(row)
     ]
     CONSOLE.print(
-        f"cost over the published one, geometric mean of {len(ratios)}: "
+        f"cost over the published cost, geometric mean of {len(ratios)}: "
         f"{geometric_mean(ratios):.5f}; above it: {len(above)}"
     )
     refused = [row for row in rows if row["referee"] not in ("valid", "no schedule", "absent")]
@@ -233,7 +229,7 @@ def _published_cells(row: Row) -> Iterator[str]:
 
 
 def _allowed(row: Row) -> float:
-    """The published cost, with the half digit that a rounded one leaves open."""
+    """The published cost, plus half a digit if it is rounded."""
     return float(row["published_cost"]) * (1.0005 if row["is_published_rounded"] else 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Random layered graphs: three seeds of the generator and three of the solver, with the spread."""
+"""Random layered graphs: three seeds of the generator and three of the solver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.tracers.synthetic import random_layered
 
 TIME_LIMIT_S, GAP = 30.0, 0.0
-# nodes drawn, mirrored or not
+# nodes drawn, and whether they are mirrored into a training step
 _KINDS: Mapping[str, tuple[int, bool]] = {"layered": (100, False), "training": (125, True)}
 _SHARES = (90, 80, 70)  # % of the peak of keeping everything
 _SEEDS = (0, 1, 2)

@@ -4,9 +4,9 @@ Our overhead and bound from 90 % to the least budget.
 
 Every baseline of the field runs on the same graph at the same budgets. Each is compared at *its own
 simulated peak*: our solver runs again with that peak as the budget, so that no method is charged
-for memory that it did not use. The time limit holds for graphs of up to 2,000 operators; for larger
-graphs it grows in proportion, at the budgets of the first table. Baselines, and our solver at their
-peaks, have 20 s at most.
+for memory that it did not use. In the first table the time limit holds for graphs of up to 2,000
+operators, and grows in proportion for larger ones. Baselines, and our solver at their peaks, have
+20 s at most.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TIME_LIMIT_S, GAP = 60.0, 0.001
 _SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything
 LEAST = "least"
 _MINIMUM_LIMIT_S = 120.0
-_MEET_GAP = 1e-4  # a baseline may be the optimum itself
-_MEET_LIMIT_S = 20.0  # at most, for a baseline, and for us at its peak; there are hundreds
-_USUAL_OPERATORS = 2_000  # up to this many the time limit is as given
+_MEET_GAP = 1e-4  # a baseline may be optimal
+_MEET_LIMIT_S = 20.0  # at most, for a baseline and for our solver at its peak; there are hundreds
+_USUAL_OPERATORS = 2_000  # larger graphs get more time
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class _Case:
         return self.plans / f"{self.name}-{label.rstrip('%')}-{self.time_limit_s:g}s.json"
 
     def known_plans(self) -> list[Solution]:
-        """Returns the plans that earlier rows found for this very graph."""
+        """Returns the plans that earlier rows found for this graph."""
         paths = [self.plan_path(label) for label in (*(f"{share}%" for share in _SHARES), LEAST)]
         found = [Solution.load(path) for path in paths if path.is_file()]
         return [plan for plan in found if plan.fingerprint == self.graph.fingerprint]
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves every graph at every budget that can be met, then meets every baseline at its peak."""
+    """Solves every graph at every budget that can be met, then at every baseline's peak."""
     plans = folder / "plans"
     plans.mkdir(parents=True, exist_ok=True)
     for name in names or BENCHMARKED:
@@ -97,8 +97,9 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
 
 
 def budgets_of(rows: Rows, name: str, graph: Graph) -> dict[str, int]:
-    """Returns the budgets that can be met, in bytes: shares of the peak of keeping everything, and
-    last the least one.
+    """Returns the budgets that can be met, in bytes.
+
+    They are shares of the peak of keeping everything; the least budget comes last.
     """
     row = rows.row({"graph": name, "kind": "least"}, lambda: _least(graph))
     budgets = {f"{share}%": row["keep_all_bytes"] * share // 100 for share in _SHARES}
@@ -142,7 +143,7 @@ def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
 def _meet(case: _Case, budget_bytes: int) -> Row:
     """Solves at a baseline's peak.
 
-    Schedules of other budgets help, as they would a user who solves again.
+    It starts from the schedules of other budgets, as for a user who solves again.
     """
     known = case.known_plans()
     steps = [
@@ -231,9 +232,9 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Returns each result of a baseline with ours at its peak.
+    """Returns each result of a baseline with ours at the same peak.
 
-    A schedule that it gives for several budgets counts once.
+    A baseline's results with equal peaks count once.
     """
     ours = {
         (row["graph"], row["budget_bytes"]): row
@@ -256,7 +257,7 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
     table = new_table(
-        "The field at its own simulated peaks: % over keeping everything, geometric means",
+        "Baselines at their own simulated peaks: % over keeping everything, geometric means",
         (
             "graph",
             "baseline",
@@ -308,7 +309,7 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
 
 
 def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, str]:
-    """Returns points, their overhead, ours, the ratio of costs, and at how many ours is above."""
+    """Returns points, their overhead, ours, the ratio of costs, and how often ours is above."""
     both = [(theirs, ours) for theirs, ours in pairs if ours["cost"] is not None]
     theirs_percent, ours_percent = (
         100 * (geometric_mean(1 + pair[side]["overhead_percent"] / 100 for pair in both) - 1)

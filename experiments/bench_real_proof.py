@@ -1,8 +1,8 @@
-"""Whether ten minutes close what a minute leaves: traced steps with a gap above 1 %.
+"""Do ten minutes prove what a minute leaves open? Traced steps with a gap above 1 %.
 
-`bench_real` gives each budget about a minute; here each solve stops as soon as the cost is proved
-to be within 1 % of the optimum. A point not proved in that time is reported with the remaining gap.
-Points outside of `POINTS` were not tried.
+`bench_real` gives each budget about a minute. Here each solve stops as soon as the cost is proved
+to be within 1 % of the optimum. A point not proved in ten minutes is reported with the remaining
+gap. Points outside of `POINTS` were not tried.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ POINTS = (("gpt2_48", LEAST), ("unet", "40%"), ("unet", LEAST))
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves every point (those of the graphs in `names` where there are any) until it is within
-    `gap`.
-    """
+    """Solves the points, or only those of the graphs in `names`, until they are within `gap`."""
     for name, label in POINTS:
         if not names or name in names:
             graph = cached_graph(name, folder)
@@ -52,7 +50,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     """Prints the table, geometric means last."""
     own = [row for row in rows if row["kind"] == "auto"]
     table = new_table(
-        f"Traced training steps, until it is proved, {time_limit_s:g} s at most: % over "
+        f"Traced training steps, until the gap is proved, {time_limit_s:g} s at most: % over "
         "keeping everything",
         ("graph", "budget", "GiB", "overhead", "bound", "gap %", "asked %", "s", "is"),
         num_left=2,

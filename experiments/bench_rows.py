@@ -36,10 +36,10 @@ _LOG = logging.getLogger("bench")
 
 
 class Rows:
-    """The rows of one set: `FOLDER/bench_NAME.json`, with a CSV of their plain columns beside it.
+    """The rows of one set: `FOLDER/bench_NAME.json`, and a CSV of their plain columns.
 
-    Rows may be of different runs: each has its commit, date and processor, the file has the
-    environment of the last run.
+    Rows may come from different runs: each records its commit, date and processor. The file records
+    the environment of the last run.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Rows:
             if kept["options"] == self._options:
                 self.rows = kept["rows"]
                 _LOG.info(
-                    "%s: %d rows were there and are kept (--fresh makes them again)",
+                    "%s: %d existing rows are kept (--fresh makes them again)",
                     self._path.name,
                     len(self.rows),
                 )
@@ -177,14 +177,15 @@ def geometric_mean(numbers: Iterable[float]) -> float:
 
 
 def mean_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the geometric mean of the rows' seconds, each counted as at least a millisecond, to
-    which they are rounded.
+    """Returns the geometric mean of the rows' seconds.
+
+    Seconds are rounded to milliseconds; zero counts as one millisecond.
     """
     return geometric_mean(max(row["seconds"], 1e-3) for row in rows)
 
 
 def percent(number: float | None, *, is_signed: bool = True) -> str:
-    """Returns a number of percent for a table."""
+    """Returns a percentage for a table."""
     return (
         "-"
         if number is None
@@ -195,7 +196,7 @@ def percent(number: float | None, *, is_signed: bool = True) -> str:
 
 
 def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
-    """Says whether all solves kept their time limit: that of the row, or else `limit_s`."""
+    """Says whether all solves kept their time limit (the row's, or else `limit_s`)."""
     limits = [
         (row["seconds"], row.get("time_limit_s", limit_s))
         for row in rows
@@ -210,15 +211,15 @@ def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
 
 
 def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str, str]) -> None:
-    """Ends a table with means.
+    """Ends a table with a row of means.
 
-    Geometric ones of time and of cost over keeping everything, the plain one of the gap.
+    Geometric means of time and of cost over keeping everything, the arithmetic mean of the gap.
 
     Args:
-        table: with `columns` in order.
+        table: what the row is added to; it has `columns` in this order.
         rows: what to average; rows without a schedule are left out.
         label: of the first column.
-        columns: for each further column `overhead`, `bound`, `gap`, `seconds` or empty.
+        columns: what each further column shows: `overhead`, `bound`, `gap`, `seconds` or nothing.
     """
     solved = [row for row in rows if row["cost"] is not None]
     if not solved:
@@ -239,7 +240,7 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
 
 
 def new_table(title: str, columns: Sequence[str], *, num_left: int = 1) -> Table:
-    """Returns an empty table as wide as the others; numbers stand right."""
+    """Returns an empty table as wide as the others; numbers are right-aligned."""
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH, title_style="bold"
     )

@@ -47,7 +47,7 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
     for kind, sizes in kinds.items():
         for size in sizes if not names or kind in names else ():
             if kind == "gpt2":
-                # traced here, so that tracing is no part of the measured process
+                # traced here, so that the measured process does not trace
                 cached_graph(str(size), folder)
             key = {"family": kind, "size": size, "budget": f"{_SHARE}%"}
             rows.row(key, partial(_alone, kind, size, folder, time_limit_s, gap))
@@ -80,7 +80,7 @@ def _point(kind: str, size: int | str, folder: Path, time_limit_s: float, gap: f
 
 
 def _seconds_within(row: Row, gap: float) -> float | None:
-    """Returns when cost and bound came within a gap, as far as progress was reported."""
+    """Returns when a progress report first had cost and bound within a gap."""
     reached = [
         seconds
         for seconds, cost, bound in row["moments"]
@@ -134,7 +134,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
                 for name in ("seconds_to_first", "operators")
             )
             CONSOLE.print(
-                f"{family}: {size:.1f} times the operators take {growth:.1f} times as long to "
-                "a first answer"
+                f"{family}: {size:.1f} times the operators take {growth:.1f} times as long to a "
+                "first schedule"
             )
     CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")

@@ -1,11 +1,10 @@
-"""Opens a page in a headless Chromium or Chrome without a network, runs a script in it, and takes
-its picture.
+"""Opens a page in a headless browser without a network, runs a script, takes a picture.
 
     python -m experiments.browser PAGE.html PICTURE.png [WIDTH HEIGHT]
 
-The browser is the one that is installed (on Debian: `apt-get install chromium-headless-shell`).
-This script talks to it over a pipe in its own protocol
-(https://chromedevtools.github.io/devtools-protocol), which needs no driver, no port and no package.
+The browser is an installed Chromium or Chrome (on Debian: `apt-get install
+chromium-headless-shell`). This script talks to it over a pipe in the DevTools protocol
+(https://chromedevtools.github.io/devtools-protocol), without a driver, a port or a package.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Seen:
     """What happened when a page was opened.
 
     Attributes:
-        value: what the script's JSON text says; None where it stayed empty.
-        errors: what went wrong in the page, as its console says it.
-        requests: addresses outside of the page itself that it asked for; all of them were refused.
+        value: what the script returned as JSON text; None if it returned nothing.
+        errors: exceptions in the page, and errors on its console.
+        requests: addresses outside of the page that it asked for; all were refused.
     """
 
     value: Any = None
@@ -74,15 +73,14 @@ class Seen:
 
 
 def installed_browser() -> str | None:
-    """Returns the path of a browser that can be driven, None where there is none."""
+    """Returns the path of a browser that can be driven, or None."""
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
 def look(
     page: Path, script: str, picture: Path | None = None, *, width: int = 1280, height: int = 1600
 ) -> Seen:
-    """Opens a page, runs a script until it returns text, which is JSON, and takes a picture of the
-    window.
+    """Opens a page, runs a script until it returns JSON text, and takes a picture.
 
     Raises:
         FileNotFoundError: no browser is installed.

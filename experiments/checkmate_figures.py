@@ -1,33 +1,33 @@
-"""Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653), on traced
-training steps.
+"""Checkmate's figures 5 and 6 and its table 2 (Jain et al., 2020, arXiv:1910.02653).
 
     python -m experiments.checkmate_figures [--time-limit S] [--models NAME ...] [--redraw]
 
-*Figure 5*: extra compute against memory, float32, roofline costs, at the paper's batch sizes and
-resolutions: VGG16 (256 images of 224 x 224), MobileNet (512; V2 here, V1 there), U-Net (32 of 416 x
-608). Every heuristic, rounding and the MILP of the paper on V100 costs, beside `auto` and its
-proved bound; `auto` and its bound on A100 and H100 costs. *Table 2*: cost over the best proved
-bound, geometric mean over the budgets that a strategy can meet. The paper divides by the optimum of
-its MILP. *Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass
-above keeping everything, by strategy. Sizes and costs are linear in the batch: graphs are traced at
-two batch sizes and interpolated.
+*Figure 5*: extra compute against memory of traced training steps, float32, roofline costs, at the
+paper's batch sizes and resolutions: VGG16 (256 images of 224 x 224), MobileNet (512; V2 here, V1
+there), U-Net (32 of 416 x 608). On V100 costs: every heuristic, the rounding and the MILP of the
+paper, beside `auto` and its proved bound. On A100 and H100 costs: `auto` and its bound. *Table 2*:
+cost over the best proved bound, geometric mean over the budgets that a strategy can meet. The paper
+divides by the optimum of its MILP. *Figure 6*: the largest batch in 16 GB and 80 GB whose cost is
+at most one forward pass above keeping everything, by strategy. Sizes and costs are linear in the
+batch: graphs are traced at two batch sizes and interpolated.
 
 What differs from the paper, by cause: costs are computed from the device's rates and not measured;
 graphs have every operator of PyTorch's backward, not one node per layer; a budget bounds the whole
 step, gradients and workspace included; each solve has 4 seconds (Gurobi had an hour).
 `results/README.md` says by how much the results differ.
 
-- Figure 6: the largest MobileNet at 16 GB is 5.0 times keep-all's (984 to 197), 5.1 in the paper
-  for V1. Over the best heuristic it is 1.36 times (1.73 in the paper, "up to"): on a graph of
-  operators the heuristics free more than on one of layers.
+- Figure 6: MobileNet's largest batch at 16 GB is 5.0 times that of keeping everything (984 against
+  197); in the paper 5.1 times, for V1. It is 1.36 times that of the best heuristic ("up to" 1.73 in
+  the paper): on a graph of operators the heuristics free more than on a graph of layers.
 - Table 2: `ap-sqrt` 1.22, 1.27 and 1.27 on VGG16, MobileNet and U-Net (1.28, 1.14, 1.27 in the
-  paper), `ap-greedy` 1.04, 1.08 and 1.17 (1.06, 1.07, 1.23): within 0.06 but for `ap-sqrt` on
-  MobileNet, which is another version of the network.
-- LP rounding meets 3, 1 and 5 of 7 budgets in that time, and is 22 % above the bound on U-Net (3 %
-  in the paper): the linear program of n² columns is stopped early. The MILP is stopped early too,
-  wherever it is above `auto`.
-- U-Net's least budgets: `auto` is at 144 % in 4 seconds, cut off in the picture; the bound says 29
-  %.
+  paper), `ap-greedy` 1.04, 1.08 and 1.17 (1.06, 1.07, 1.23). All are within 0.06, except `ap-sqrt`
+  on MobileNet, which is another version of the network.
+- LP rounding meets 3, 1 and 5 of 7 budgets in 4 seconds, and is 22 % above the bound on U-Net (3 %
+  in the paper): its linear program of n² columns is stopped early. Wherever the MILP is above
+  `auto`, it was stopped early too.
+- U-Net's least budgets: in 4 seconds `auto` reaches 144 %, cut off in the picture, and the bound
+  29 %.
+
 Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_figure6.png` and prints
 the tables.
 """
@@ -67,7 +67,7 @@ IN_FIGURE_6 = ("keep-all", *HEURISTICS, "auto")
 NUM_BUDGETS = 7
 MEMORIES = {"16 GB": 16 * 10**9, "80 GB": 80 * 10**9}
 _LARGEST_BATCH = 8192
-# Table 2 of the paper; its MobileNet is V1, "Griewank" and networks that are not here are left out.
+# Table 2 of the paper, without "Griewank" and the networks that are not here; its MobileNet is V1.
 PUBLISHED_RATIOS = {
     "MobileNetV2": {"ap-sqrt": 1.14, "ap-greedy": 1.07, "lp-rounding": 1.06},
     "VGG16": {"ap-sqrt": 1.28, "ap-greedy": 1.06, "lp-rounding": 1.01},
@@ -174,7 +174,7 @@ def largest_batch(
     low, high = 0, 1
     while high <= _LARGEST_BATCH and is_good(high):
         low, high = high, 2 * high
-    while high - low > max(1, low // 100):  # to one in a hundred
+    while high - low > max(1, low // 100):  # to within 1 %
         middle = (low + high) // 2
         low, high = (middle, high) if is_good(middle) else (low, middle)
     return low
@@ -195,7 +195,7 @@ def figure_6(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
 _NAME = {"auto": "remat (auto)"}
 _COLOURS = dict(zip(METHODS, (INK, *LINES[1:], "#b0519d", RED, BLUE), strict=True))
 _MARKERS = dict(zip(METHODS, "o^sDvP*X.", strict=True))
-_TOP = 45.0  # percent; a schedule that computes more than that is no practical answer
+_TOP = 45.0  # percent; a schedule with more extra compute is of no practical use
 
 
 def draw_figure_5(panels: list[dict[str, Any]]) -> None:
@@ -288,7 +288,7 @@ def draw_figure_6(rows: list[dict[str, Any]]) -> None:
     )
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
-        quiet(axes, x_label="images a step", grid="x")
+        quiet(axes, x_label="images per step", grid="x")
         titled(axes, name)
         for place, (memory, colour) in enumerate(zip(MEMORIES, (BLUE, ORANGE), strict=True)):
             widths = [
@@ -314,8 +314,9 @@ def draw_figure_6(rows: list[dict[str, Any]]) -> None:
 def figure_5(
     name: str, device: str, time_limit_s: float
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Returns a panel's points, all methods on the paper's device and `auto` on the others, and the
-    row of table 2.
+    """Returns a panel's points and its row of table 2.
+
+    All methods on the paper's device, `auto` alone on the others.
     """
     graph = traced(name, PUBLISHED_BATCH[name], device)
     print(f"{name} on {device}: {graph.num_operators} operators", flush=True)
@@ -359,7 +360,7 @@ def run(models: Sequence[str], time_limit_s: float) -> None:
 def cells_of_table_2(record: Mapping[str, Any]) -> list[list[str]]:
     """Returns one row per strategy.
 
-    Its ratio by network, how many budgets it met, and the paper's ratio where there is one.
+    For each network its ratio, how many budgets it met, and the paper's ratio if there is one.
     """
     met = {
         panel["model"]: panel["overhead_percent"]

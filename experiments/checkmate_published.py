@@ -1,13 +1,12 @@
-"""The Checkmate MILP on the graphs of the Checkmate paper, against the costs that were published
-for them.
+"""The Checkmate MILP on the graphs of the Checkmate paper, against the published costs.
 
 usage: python -m experiments.checkmate_published [--instances FOLDER] [--time-limit SECONDS]
 [--output FILE]
 
-VGG-19 in FLOP at one 224x224 image (Checkmate's own notebook) and VGG-16 at batch 176 on a P100
-(the logs of utsaslab/monet-schedules), each at the budgets of the logs, where Gurobi proved the
-optimum on 12 threads. Writes one JSON file: for each point our cost, bound, status and seconds
-beside the published ones, and where and when it was run.
+VGG-19 with costs in FLOP for one 224x224 image (Checkmate's own notebook) and VGG-16 at batch 176
+on a P100 (the logs of utsaslab/monet-schedules). Each is solved at the budgets of the logs, where
+Gurobi proved the optimum on 12 threads. Writes one JSON file: for each point our cost, bound,
+status and seconds beside the published ones, and where and when it was run.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
 
 
 def main() -> int:
-    """Runs all points and writes the file; 2 where the instances are missing."""
+    """Runs all points and writes the file; returns 2 if the instances are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +79,7 @@ def main() -> int:
         help="folder of the published graphs",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=3600.0, help="seconds a point (default: 3600)"
+        "--time-limit", type=float, default=3600.0, help="seconds per point (default: 3600)"
     )
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json"

@@ -15,7 +15,7 @@ from .models import Workload
 
 
 def is_same_step(one: Workload, other: Workload, seed: int) -> bool:
-    """True where a step leaves the same loss, random state, gradients and buffers, to the bit."""
+    """True if both steps leave the same loss, random state, gradients and buffers, bitwise."""
     ends = [state_after_step(workload, seed) for workload in (one, other)]
     return all(_is_same(a, b) for a, b in zip(*ends, strict=True))
 
@@ -30,7 +30,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
-    """Loss, random state, gradients and buffers, in one order for equal models."""
+    """Loss, random state, gradients and buffers, in the same order for equal models."""
     workload.model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,9 +1,10 @@
-"""How much compiling the search's inner loops helps: the same code with numba and in plain Python.
+"""How much compiling the search's inner loops helps: numba against plain Python.
 
     python -m experiments.compiled_search [--output FILE]
 
-Annealing moves per second, and one greedy schedule with eviction, each in its own process, on
-random layered training graphs at 70 % of the peak. CPU time of one thread, without compilation.
+Measures annealing moves per second and the time of one greedy schedule with eviction, each way in
+its own process, on random layered training graphs at 70 % of the peak. CPU time of one thread,
+without compilation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from experiments.environment import environment
 HERE = Path(__file__).resolve()
 SEED = 0
 _NODES = (50, 200, 1_000)  # forward nodes; a step has twice as many operators and one more
-_TIMES = 5  # of eviction, which takes a millisecond; the median counts
+_TIMES = 5  # eviction takes a millisecond: the median of this many counts
 _MOVES = {"compiled": 200_000, "plain": 500}
 
 
 def measure(way: str) -> list[dict[str, Any]]:
-    """Returns one row per graph; this process has numba, or has it hidden."""
+    """Returns one row per graph, measured in this process, with numba or without."""
     import numpy as np
 
     from remat.core.schedule import Schedule, simulate
@@ -86,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.way:
         if options.way == "plain":
-            sys.modules["numba"] = None  # type: ignore[assignment]  # not installed, as far as this process can tell
+            sys.modules["numba"] = None  # type: ignore[assignment]  # hidden from this process
         print(json.dumps(measure(options.way)))
         return
     result: dict[str, Any] = {

@@ -1,5 +1,4 @@
-"""Does a planned step equal the plain one? Every family of architectures, and every module of
-`torch.nn`.
+"""Do planned steps equal plain ones? All architectures, and every module of `torch.nn`.
 
     python -m experiments.coverage [MODEL ...]     # all architectures, or the models named
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
@@ -10,9 +9,9 @@ stream against plain PyTorch to the bit, with dropout on; predicted and measured
 A step that can't be captured must raise a `TraceError`, whose first line goes into the table. Plain
 PyTorch is compared with itself first. A step that `torch.compile` cuts into pieces is planned as
 one; sums over pieces may round differently, and then the step has to equal PyTorch's own
-`aot_eager` in the same pieces (see `graph_breaks`). Plans are searched for a second, at a
-roofline's costs, so overheads are upper bounds. The least budget is that of `remat.minimum`. In
-pieces a later step may find it too small; then it is the one that the error names. Where it is
+`aot_eager` in the same pieces (see `graph_breaks`). Plans are searched for one second with roofline
+costs, so overheads are upper bounds. The least budget is that of `remat.minimum`. A later step in
+pieces may find it too small; then the budget that the error names is taken. If the least budget is
 above 70 % of keeping everything, the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
@@ -53,7 +52,7 @@ from .models import Workload
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 SEED = 0
 _TIME_LIMIT_S = 1.0  # plans have to be right here, not the cheapest
-_ATTEMPTS = 4  # at the least budget: what the code between pieces holds is known after a step
+_ATTEMPTS = 4  # at the least budget: only a step shows what the code between pieces holds
 _COSTS = "roofline"  # the same on a loaded machine
 _EQUAL = "equal"
 _EQUAL_IN_PIECES = "equal to aot_eager"
@@ -72,7 +71,7 @@ class Row:
     Attributes:
         family: of architectures, or "torch.nn".
         name: of the model.
-        budget: "100%", "70%" or "least"; empty where the step was refused.
+        budget: "100%", "70%" or "least"; empty if the step was refused.
         outcome: "equal", "equal to aot_eager" (in pieces, which round differently from the whole),
             "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "equal, above predicted on a
             path of its own" (data led the measured step through pieces that were not planned, as
@@ -96,9 +95,7 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        """True where the planned step was the plain one within the predicted peak, or the budget
-        can't be met.
-        """
+        """True if the step equals the plain one within the predicted peak, or no plan can fit."""
         return self.outcome in (_EQUAL, _BELOW_LEAST)
 
 
@@ -141,10 +138,10 @@ def load() -> dict[str, Any]:
 
 
 def _save(known: dict[str, Any]) -> str:
-    """Writes the results, after each model, so that a stopped run leaves both files consistent;
-    returns the table.
+    """Writes the results and returns the table.
 
-    Each environment is written once; rows omit zeros and what they share.
+    It is called after each model, so that a stopped run leaves both files consistent. Each
+    environment is written once; rows omit zeros and what they share.
     """
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
@@ -180,7 +177,7 @@ def _short(value: Any) -> Any:
 
 
 def _compile_search() -> None:
-    """Compiles the search once, which takes longer than the limit of a plan."""
+    """Compiles the search, which takes longer than a plan's time limit."""
     model = ARCHITECTURES["GPT-2"].make()
     graph = remat.trace(model.model, kwargs=model.kwargs, costs=_COSTS)
     remat.solve(graph, minimum(graph).peak_bytes * 5 // 4, gap=0.02)
@@ -208,15 +205,16 @@ def _in_turn(
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
-    """Takes the first case of each module, then the second of each, so that a stopped run has some
-    of all.
+    """Takes the first case of each module, then the second of each.
+
+    A stopped run then has some cases of every module.
     """
     cases = [(name, "torch.nn", make) for name, make in module_cases()]
     return sorted(cases, key=lambda case: int(case[0].rpartition(", ")[2]))
 
 
 def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
-    """Returns the rows of one model: one where it is refused, else one per budget."""
+    """Returns the rows of one model: one if it is refused, else one per budget."""
     torch._dynamo.reset()
     torch.manual_seed(SEED)
     blank = Row(family, name, "", "")
@@ -242,7 +240,7 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
 
 
 def _graph(plain: Workload) -> remat.Graph:
-    """Returns the graph of a step; where it depends on data, the graph of a real step."""
+    """Returns the graph of a step; if it depends on data, the graph of a real step."""
     model = copy.deepcopy(plain.model)
     try:
         return remat.trace(model, kwargs=plain.kwargs, costs=_COSTS)
@@ -278,7 +276,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     try:
         row, is_same_path = _steps(row, planned, plain)
         allowed_bytes = solution.peak_bytes
-    # more is held between pieces, or the path is another: a given plan is not made again
+    # more is held between pieces, or the path differs: a given plan is not made again
     except (remat.BudgetError, remat.ScheduleError):
         found = _steps_planned_anew(row, plain, row.budget if row.budget == "100%" else budget)
         if found is None:
@@ -303,9 +301,9 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
 def _steps_planned_anew(
     row: Row, plain: Workload, budget: int | str
 ) -> tuple[Row, bool, Workload] | None:
-    """Returns what steps do that may be planned again; None where they end in an error.
+    """Runs steps that may be planned again; returns None if they end in an error.
 
-    "least" is then tried at the budget that the error names.
+    For "least", the budget that the error names is tried next.
     """
     for _ in range(_ATTEMPTS if row.budget == "least" else 1):
         torch._dynamo.reset()
@@ -325,9 +323,7 @@ def _steps_planned_anew(
 
 
 def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
-    """Returns what planned steps computed and held, and whether the measured one took the path of
-    those before it.
-    """
+    """Returns what planned steps computed and held, and whether the path stayed the same."""
     outcome = _outcome(planned, plain)
     _settle(planned)
     path = remat.report(planned.model).graph.fingerprint
@@ -338,9 +334,9 @@ def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
 
 
 def _settle(planned: Workload) -> None:
-    """Runs steps until a measured one kept its budget.
+    """Runs steps until one is measured within its budget.
 
-    A step in pieces that did not is planned again before the next.
+    A step in pieces that exceeded its budget is planned again before the next one.
     """
     for seed in range(_ATTEMPTS):
         report = remat.report(planned.model)

@@ -1,6 +1,4 @@
-"""One training step of every module of `torch.nn`, with the inputs of PyTorch's own module
-database.
-"""
+"""A training step of every module of `torch.nn`, on inputs of PyTorch's module database."""
 
 from __future__ import annotations
 
@@ -14,16 +12,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .models import Workload
 
-# it has 857 combinations of the same few options: one in 16 runs; of other modules every case
+# it has 857 combinations of the same few options, one in 16 runs; other modules run all cases
 _EVERY = {"nn.LinearCrossEntropyLoss": 16}
 # PyTorch has no gradient for its targets
 _TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})
 
 
 class Stepped(nn.Module):
-    """A module behind a layer of its own shape, with a loss behind it.
+    """A module with a trained scale before it and a loss behind it.
 
-    All floating-point arguments are trained, or the first alone.
+    The scale multiplies all floating-point arguments, or only the first.
     """
 
     def __init__(self, module: nn.Module, *, is_first_alone: bool = False) -> None:
@@ -32,7 +30,7 @@ class Stepped(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, args: Any, kwargs: Any) -> torch.Tensor:
-        """Returns a scalar made of every floating-point tensor that the module returns."""
+        """Returns a scalar made of all returned tensors that need a gradient."""
         trained = args[:1] if self.is_first_alone else args
         scaled = tree_map_only(
             torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained
@@ -48,9 +46,7 @@ class Stepped(nn.Module):
 
 
 def module_cases() -> Iterator[tuple[str, Callable[[], Workload]]]:
-    """Yields (name, maker) of each module in the database, one case per distinct set of constructor
-    arguments (of one loss, one in 16).
-    """
+    """Yields (name, maker) of each case in the database (of one loss, one case in 16)."""
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
@@ -70,7 +66,7 @@ def inputs_of(info: Any) -> list[Any]:
 
 
 def num_inputs(info: Any) -> int:
-    """How many cases a module has."""
+    """Returns how many cases a module has."""
     return len(inputs_of(info))
 
 

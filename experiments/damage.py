@@ -1,8 +1,8 @@
-"""Valid files, and copies with one piece of damage, as a hostile or broken machine makes them.
+"""Valid files, and damaged copies as a hostile or broken machine would make them.
 
-`seeds` writes one valid file of each kind. `damaged` returns a changed copy of one: mostly one
-field replaced by a value that some program somewhere would write, sometimes bytes cut off or
-flipped. First a kind of field is drawn, then a field of that kind: a graph's one `version` is
+`seeds` writes one valid file of each kind. `damaged` returns a changed copy of one: mostly a field
+is replaced by a value that some program somewhere would write, sometimes bytes are cut off or
+flipped. It draws a kind of field first, then a field of that kind: a graph's one `version` is
 changed as often as its hundred costs together. The random generator determines everything.
 """
 
@@ -54,7 +54,7 @@ Path_ = tuple[str | int, ...]
 
 
 def seeds(folder: Path) -> tuple[remat.Graph, dict[str, bytes]]:
-    """Returns a traced graph, and one valid file of each kind; plans are of that graph."""
+    """Returns a traced graph and one valid file of each kind; plans are for that graph."""
     import torch
 
     class Net(torch.nn.Module):

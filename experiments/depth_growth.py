@@ -3,24 +3,25 @@ arXiv:1604.06174, figures 5 and 6).
 
     python -m experiments.depth_growth [--longest N] [--redraw]
 
-The paper's allocations, and ours, for a training step without what is held anyway (parameters,
-buffers, inputs) and without the gradients of parameters that the step returns, which grow with
-depth whatever is done:
+The allocations of the paper, and ours, for a training step. They exclude parameters, buffers and
+inputs, which are held anyway, and the returned gradients of parameters, which grow with depth in
+any case:
 
 - *no optimization*: every value has memory of its own for the whole step;
-- *in place*: elementwise operators write over inputs that die with them;
-- *sharing*: as above, and memory is freed after the last read: keeping everything as PyTorch does;
-- *drop cheap*: batch norm, activations and pooling are computed again (the paper's section 4.2);
-- *sublinear*: the leanest of the paper's square root heuristic at single values, its linearized
-  form, and segments of about equal length cut where the fewest bytes cross: between the cells of an
-  LSTM, where the paper cuts by hand and no single value does;
+- *in place*: elementwise operators write over inputs that nothing reads later;
+- *sharing*: as above, and memory is freed after the last read, as PyTorch does when it keeps
+  everything;
+- *drop cheap*: batch norm, activations and pooling are recomputed (the paper's section 4.2);
+- *sublinear*: the lowest peak of three heuristics: the paper's square root rule at single values,
+  its linearized form, and segments of about equal length, cut where the fewest bytes cross. The
+  third cuts between the cells of an LSTM, as the paper does by hand; no single value cuts there;
 - *ours, least*: the smallest peak that `remat.minimum` finds.
 
-Growth is fitted twice: as memory = c N^p, p from the larger half of the sizes, and as a + b f(N)
-with f linear, square root or logarithm, whichever fits best. Also measured: the step time of one
-network of each kind with each plan, over the step that keeps everything. In the paper a sublinear
-plan costs one more forward pass, "about 30 % slower". Writes `results/depth_growth.json` and
-`.png`.
+Growth is fitted twice: as memory = c N^p, with p from the larger half of the sizes, and as
+a + b f(N), where f is linear, a square root or a logarithm, whichever fits best. For one network of
+each kind, the step time with each plan is measured over the time of the step that keeps everything.
+In the paper a sublinear plan costs one more forward pass, "about 30 % slower". Writes
+`results/depth_growth.json` and `.png`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A chain of residual blocks at one resolution (He et al., 2015, for CIFAR, without its two
-    halvings).
+    """A chain of residual blocks at one resolution.
+
+    As in He et al., 2015, for CIFAR, without the two halvings.
     """
 
     def __init__(self, num_blocks: int, channels: int = 16) -> None:
@@ -107,7 +109,7 @@ NETWORKS: dict[str, Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]]
 }
 SIZES = {"ResNet": (4, 8, 16, 32, 64), "LSTM": (8, 16, 32, 64, 128)}
 WAYS = ("no optimization", "in place", "sharing", "drop cheap", "sublinear", "ours, least")
-PLANNED = WAYS[3:]  # those that compute more
+PLANNED = WAYS[3:]  # those that recompute
 LAWS: dict[str, Callable[[Any], Any]] = {
     "linear": lambda n: n,
     "square root": np.sqrt,
@@ -116,8 +118,9 @@ LAWS: dict[str, Callable[[Any], Any]] = {
 
 
 def crossing_bytes(graph: Graph) -> Any:
-    """Returns, for each place between two forward operators, the bytes that later operators read
-    from earlier ones.
+    """Returns the bytes that cross each place between two forward operators.
+
+    These are the bytes that later forward operators read from earlier ones.
     """
     change = np.zeros(graph.num_forward + 1, np.int64)
     for value, users in enumerate(graph.users_of):
@@ -133,7 +136,7 @@ def crossing_bytes(graph: Graph) -> Any:
 def segments(graph: Graph, count: int) -> Solution:
     """Returns the plan of Chen's segments.
 
-    The backward computes each segment again when it reaches it, from the values that cross its
+    The backward recomputes each segment when it reaches it, from the values that cross its
     start.
     """
     crossing, length = crossing_bytes(graph), graph.num_forward / count
@@ -161,9 +164,7 @@ def _solution(graph: Graph, schedule: Schedule, name: str) -> Solution:
 
 
 def sublinear(graph: Graph) -> Solution:
-    """Returns the leanest of the square root heuristic, its linearized form, and segments cut where
-    the fewest bytes cross.
-    """
+    """Returns the plan with the lowest peak of the three sublinear heuristics."""
     counts = sorted({round(2 ** (i / 2)) for i in range(2, 2 * int(math.log2(graph.num_forward)))})
     answers = [
         *(leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")),
@@ -175,7 +176,7 @@ def sublinear(graph: Graph) -> Solution:
 
 
 def plans(graph: Graph) -> dict[str, Solution]:
-    """Returns the plan of each way that computes more."""
+    """Returns the plan of each way that recomputes."""
     least = Schedule.from_steps(graph, minimum(graph).steps)
     ways = (leanest("recompute-cheap", graph), sublinear(graph), _solution(graph, least, "minimum"))
     return dict(zip(PLANNED, ways, strict=True))
@@ -213,9 +214,7 @@ def grown(name: str, longest: int) -> Iterator[dict[str, Any]]:
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the power of the size that each way's memory grows with, from the larger half of the
-    sizes.
-    """
+    """Returns the exponent of each way's growth, fitted to the larger half of the sizes."""
     large = rows[len(rows) // 2 :]
     x = np.log([row["size"] for row in large])
     return {
@@ -227,7 +226,7 @@ def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
 def laws(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns which of `LAWS` each way's memory follows.
 
-    A + b f(N), least squares of relative errors over all sizes.
+    Fits a + b f(N) by least squares of the relative errors over all sizes.
     """
     sizes = np.array([row["size"] for row in rows], np.float64)
 
@@ -240,9 +239,7 @@ def laws(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def paces(name: str) -> Iterator[dict[str, Any]]:
-    """Yields the measured step time of each plan over keeping everything, in our executor and in
-    plain PyTorch.
-    """
+    """Yields each plan's measured step time over keeping everything and over plain PyTorch."""
     torch.manual_seed(SEED)
     plain, args = NETWORKS[name](MEASURED[name])
     graph = remat.trace(plain, args, costs="profile")
@@ -289,10 +286,10 @@ def picture(record: Mapping[str, Any]) -> None:
         quiet(
             axes,
             x_label=labels[name],
-            y_label="activations, gradients on the way, workspace (MiB)",
+            y_label="activations, intermediate gradients, workspace (MiB)",
             grid="both",
         )
-        titled(axes, f"{name}: memory, the law that fits best, the power fitted")
+        titled(axes, f"{name}: memory, the law that fits best, the fitted power")
         rows = [row for row in record["rows"] if row["network"] == name]
         sizes = [row["size"] for row in rows]
         for way, colour in _COLOURS.items():
@@ -339,7 +336,7 @@ def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
         )
         axes.bar_label(bars, fmt="%.2f", fontsize=9, label_type="center", color="white")
         ticks = [row["promised"] for row in mine]
-        label = "promised by the plan's costs" if not place else None
+        label = "predicted by the plan's costs" if not place else None
         axes.plot(
             at + 0.27 * (place - 1),
             ticks,
@@ -386,7 +383,7 @@ def main() -> None:
         [f"{row['network']}, {row['way']}", *(f"{row[column]:.2f}" for column in columns)]
         for row in record["paces"]
     ]
-    print(table(cells, ["step", "promised", "over keeping everything", "over plain PyTorch"]))
+    print(table(cells, ["step", "predicted", "over keeping everything", "over plain PyTorch"]))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-r"""Trains a GPT on several GPUs within a budget per GPU: DDP or FSDP2.
+r"""Trains a GPT on several GPUs within a budget per GPU, with DDP or FSDP2.
 
-Runs on a cluster unchanged.
+It runs on a cluster unchanged.
 
 One node of eight GPUs:
     torchrun --nproc-per-node 8 -m experiments.distributed_training --parallel fsdp --budget 60GiB \
         --layers 32 --width 4096 --length 4096 --vocabulary 32000 --batch 1
-Two nodes, on each of them:
+Two nodes (run this on each):
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m
     experiments.distributed_training ...
 Without a GPU, to try it:
     torchrun --nproc-per-node 2 -m experiments.distributed_training
 
-Two lines make it train with a plan: `remat.checkpoint(...)` before the model is sharded or wrapped.
-`--plain` leaves them out, for comparison. The text is random; only memory and time matter.
+One call makes it train with a plan: `remat.checkpoint(...)` before the model is sharded or wrapped.
+`--plain` leaves it out, for comparison. The text is random; only memory and time matter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last layer and the loss.
 
-    A block like the others, since its logits are what takes the most memory.
+    It is planned and sharded like a block, because its logits take the most memory.
     """
 
     def __init__(self, width: int, vocabulary: int) -> None:
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
 
 def arguments() -> argparse.Namespace:
-    """Returns what was asked for; the defaults run on two CPU cores."""
+    """Returns the options; the defaults run on two CPU cores."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,14 +95,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         default="75%",
-        help='a rank: bytes, "60GiB", or a percentage of keeping everything',
+        help='per rank: bytes, "60GiB", or a percentage of keeping everything',
     )
     parser.add_argument("--plain", action="store_true", help="without a plan")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=16, help="a rank")
+    parser.add_argument("--batch", type=int, default=16, help="per rank")
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Where and when a result was made: hardware, versions, seed, date and commit, for result files."""
+"""Where and when a result was made: hardware, versions, seed, date and commit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Returns the commit of the checkout, with `+changes` where files other than results differ
-    from it. Where the files are a copy, `REMAT_COMMIT` names the commit.
+    """Returns the commit of the checkout, with `+changes` if files other than results differ.
+
+    If the files are a copy, `REMAT_COMMIT` names the commit.
     """
     if named := os.environ.get("REMAT_COMMIT"):
         return named

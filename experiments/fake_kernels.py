@@ -2,12 +2,12 @@
 
     python -m experiments.fake_kernels [--only NAME] [--samples N]
 
-Every operator of torch's database (`operator_calls.py`), in float32, bfloat16 and complex64. Each
-call that it makes, forward and backward, is repeated with its tensors in several layouts. These
-properties of the results are compared: type, strides, conjugate and negative bits, bytes of memory,
-and whether they share it with an input. Three promises are compared with the kernel: torch's, the
-one that `remat` traces with, and the one that it would make for large tensors, from a run at
-smaller sizes.
+Every operator of torch's database (`operator_calls.py`) runs in float32, bfloat16 and complex64.
+Each call that it makes, forward and backward, is repeated with its tensors in several layouts.
+These properties of the results are compared: type, strides, conjugate and negative bits, bytes of
+memory, and whether they share memory with an input. Three promises are compared with the kernel:
+torch's, the one that `remat` traces with, and the one that `remat` would make for large tensors,
+from a run at smaller sizes.
 
 Each form of an elementwise operator that writes over an input is compared with the operator itself,
 to the bit.
@@ -43,7 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "fake_kernels.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SEED = 0
 CHUNK = 50
-# For calls whose tensors all have one shape: three dimensions, and sizes to be reduced.
+# For calls whose tensors all have one shape: three dimensions, large enough to be reduced.
 LARGE = (17, 11, 23)
 PROMISES = ("torch's", "remat's", "remat's at smaller sizes")
 
@@ -54,8 +54,8 @@ class Row:
 
     Attributes:
         calls: how many were compared.
-        differ: promise, or type of numbers -> how many differ.
-        kinds: what differs from torch's promise -> how many.
+        differ: promise, or type of numbers -> how many calls differ.
+        kinds: what differs from torch's promise -> in how many calls.
         example: the first call that differs.
     """
 
@@ -150,7 +150,7 @@ def _at_smaller_sizes(target: Any, promised: Any, args: Any, kwargs: Any) -> Any
 
 
 def _is_part(leaf: Any) -> bool:
-    """True for a tensor that does not cover its memory, at the start or the end."""
+    """True for a tensor that leaves memory at its start or end unused."""
     if _memory(leaf) is None:
         return False
     return bool(leaf.untyped_storage().nbytes() != TensorSpec.of(leaf).extent_bytes)
@@ -161,7 +161,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _marks(result: Any, given: Any) -> dict[str, list[Any]]:
-    """Returns what can differ, for each tensor of a result; strides only of sizes above 1."""
+    """Returns what can differ, for each tensor of a result; strides of sizes above 1 only."""
     inputs = {_memory(leaf) for leaf in tree_leaves(given)} - {None}
     tensors = [t for t in tree_leaves(result) if _memory(t) is not None]
     return {
@@ -248,9 +248,9 @@ def search(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) 
 
 
 def search_apart(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples: int) -> Found:
-    """Compares all calls in separate processes, because some kernels crash on odd layouts.
+    """Compares all calls in a separate process, because some kernels crash on odd layouts.
 
-    After a crash the operators are searched by halves until one is left, which is noted.
+    After a crash each half is searched again, down to the operator that crashes, which is noted.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -328,7 +328,9 @@ def main(only: str, num_samples: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="operators whose name has this in it; not kept")
-    parser.add_argument("--samples", type=int, default=1, help="sample inputs of each operator")
+    parser.add_argument(
+        "--only", default="", help="operators whose name has this; results aren't kept"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="sample inputs per operator")
     options = parser.parse_args()
     main(options.only, options.samples)

@@ -84,7 +84,7 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
     """Writes `results/NAME.json`.
 
-    It has the environment, how long the script took so far, and a record.
+    The file has the environment, how long the script took so far, and the record.
     """
     RESULTS.mkdir(exist_ok=True)
     content = {"environment": environment(seed=seed), "run": _run(), **record}
@@ -115,11 +115,11 @@ def draw(name: str, figure: Figure) -> None:
 
 
 def titled(axes: Axes, text: str) -> None:
-    """Writes the title of one of several axes above it."""
+    """Writes a title above one of several axes."""
     axes.set_title(text, fontsize=10.5, loc="left")
 
 
-_PLACES = (  # of a label beside its mark: points to the right and up, and which end of it is there
+_PLACES = (  # of a label: points to the right of its mark, points above it, and the alignment
     (7, 4, "left"), (-7, 4, "right"), (8, -3, "left"), (-8, -3, "right"), (6, -12, "left"),
     (-6, -12, "right"), (0, 8, "center"),
     (0, -15, "center"), (20, -3, "left"), (-20, -3, "right"), (22, -16, "left"),
@@ -130,10 +130,9 @@ _ON_WHITE = [withStroke(linewidth=2.5, foreground="white")]
 
 
 def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes a text beside each mark (x, y, text, colour) where it covers other texts, marks and
-    lines as little as possible.
+    """Writes a label beside each mark (x, y, text, colour), where it covers least.
 
-    The limits of the axes have to be final.
+    It avoids other labels, marks and lines. The limits of the axes must be final.
     """
     canvas: Any = FigureCanvasAgg(axes.get_figure(root=True))
     canvas.draw()  # positions are known after this

@@ -1,18 +1,18 @@
-"""What another order of the operators saves.
+"""What reordering the operators saves.
 
-Annealing of order and recomputations against FastSA, and against the graph's own order.
+Annealing of the order and the recomputations, against FastSA and against the graph's own order.
 
 usage: python -m experiments.free_order [--instances FOLDER] [--output FILE] [--time-limit SECONDS]
 
-1. The random layered graphs that FastSA's results were printed for (free order), at 90, 80 and 70 %
-   of keeping everything in the file's order: three seeds, within FastSA's own time; when its cost
-   was reached, and what was reached in the end.
+1. The random layered graphs of FastSA's published results (free order), at 90, 80 and 70 % of
+   keeping everything in the file's order. Three seeds, each within FastSA's own time: when
+   FastSA's cost was reached, and the cost in the end.
 2. Training steps of GPT, ResNet-50 and MobileNetV2 (roofline costs of an H100): the cost that
-   `auto` finds in the traced order against the one in any order that the dependencies allow, each
+   `auto` finds in the traced order, against the cost in any order that the dependencies allow; each
    with its bound, within the same time.
 
-Writes one JSON file, with where and when it was run. The order of a traced step is not changed when
-it runs: the second table says what that would save.
+Writes one JSON file, with where and when it was run. `remat` runs a traced step in its own order;
+the second table says what another order would save.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _run(
 
 
 def compare_orders(name: str, graph: Graph, label: str, time_limit_s: float) -> dict[str, Any]:
-    """Returns one row of the second table: a step at one budget, in its own order and any."""
+    """Returns one row of the second table: a step at one budget, in its own and in any order."""
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = remat.parse_budget(label, keep_all_bytes=keep_all_bytes)
     fixed = Auto(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
@@ -120,7 +120,7 @@ def _facts(solution: Solution) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Makes both tables and writes the file; 2 where the instances are missing."""
+    """Makes both tables and writes the file; returns 2 if the instances are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,7 +134,7 @@ def main() -> int:
         "--time-limit",
         type=float,
         default=40.0,
-        help="seconds a solve where nothing is published (default: 40)",
+        help="seconds per solve if nothing is published (default: 40)",
     )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "free_order.json")
     options = parser.parse_args()

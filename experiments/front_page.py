@@ -1,4 +1,4 @@
-"""The output of those Python blocks of the front page and the guide that show it.
+"""The output of the Python blocks on the front page and in the guide that show it.
 
     python -m experiments.front_page
 
@@ -22,7 +22,7 @@ SHOWN = re.compile(r"^```python\n([^`]*?)^```\n\n```\n([^`]*?)^```$", re.MULTILI
 
 
 def shown() -> list[tuple[str, str]]:
-    """Returns each block whose output is shown, and that output, shortened where it says `...`."""
+    """Returns each block whose output is shown, with that output (`...` where it is cut)."""
     return [(code, text) for page in PAGES for code, text in SHOWN.findall(page.read_text())]
 
 

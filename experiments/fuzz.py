@@ -2,11 +2,10 @@
 
     python -m experiments.fuzz [--files 20000] [--seed 0] [--output FILE]
 
-Each file (`damage.py`) goes to a reader of its kind and to a command. These must not happen, and
-are counted: a traceback, a hang of more than 20 s, an undocumented exit status, several lines of
-error, a half-written output, an invalid graph or schedule that is accepted, and a number of a file
-taken on trust. Everything runs in this process; a case is repeated by its number, `--first 1234
---files 1`.
+Each file (`damage.py`) goes to a reader of its kind and to a command. These failures are counted: a
+traceback, a hang of more than 20 s, an undocumented exit status, an error of several lines, a
+half-written output, an invalid graph or schedule that is accepted, and a number that is believed
+because a file says so. Everything runs in this process. `--first 1234 --files 1` repeats case 1234.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Hang(BaseException):
 
 
 class Wrong(AssertionError):
-    """A case failed; the first word says in which way."""
+    """A case failed; the first word says how."""
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Outcome:
     """The outcome of many files.
 
     Attributes:
-        counts: by outcome: refused by a reader, exit statuses of a command.
+        counts: cases by outcome: accepted or refused by a reader, exit statuses of a command.
         wrong: a line for each case that failed.
         slowest_s: the longest that a case took.
     """
@@ -97,7 +96,7 @@ class Fuzzer:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compiles what is compiled at its first use, so that it does not count as a hang."""
+        """Runs every method once, so that compiling does not count as a hang."""
         for graph in (self.graph, read_instance(self.folder / "plain.json")):
             least = frontier_solutions(graph, 2, make_solver("auto", time_limit_s=1.0))[0]
             for method in _METHODS:
@@ -129,7 +128,7 @@ class Fuzzer:
     def _attempt(self, part: Any, kind: str, path: Path, number: int, counts: Counter[str]) -> str:
         """Runs a reader or a command and counts the outcome; returns a line if it is wrong.
 
-        What takes too long is tried again: the machine may be busy.
+        A case that takes too long is tried again: the machine may be busy.
         """
         for trial in range(2):
             try:
@@ -280,7 +279,7 @@ class Fuzzer:
 
 
 def _check_graph(graph: Graph) -> None:
-    """Raises `Wrong` where a graph breaks a rule; an independent copy of the rules, on purpose."""
+    """Raises `Wrong` if a graph breaks a rule; the rules are copied here on purpose."""
     sizes = [value.size_bytes for value in graph.values]
     workspaces = [op.workspace_bytes for op in graph.operators]
     costs = [op.cost_s for op in graph.operators]
@@ -299,14 +298,14 @@ def _check_graph(graph: Graph) -> None:
 
 
 def _check_schedule(graph: Graph, schedule: Schedule) -> None:
-    """Raises where the simulator accepts a schedule that the validator rejects."""
+    """Raises if the simulator fails on a schedule that the validator accepts."""
     broken = validate(graph, schedule)
     if not broken and simulate(graph, schedule).peak_bytes < 0:
         raise Wrong("invalid: a negative peak")
 
 
 def _check_numbers(graph: Graph, solution: Solution, budget_bytes: int | None = None) -> None:
-    """Raises `Wrong` where a number of a solution differs from the simulator's."""
+    """Raises `Wrong` if a number of a solution differs from the simulator's."""
     if solution.schedule is None:
         return
     limit = solution.budget_bytes if budget_bytes is None else budget_bytes
@@ -362,12 +361,12 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the cases and writes the outcome; 1 where a case failed."""
+    """Runs the cases and writes the outcome; returns 1 if a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--files", type=int, default=20_000, help="how many (default: 20000)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()

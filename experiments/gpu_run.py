@@ -1,4 +1,4 @@
-"""What a quarter of an hour on a GPU shows: one JSON line per fact, as soon as it is known.
+"""What a quarter of an hour on a GPU shows: one JSON line per fact, written at once.
 
     python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
     python -m experiments.gpu_run --device cpu --tiny          a rehearsal
@@ -8,16 +8,17 @@
 An interrupted run loses nothing; a section that fails is written as a fact, and the next one runs.
 Sections:
 
-- environment: the card, cuBLAS's bytes, one launch against one of a thousand.
+- environment: the card, cuBLAS's bytes, the time of one launch against one of a thousand.
 - correct: loss, gradients and random state against plain, beside plain against itself.
-- medium, vision, large, billions: plain, plans at 100 to 40 % and the least, checkpoints per block
-  and selective ones: predicted and measured peaks (requested, allocated, reserved), step times.
+- medium, vision, large, billions: plain, plans at 100 to 40 % and the least budget, checkpoints per
+  block, selective checkpoints: predicted and measured peaks (requested, allocated, reserved), step
+  times.
 - autocast: GPT-2 medium in float32 under autocast.
-- oom: a batch that plain PyTorch can't run in a quarter of the card, and a plan can.
+- oom: a batch that plain PyTorch can't run in a quarter of the card, but a plan can.
 - foretold: plans made without a GPU, run on the card; the largest predicted batch against the
   largest that runs.
 - fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
-  through Inductor; the last of a step that `torch.compile` cuts.
+  through Inductor; `pieces` is a step that `torch.compile` cuts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SHARES = ("100%", "80%", "60%", "40%")
 
 
 def environment(facts: Facts) -> None:
-    """The machine, and what is held in addition to every step."""
+    """The machine, and what it holds in addition to every step."""
     place = facts.place
     held = {"blas_bytes": blas_bytes(place), "blas_bytes_again": blas_bytes(place)}
     facts.say(section="environment", device=place.device, **held, **where(seed=0))
@@ -91,7 +92,7 @@ def _say_attention_kernels(facts: Facts) -> None:
 
 
 def _launches(x: torch.Tensor, count: int) -> float:
-    """Microseconds of one of `count` launches between two events."""
+    """Microseconds per launch, of `count` launches between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(count):
@@ -221,8 +222,8 @@ SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
 
 
 _SIDE_BY_SIDE = (
-    "a process per lane of sections, which share the cores: one plans while another's steps are "
-    "timed"
+    "one process per group of sections; the processes share the cores, and one plans while "
+    "another's steps are timed"
 )
 LANES = (
     ("environment", "correct", "medium", "autocast"),
@@ -277,8 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--show", action="store_true", help="tables and pictures, no run")
-    parser.add_argument("--foretell", metavar="DEVICE", help="of the device table")
+    parser.add_argument("--show", action="store_true", help="tables and pictures, without a run")
+    parser.add_argument(
+        "--foretell", metavar="DEVICE", help="write forecasts for this device of the table"
+    )
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
     if asked.show:

@@ -1,4 +1,4 @@
-"""Real models that `torch.compile` cuts into pieces, planned as one: right, and within the budget?
+"""Models that `torch.compile` cuts into pieces, planned as one: right? within budget?
 
     python -m experiments.graph_breaks [MODEL ...]
 
@@ -7,12 +7,11 @@ finds the pieces. Loss, gradients, buffers and random stream of all four are com
 PyTorch, and with the same pieces compiled by PyTorch's own `aot_eager`, which keeps everything. The
 peak is predicted, and measured from outside.
 
-Where several pieces read a tensor, its gradient is summed piece by piece; plain PyTorch sums it
-reader by reader: `(residual + value) + key` or `residual + (value + key)`. The two round
-differently, in every backend that runs those pieces. So a planned step is right if it equals
-`aot_eager` to the bit. Float64 shows that both differ from plain PyTorch by rounding alone: there
-the difference of `aot_eager` is 2^29 times smaller, whereas that of a wrong mask or a stale value
-would stay as large.
+If several pieces read a tensor, its gradient is summed piece by piece; plain PyTorch sums it reader
+by reader: `(residual + value) + key` or `residual + (value + key)`. The two round differently, in
+every backend that runs those pieces. So a planned step is right if it equals `aot_eager` to the
+bit. In float64 the difference of `aot_eager` from plain PyTorch is 2^29 times smaller: it is
+rounding alone. The difference that a wrong mask or a stale value makes would stay as large.
 
 Writes `experiments/results/graph_breaks.json` and `.md`.
 """
@@ -62,13 +61,13 @@ class Row:
         num_rounded: tensors of a step that differ from plain PyTorch's.
         num_tensors: loss, gradients and buffers.
         difference: the largest from plain PyTorch, relative to the largest entry of its tensor.
-        difference_in_float64: the same of `aot_eager` in float64.
+        difference_in_float64: the same for `aot_eager` in float64.
         num_pieces: runs of compiled pieces in a step.
         num_operators: of the joined graph.
         budget_bytes: the limit of the step.
         predicted_bytes: peak of the schedule in the simulator.
-        measured_bytes: of a step after the fourth, from outside.
-        plain_bytes: of plain PyTorch's step.
+        measured_bytes: peak of a step after the fourth, measured from outside.
+        plain_bytes: the same for plain PyTorch's step.
         unplanned_bytes: reserved for the code between the pieces.
         overhead: extra compute, as a fraction.
         breaks: where the step is cut, and why.
@@ -139,7 +138,7 @@ def _workload(name: str) -> Workload:
     torch.manual_seed(SEED)
     if name in ARCHITECTURES:
         made = ARCHITECTURES[name].make()
-        # of smaller images nothing is kept
+        # with smaller images nothing is saved
         images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}
         return Workload(made.model, {**made.kwargs, **images})
     base, _, kind = name.partition(", ")
@@ -205,7 +204,7 @@ class _Compiled(nn.Module):
 
 
 def _is_compiled_by_torch(plain: Workload) -> bool:
-    """True where dynamo can run the model, in pieces of its choice."""
+    """True if dynamo can run the model, in pieces of its choice."""
     torch._dynamo.reset()
     try:
         torch.compile(copy.deepcopy(plain.model), backend="eager")(**plain.kwargs)
@@ -215,16 +214,14 @@ def _is_compiled_by_torch(plain: Workload) -> bool:
 
 
 def in_pieces(plain: Workload) -> Workload:
-    """Returns a copy of a workload that PyTorch's `aot_eager` runs, in the pieces that planning
-    finds.
-    """
+    """Returns a copy of a workload that `aot_eager` runs, in the pieces that planning finds."""
     return Workload(_Compiled(copy.deepcopy(plain.model), "aot_eager"), plain.kwargs)
 
 
 def _difference_in_float64(plain: Workload) -> float:
     """Returns the difference of `aot_eager` from plain PyTorch when rounding hardly matters.
 
-    0.0 where it can't run the model.
+    0.0 if `aot_eager` can't run the model.
     """
     torch._dynamo.reset()
     kwargs = {
@@ -289,9 +286,9 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Relative to the largest entry.
+    """Returns the largest difference, relative to the largest entry (at least 1e-3).
 
-    A gradient that is zero apart from rounding, such as that of a bias before a softmax: to 1e-3.
+    Some gradients are zero apart from rounding, such as that of a bias before a softmax.
     """
     return float(
         (one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-3)

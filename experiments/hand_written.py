@@ -91,7 +91,7 @@ class DenseNet(nn.Module):
 class UNet(nn.Module):
     """Three scales down and up with skips.
 
-    Takes the time step as an input where one is given (Ronneberger et al. 2015; Ho et al. 2020).
+    Takes a time step as a second input, if one is given (Ronneberger et al. 2015; Ho et al. 2020).
     """
 
     def __init__(self, width: int = 8) -> None:

@@ -1,21 +1,25 @@
-"""Plans through Inductor beside `torch.compile` alone, PyTorch's `activation_memory_budget`, and
-the eager executor, at the same peaks.
+"""Plans through Inductor beside `torch.compile`, PyTorch's knapsack and eager plans.
 
     python -m experiments.inductor [--models NAME ...] [--knapsack SHARE ...] [--device cuda]
 
-For each model: `torch.compile` alone; PyTorch's knapsack at some of its budgets, and for each the
-plan whose budget is the knapsack's measured peak; plans at shares of the peak of `torch.compile`,
-and at the least budget that both a plan and its kernels were found to keep; the eager executor at
-those shares, and at its least. For each: the peak of the kernels predicted before the first step,
-and the measured peak; seconds per step, the median of rounds in which every way takes one step in
-turn; seconds until the first step was done, each way with an empty cache of kernels; the largest
-relative difference of the loss and of a gradient from those of `torch.compile` alone with the same
-seed. The eager executor draws other random numbers than Inductor, so its gradients are not compared
-where there is dropout.
+Each model runs in these ways:
 
-"GPT" is one with four layers, 16 x 128 tokens, with dropout; "GPT, no dropout" the same without.
-"U-Net" has a quarter of the published widths, 4 images of 96 x 96. The others are those of
-`experiments.models`, as they are.
+- `torch.compile` alone;
+- PyTorch's `activation_memory_budget` at some shares, and for each a plan whose budget is the peak
+  measured there;
+- plans at shares of the peak of `torch.compile`, and at the least budget that both a plan and its
+  kernels were found to keep;
+- the eager executor at the same shares, and at its least budget.
+
+For each way: the peak of the kernels, predicted before the first step and measured; seconds per
+step, the median of rounds in which every way takes one step in turn; seconds until the first step
+was done, with an empty cache of kernels; the largest relative difference of the loss and of a
+gradient from those of `torch.compile` alone with the same seed. The eager executor draws other
+random numbers than Inductor, so its gradients are not compared if the model has dropout.
+
+"GPT" has four layers, 16 x 128 tokens and dropout; "GPT, no dropout" is the same without. "U-Net"
+has a quarter of the published widths, 4 images of 96 x 96. The others are those of
+`experiments.models`, unchanged.
 
 Writes `experiments/results/inductor.json` and `.md` after each model; a model that is named is
 measured again, and rows of another commit are dropped.
@@ -55,7 +59,7 @@ NAMES = (
     "GPT", "GPT, no dropout", "U-Net",
     *(name for name in MODELS if name not in ("GPT", "Llama, tied")),
 )  # fmt: skip
-_KNAPSACK = (0.75, 0.5, 0.25)  # budgets of PyTorch's own
+_KNAPSACK = (0.75, 0.5, 0.25)  # shares for PyTorch's `activation_memory_budget`
 _SHARES = (1.0, 0.8, 0.6, 0.4)
 _ZERO = 1e-7  # of the largest entry of all gradients: what is smaller is rounding
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
@@ -79,18 +83,18 @@ class Row:
         way: who decided what is kept: `torch.compile`, `activation_memory_budget`, `remat` through
             Inductor, or `eager` for remat's own executor.
         asked: the budget it was given.
-        budget_bytes: the same in bytes, where it has one.
+        budget_bytes: the same in bytes, if it has one.
         predicted_bytes: the peak predicted before the first step.
         first_bytes: measured in that first step, by remat itself.
-        peak_bytes: measured from outside in a later step, everything that the step holds.
+        peak_bytes: everything that a later step holds, measured from outside.
         seconds: of a step, forward and backward; the median.
         compile_s: until the first step was done.
         overhead: predicted extra compute of a plan.
         loss_difference: from `torch.compile` alone, relative.
-        gradient_difference: of a gradient, relative to the gradient's largest entry; None where
-            random numbers differ.
+        gradient_difference: of a gradient, relative to the gradient's largest entry; None if random
+            numbers differ.
         outcome: empty, or why there is no number.
-        minimum_bytes: a budget known to suffice, where this one could not be met.
+        minimum_bytes: a budget known to suffice, if this one could not be met.
     """
 
     way: str
@@ -140,7 +144,7 @@ class Comparison:
         try:
             state = self.state(model, step)
         except remat.BudgetError as error:
-            least = f"can't be met: {error.minimum_bytes / 2**20:.1f} MiB are known to do"
+            least = f"can't be met: {error.minimum_bytes / 2**20:.1f} MiB are known to suffice"
             self.rows.append(replace(row, outcome=least, minimum_bytes=error.minimum_bytes))
             return self.rows[-1]
         row = replace(row, compile_s=time.perf_counter() - start)
@@ -168,7 +172,7 @@ class Comparison:
         return self.rows[-1]
 
     def add_least(self, way: str, executor: str) -> None:
-        """Adds the least budget that is found: starts with one that an error names."""
+        """Adds a row at the least budget that is found, starting with one that an error names."""
         budget_bytes = 1
         for _ in range(_ATTEMPTS):
             row = self.add(Row(way, "least", budget_bytes), planned(budget_bytes, executor))
@@ -186,7 +190,7 @@ class Comparison:
         return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     def seconds(self, model: nn.Module, step: Step) -> float:
-        """Of one step."""
+        """Returns the seconds of one step."""
         model.zero_grad()
         self._synchronize()
         start = time.perf_counter()
@@ -195,7 +199,7 @@ class Comparison:
         return time.perf_counter() - start
 
     def peak_bytes(self, model: nn.Module, step: Step) -> int:
-        """Measured, parameters, buffers and inputs included."""
+        """Returns the measured peak, including parameters, buffers and inputs."""
         model.zero_grad()
         inputs = (value for value in self.kwargs.values() if isinstance(value, torch.Tensor))
         tensors = (*model.parameters(), *model.buffers(), *inputs)
@@ -268,7 +272,7 @@ def planned(budget_bytes: int, executor: str) -> Callable[[nn.Module], Step]:
 
 
 def _compiled(model: nn.Module) -> Step:
-    """Gives each model its own frame; otherwise dynamo would run the first one's code for all."""
+    """Compiles a model in its own frame; else dynamo would run the first one's code for all."""
     return compile_call(model, "inductor")
 
 
@@ -278,10 +282,10 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def _differences(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """Largest difference of each from what is expected, relative to the largest entry of that.
+    """Returns each tensor's largest difference, relative to its largest expected entry.
 
-    Where that is zero but for rounding (the bias of attention's keys, or one before a batch
-    norm), to the largest of all.
+    If that entry is zero but for rounding (the bias of attention's keys, or one before a batch
+    norm), the difference is relative to the largest entry of all gradients.
     """
     largest = [float(tensor.abs().max()) for tensor in expected]
     of_all = max(largest[1:])  # the first is the loss
@@ -292,9 +296,10 @@ def _differences(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep what is freed, as CUDA's allocator does.
+    """Makes glibc keep freed memory, as CUDA's allocator does.
 
-    Otherwise page faults make a step up to a fifth slower or faster, by the order of allocations.
+    Otherwise page faults make a step up to a fifth slower or faster, depending on the order of
+    allocations.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -333,7 +338,7 @@ def main() -> None:
 
 
 def _kept(path: Path, made: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the models that this commit measured already."""
+    """Returns the models that were already measured at this commit."""
     if not path.exists():
         return {}
     known = json.loads(path.read_text())

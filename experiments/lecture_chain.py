@@ -3,19 +3,19 @@
     python -m experiments.lecture_chain [--redraw]
 
 A linear network of ten layers, x[i] = x[i-1] W[i]. A layer is one product in the forward and two in
-the backward (the gradients of its input and of its weight), 30 in all where everything is kept.
-Memory counts matrices of one layer's size: activations and their gradients; weights, their
-gradients and the input x[0] are held anyway. The picture shows the least number of products for
-each size of memory, proved, beside schedules made by hand:
+the backward (the gradients of its input and of its weight): 30 in all if everything is kept. Memory
+counts matrices of one layer's size: activations and their gradients. Weights, their gradients and
+the input x[0] are held anyway and not counted. The picture shows the proved least number of
+products for each size of memory, beside schedules made by hand:
 
 - *everything kept*: 30.
 - *one checkpoint at layer 5, one layer at a time*: x[5] alone is kept, and each activation is
   computed from the nearest of x[0] and x[5] whenever the backward needs it: 50.
 - *one checkpoint at layer 5, one segment at a time* (Chen et al., 2016): each half is computed
   again once and kept: 38.
-- *nothing kept*: each activation from x[0]: 75. Lecture notes that say 75 "with one checkpoint at
-  layer 5" count 0 + 1 + ... + 9 = 45 extra products, which is this case; with the checkpoint there
-  are 2 (0 + 1 + 2 + 3 + 4) = 20.
+- *nothing kept*: each activation is computed from x[0]: 75. Lecture notes that say 75 "with one
+  checkpoint at layer 5" count 0 + 1 + ... + 9 = 45 extra products, which is this case; with the
+  checkpoint there are 2 (0 + 1 + 2 + 3 + 4) = 20.
 
 The least schedules are then run: a network of ten linear layers is trained with `remat.wrap` at a
 few of the budgets, and the matrix products that PyTorch executes are counted. Writes
@@ -87,10 +87,10 @@ def chain(num_layers: int = LAYERS) -> Graph:
 
 
 def from_checkpoints(kept: tuple[int, ...], *, is_segment: bool) -> list[int]:
-    """Returns the steps where only x[0] and `kept` outlive the forward.
+    """Returns the steps of a schedule that keeps only x[0] and `kept` from the forward.
 
-    Each activation is computed again from the nearest of them: one at a time, or a whole segment
-    when it is entered.
+    Each activation is recomputed from the nearest of them: one at a time, or a whole segment when
+    the backward enters it.
     """
     steps = list(range(LAYERS + 1))
     at_hand = set(kept) | {0}
@@ -126,7 +126,7 @@ def by_hand(graph: Graph) -> Iterator[dict[str, Any]]:
 
 
 def least(graph: Graph) -> Iterator[dict[str, Any]]:
-    """Yields the least number of products for each number of matrices in memory, and its bound."""
+    """Yields the least number of products for each number of matrices in memory, and a bound."""
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     for matrices in range(1, most + 1):
         try:
@@ -152,8 +152,9 @@ def products_of(step: Callable[[], Any]) -> int:
 
 
 def run(width: int = 64) -> Iterator[dict[str, Any]]:
-    """Yields planned and executed products of a real network at budgets down to the least, and
-    whether gradients are plain's.
+    """Yields planned and executed products of a real network at budgets down to the least.
+
+    Each row also says whether the gradients equal plain PyTorch's.
     """
     for share in ("100%", "85%", "75%", "least"):
         torch.manual_seed(SEED)
@@ -195,7 +196,7 @@ def picture(record: Mapping[str, Any]) -> None:
     axes = figure.subplots()
     quiet(
         axes,
-        x_label="memory (matrices: activations and gradients on the way)",
+        x_label="memory (matrices: activations and their gradients)",
         y_label="matrix products, forward and backward",
     )
     x, y = [row["matrices"] for row in optimum], [row["products"] for row in optimum]
@@ -206,7 +207,7 @@ def picture(record: Mapping[str, Any]) -> None:
         "o",
         color=BLUE,
         markersize=6,
-        label="remat's schedules: the products are written beside",
+        label="remat's schedules, with their numbers of products",
     )
     axes.plot(
         x,

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve()
 
 
 def main() -> int:
-    """Runs the test and writes the file; the test's exit status."""
+    """Runs the test and writes the file; returns the test's exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

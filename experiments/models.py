@@ -142,10 +142,10 @@ def bert() -> Workload:
 
 
 def t5() -> Workload:
-    """Four layers of encoder and of decoder of width 192, 8 x 64 tokens into 8 x 64."""
+    """Four encoder and four decoder layers of width 192, 8 x 64 tokens in and out."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    # a keyword of every configuration, and in no signature
+    # every configuration takes this keyword, but no signature has it
     start: dict[str, Any] = {"decoder_start_token_id": 0}
     config = T5Config(
         vocab_size=1000, d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4, **start
@@ -155,7 +155,7 @@ def t5() -> Workload:
 
 
 def llama() -> Workload:
-    """Six layers of width 192 with a head of its own, 8 x 128 tokens."""
+    """Six layers of width 192 with an untied head, 8 x 128 tokens."""
     return _llama(is_tied=False)
 
 

@@ -1,10 +1,11 @@
-"""Solves thousands of random graphs at budgets from 0.9 to 1.1 of the least, under short limits.
+"""Solves thousands of random graphs near their least budgets, under short time limits.
 
     python -m experiments.near_least [--graphs 5000] [--first 0] [--output FILE]
 
-A schedule or a `BudgetError` is right; any other exception, or a bound that is not a number, is
-wrong (`tests/support/near_least.py` has the problems and the checks). Writes how often each outcome
-occurred, with where and when it was run, and the seeds that went wrong.
+Budgets are 0.9 to 1.1 of the least. A schedule or a `BudgetError` is right; any other exception, or
+a bound that is not a number, is wrong (`tests/support/near_least.py` has the problems and the
+checks). Writes how often each outcome occurred, with where and when it was run, and the problems
+that went wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BETWEEN_WRITES = 50  # graphs; a stopped run keeps the results up to the last w
 
 
 def main() -> int:
-    """Solves them and writes the file; 1 where one went wrong."""
+    """Solves them and writes the file; returns 1 if one went wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,7 +42,7 @@ def main() -> int:
         kinds[problem.kind] += 1
         try:
             outcomes[outcome(problem)] += 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this script looks for
+        except Exception as error:  # noqa: BLE001 - any exception is what this script looks for
             wrong[repr(problem)] = f"{type(error).__name__}: {error}"
             print(problem, wrong[repr(problem)], file=sys.stderr)
 

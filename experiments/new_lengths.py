@@ -1,13 +1,13 @@
-"""What a new length costs: a capture, or one symbolic capture made concrete for each length.
+"""What a new length costs: a capture, or a symbolic capture that is made concrete.
 
     python -m experiments.new_lengths [--output FILE]
 
 For each model, in CPU time of the process, everything captured on fake tensors:
 
-1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each.
-2. *symbolic*: the same once with a symbol for the length.
-3. *made concrete*: the symbolic joint graph run on fake tensors of one length: a plan for it needs
-   the sizes of all that the step makes.
+1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each length.
+2. *symbolic*: the same once, with a symbol for the length.
+3. *made concrete*: the symbolic joint graph, run on fake tensors of one length: a plan needs the
+   sizes of everything that the step makes.
 
 It also checks whether the symbolic graph could replace the concrete ones: at how many lengths its
 gradients equal those of plain PyTorch to the bit, and how many captures dynamo made for these.

@@ -1,8 +1,8 @@
 """Calls of torch's operators, forward and backward, from its own operator database.
 
-Each operator of `torch.testing._internal.common_methods_invocations.op_db` is run with a few of
-its sample inputs, and backward through all that it returns. The operators below autograd that do
-the work are recorded, in their functional form, as in a captured graph.
+Each operator of `torch.testing._internal.common_methods_invocations.op_db` runs forward with a few
+of its sample inputs, and backward from all its results. The operators below autograd that do the
+work are recorded, in their functional form, as in a captured graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from remat.tracers.calls import Call
 
-# What an operator raises for inputs in a layout, or of a type, that it does not take.
+# What an operator raises for a layout or a type that it does not take.
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
 
 
@@ -54,7 +54,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def functional_form(target: Any) -> OpOverload | None:
-    """Returns the operator that leaves its inputs as they are; None where torch has none."""
+    """Returns the form of an operator that does not change its inputs, or None."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     if not target._schema.is_mutable:
@@ -67,14 +67,14 @@ def functional_form(target: Any) -> OpOverload | None:
 
 
 def operators(only: str = "") -> list[Any]:
-    """Returns the entries of torch's operator database whose name has `only` in it."""
+    """Returns the entries of torch's operator database whose name contains `only`."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return [info for info in op_db if only in info.name]
 
 
 def calls_of(info: Any, dtype: torch.dtype, num_samples: int) -> list[Made]:
-    """Returns the distinct calls that one operator makes, forward and backward, on its samples."""
+    """Returns the distinct calls that an operator makes, forward and backward, on samples."""
     if dtype not in info.supported_dtypes("cpu"):
         return []
     trains = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
@@ -131,7 +131,7 @@ def _swapped(t: torch.Tensor, one: int, other: int) -> torch.Tensor:
 
 
 def _with_gaps(t: torch.Tensor) -> torch.Tensor:
-    """Uses every other element of memory, without a gap behind the last one."""
+    """Uses every other element of memory, without a gap after the last one."""
     rows = t.contiguous()
     wide = t.new_zeros(max(0, 2 * t.numel() - 1))
     return wide.as_strided(t.shape, [2 * n for n in rows.stride()]).copy_(t)
@@ -144,7 +144,7 @@ def _channels_last(t: torch.Tensor) -> torch.Tensor:
 
 def _expanded(t: torch.Tensor) -> torch.Tensor:
     is_data = t.dim() and t.numel() and (t.is_floating_point() or t.is_complex())
-    return t[(0,) * t.dim()].clone().expand(t.shape) if is_data else t  # no indices
+    return t[(0,) * t.dim()].clone().expand(t.shape) if is_data else t  # not indices
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -160,7 +160,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def in_layouts(made: Made, shape: tuple[int, ...] = ()) -> Iterator[Made]:
     """Yields a call with its tensors in other layouts: all of them, and the first alone.
 
-    Where `shape` is given, and all tensors have one shape, they are filled up to it.
+    If `shape` is given, tensors of one common shape are filled up to it; other calls are skipped.
     """
     leaves, spec = tree_flatten((made.args, made.kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_dense_data(leaf)]

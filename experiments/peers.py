@@ -1,6 +1,4 @@
-"""The baselines of the field: each is the methods that a user would try; the cheapest that fits
-counts.
-"""
+"""The field's baselines. Each tries the methods that a user would; the cheapest counts."""
 
 from __future__ import annotations
 
@@ -34,14 +32,12 @@ PyTorch's `activation_memory_budget` with both of its solvers; Checkmate's two-p
 def solve_as_peer(
     name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float
 ) -> tuple[Solution | None, float, str]:
-    """Returns a baseline's cheapest schedule that fits and the seconds it took, or the reason why
-    there is none.
-    """
+    """Returns a baseline's cheapest schedule that fits, its seconds, and why if there is none."""
     began, best, reason = time.perf_counter(), None, "does not fit"
     for solver in PEERS[name](time_limit_s):
         try:
             found = solver.solve(graph, budget_bytes=budget_bytes)
-        # the graph is outside the method's class, or its model too large
+        # the graph is outside the method's class, or the method's model is too large
         except SolverError as error:
             reason = " ".join(str(error).split())
             continue

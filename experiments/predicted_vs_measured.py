@@ -1,16 +1,16 @@
-"""Simulated against measured peak, and planned against plain training, on real architectures.
+"""Simulated against measured peaks, and planned against plain training.
 
     python -m experiments.predicted_vs_measured [MODEL ...]
 
-For each model at 100 %, 70 % and the least budget: the simulated peak, the allocator's true peak of
-a whole step in which the caller holds the model's output, and whether loss, gradients, buffers and
-the random stream are those of plain PyTorch to the bit, with dropout on. At 100 % also the peak and
-the time of a step over plain PyTorch's (median of alternating pairs). Writes
+For each model at 100 %, 70 % and the least budget: the simulated peak; the allocator's true peak of
+a whole step in which the caller holds the model's output; and whether loss, gradients, buffers and
+the random stream equal those of plain PyTorch to the bit, with dropout on. At 100 % also the peak
+and the time of a step over plain PyTorch's (median of alternating pairs). Writes
 `experiments/results/predicted_vs_measured.json` and prints the table of `results/README.md`. Models
 named on the command line are measured again; the others keep their results.
 
-Known difference: a constant that the step makes from a Python number is predicted, but is not part
-of the module (T5, 8 bytes).
+Known difference: a constant that T5's step makes from a Python number (8 bytes). The prediction
+counts it; the measurement does not, because the constant is not part of the module.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
         gap: how far the cost may be above the least.
         planning_s: how long the solver took.
         capture_s: how long the first step took, which captures and rewrites it.
-        time_ratio: step time over plain PyTorch's; None where it was not measured.
+        time_ratio: step time over plain PyTorch's; None if it was not measured.
     """
 
     model: str

@@ -1,8 +1,8 @@
-"""Training steps of real size as graphs: bf16, roofline costs of an H100, no memory for weights.
+"""Graphs of training steps of real size: bf16, roofline costs of an H100.
 
     python -m experiments.real_graphs FOLDER [NAME ...]     saves FOLDER/NAME.json
 
-Built and traced under fake tensors on the CPU, so that a machine of 24 GiB traces a model of 7
+Large models are built and traced under fake tensors on the CPU: a machine of 24 GiB traces one of 7
 billion parameters. The graphs are what the CPU would run: attention and convolution layouts differ
 in detail from a GPU's kernels.
 """
@@ -32,7 +32,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def gpt2(num_layers: int, width: int, heads: int, batch: int) -> Step:
-    """GPT-2 (Radford et al., 2019) in its sizes, 1,024 tokens."""
+    """GPT-2 (Radford et al., 2019) at its sizes, 1,024 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = _tokens(batch, 1024)
@@ -103,7 +103,7 @@ def mobilenet_v2() -> Step:
 
 
 def mixtral(num_layers: int) -> Step:
-    """Mixtral 8x7B (Jiang et al., 2024) in its width with fewer layers.
+    """Mixtral 8x7B (Jiang et al., 2024) at its width, with fewer layers.
 
     Eight experts, two per token.
     """
@@ -165,7 +165,8 @@ BENCHMARKED = tuple(name for name in STEPS if name not in ("gpt2_100", "gpt2_200
 DEEP = ("gpt2_12", "gpt2_24", "gpt2_48", "gpt2_100", "gpt2_200")
 
 
-# while they are built, which fake tensors can't do; small enough to have real weights
+# these read their weights while they are built, which fake tensors can't do; they are small enough
+# to have real weights
 _READS_ITS_WEIGHTS = ("vit", "resnet", "mobilenet")
 
 

@@ -1,10 +1,10 @@
-"""The HTML report of the demo's GPT at 60 %, as a screenshot of a real browser, for the guide.
+"""A screenshot, in a real browser, of the report of the demo's GPT at 60 %.
 
     python -m experiments.report_page [--keep FOLDER]
 
-Needs the extra `report` and a browser (`experiments/browser.py`). Writes `results/report_page.png`,
-the schedule alone as `results/report_page_schedule.png`, `results/report_page.json`, and the page
-itself into FOLDER.
+The guide shows it. Needs the extra `report` and a browser (`experiments/browser.py`). Writes
+`results/report_page.png`, the schedule alone as `results/report_page_schedule.png`,
+`results/report_page.json`, and with `--keep` the page itself into FOLDER.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ Gradient over forward, rooflines, and model FLOP utilisation with recomputation.
     python -m experiments.reverse_price [--time-limit S] [--redraw]
 
 *Cost.* The cheap gradient principle (Baur and Strassen, 1983; Griewank and Walther, "Evaluating
-derivatives", 2008) bounds function and gradient together by a small constant, at most five, times
-the function. Counted here for eight architectures, in FLOP and in seconds by an H100's roofline:
-gradient (forward and backward) over forward. *Roofline.* Each operator of a GPT-2 and of a
-ResNet-50 step in bf16: FLOP over bytes moved, and FLOP over its roofline time. *Utilisation.* Model
-FLOP over the step's roofline time and the device's peak (Chowdhery et al., 2022, appendix B: what
-is recomputed does not count): for everything kept, for block by block, and for our plan in the same
-memory as the latter.
+derivatives", 2008): a function and its gradient together cost at most a small constant, five or
+less, times the function. The ratio (forward and backward over forward) is counted for eight
+architectures, in FLOP and in seconds by an H100's roofline. *Roofline.* Each operator of a GPT-2
+and of a ResNet-50 step in bf16: FLOP over bytes moved, and FLOP over its roofline time.
+*Utilisation.* Model FLOP over the step's roofline time and the device's peak (Chowdhery et al.,
+2022, appendix B: recomputed FLOP do not count): with everything kept, with checkpoints block by
+block, and with our plan in the same memory as those.
 
 All numbers are computed from shapes and the device's data sheet: they bound what a device can
 reach. Writes `results/reverse_price.json` and `.png`.
@@ -134,8 +134,9 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
 
 
 def points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Returns FLOP per byte and FLOP per second of the operators that compute, products separately;
-    equal ones once.
+    """Returns FLOP per byte and FLOP per second of the operators that compute.
+
+    Matrix products are listed separately, equal points once.
     """
     found: dict[str, set[tuple[float, ...]]] = {"products, convolutions": set(), "the rest": set()}
     for row in rows:
@@ -272,7 +273,7 @@ def main() -> None:
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the shares of FLOP and of time in products, and the share of time bound by memory."""
+    """Returns the shares of FLOP and time in products, and of time bound by memory."""
     flop, seconds = sum(row["flop"] for row in rows), sum(row["seconds"] for row in rows)
     products = [row for row in rows if row["is_product"]]
     by_memory = sum(

@@ -10,20 +10,20 @@ computed from traces:
 - *fp32*: parameters, gradients and two moments of 4 bytes;
 - *bf16-mixed*: the same master copies; activations as `torch.autocast` makes them, with its casts
   of the weights;
-- *FSDP* over N ranks: parameters, gradients and moments are N-th parts; one block and the head are
-  gathered in full while they are used.
+- *FSDP* over N ranks: a rank has N-th parts of parameters, gradients and moments, and the largest
+  piece that is gathered in full while it is used (a block or the head).
 
 Activations (what the step holds beyond parameters, inputs and returned gradients, at its peak) are
-not sharded: with enough ranks almost nothing else is left, and there a plan helps (the least that
-`remat.minimum` finds, with its extra compute).
+not sharded. With enough ranks almost nothing else is left, so there a plan helps: the one with the
+least peak that `remat.minimum` finds, shown with its extra compute.
 
 Each bar is the sum of the categories' own peaks, an upper bound on the peak of their sum.
 
-Checked by measurement: a small GPT on 1, 2 and 4 local processes under `fully_shard` (gloo, CPU),
-fp32 and bf16-mixed (FSDP's mixed precision policy). Bytes of the shards of parameters, gradients
-and moments after a step against the computed N-th parts (shards are cut along the first dimension,
-so that parts are equal where it divides by N); and what a step holds at its peak beyond those
-shards, plain and planned to 60 % of what its blocks need where they keep everything. Writes
+A small GPT checks this by measurement, on 1, 2 and 4 local processes under `fully_shard` (gloo,
+CPU), in fp32 and bf16-mixed (FSDP's mixed precision policy): the bytes of the shards of parameters,
+gradients and moments after a step, against the computed N-th parts (shards are cut along the first
+dimension, so they are equal if N divides it); and what a step holds at its peak beyond those
+shards, plain and planned to 60 % of what its blocks need to keep everything. Writes
 `results/sharding.json` and `.png`.
 """
 
@@ -111,8 +111,9 @@ def activation_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def parameter_counts() -> tuple[int, int]:
-    """Returns the parameters of the medium GPT, and those of the largest piece that FSDP gathers: a
-    block or the tied head.
+    """Returns the number of parameters of the medium GPT, and of its largest gathered piece.
+
+    FSDP gathers the blocks and the tied head.
     """
     with fake_tensors():
         model = GPT(**SHAPE)
@@ -175,7 +176,7 @@ def _sharded(*, is_mixed: bool, is_planned: bool) -> nn.Module:
 
 
 def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
-    """Trains a step, measures the next one; returns what this rank holds, and held at its peak."""
+    """Trains two steps, measures the next; returns what this rank holds, and its peak."""
     model = _sharded(is_mixed=is_mixed, is_planned=is_planned)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, SMALL["vocabulary"], (SMALL_BATCH, SMALL_TOKENS))
@@ -235,9 +236,7 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    """Yields what rank 0 holds after a step and at most during one, beside the computed N-th
-    parts.
-    """
+    """Yields what rank 0 holds after a step and at its peak, beside the computed N-th parts."""
     count = sum(p.numel() for p in _small().parameters())
     for ranks in MEASURED_RANKS:
         with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +257,7 @@ def picture(record: Mapping[str, Any]) -> None:
     measured.
     """
     figure = new_figure(
-        "What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens a rank (computed); right: "
+        "What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens per rank (computed); right: "
         "measured",
         width=17,
         height=4.8,
@@ -271,7 +270,7 @@ def picture(record: Mapping[str, Any]) -> None:
     for axes, (precision, plan) in zip(panels, cases, strict=True):
         mine = [row for row in rows if (row["precision"], row["plan"]) == (precision, plan)]
         quiet(
-            axes, x_label="FSDP ranks", y_label="memory a rank (GiB)" if axes is panels[0] else ""
+            axes, x_label="FSDP ranks", y_label="memory per rank (GiB)" if axes is panels[0] else ""
         )
         more = f", +{100 * mine[0]['overhead']:.0f} % compute" if mine[0]["overhead"] > 1e-9 else ""
         axes.set_title(f"{precision}: {plan}{more}", fontsize=9.5, loc="left")
@@ -328,7 +327,7 @@ def main() -> None:
         for r in rows
         if r["ranks"] in (1, 8, 1024)
     ]
-    print(table(cells, ["", *rows[0]["bytes"], "together"]))
+    print(table(cells, ["", *rows[0]["bytes"], "total"]))
     for check in record["measured"]:
         print(check)
 

@@ -12,15 +12,15 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
   recomputed;
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers
   replaced by PyTorch's so that masks can be compared);
-- `remat` from 100 % to the least, and its predicted peak; and two of its plans run through
-  Inductor, where these can be met: fused kernels hold memory that is not planned, and a plan that
-  was measured above its budget is made again with as much reserved.
+- `remat` from 100 % to the least budget, and its predicted peak; and two of its plans run through
+  Inductor, if these can be met: fused kernels hold memory that is not planned, so a plan that was
+  measured above its budget is made again with as much reserved.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and
 backward over the plain step's, medians of alternating pairs. Gradients of one step from the same
 seed are compared with plain's: equal to the bit, close, or wrong; in the picture a cross marks
-wrong ones. *Close* means within twice Inductor's own rounding, which is its difference at a budget
-of 1, where it recomputes nothing: 3e-7 of the largest gradient on the GPT, and 1.4e-2 on the
+wrong ones. *Close* means within twice Inductor's own rounding: its difference at a budget of 1,
+where it recomputes nothing. That is 3e-7 of the largest gradient on the GPT, and 1.4e-2 on the
 ResNet, whose untrained batch norms make it that large. Every row is written as it is measured;
 `--resume` keeps the existing rows. Writes `results/side_by_side.json` and `.png`.
 """
@@ -201,7 +201,7 @@ def gradients(workload: Workload) -> list[torch.Tensor]:
 
 
 def paces(workload: Workload, plain: Workload, pairs: int) -> tuple[float, float]:
-    """Returns the median CPU time of a step, and of its ratio to the plain step beside it."""
+    """Returns the medians of a step's CPU time, and of its ratio to the plain step beside it."""
     times = []
     for _ in range(pairs):
         pair = []
@@ -219,7 +219,7 @@ def paces(workload: Workload, plain: Workload, pairs: int) -> tuple[float, float
 def measured(
     name: str, pairs: int, known: Container[tuple[str, str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields one row for each way of training one model that is not known yet."""
+    """Yields one row for each way of training a model that has no row yet."""
     torch.manual_seed(SEED)
     original = MODELS[name]()
     plain = copy.deepcopy(original)
@@ -270,7 +270,7 @@ def picture(record: Mapping[str, Any]) -> None:
     """Draws step time against peak, one panel per model."""
     rows = [row for row in record["rows"] if "refused" not in row]
     figure = new_figure(
-        "The same training step by several ways (CPU, one thread)", width=12, height=5.2
+        "The same training step run in several ways (CPU, one thread)", width=12, height=5.2
     )
     panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
     for axes, name in zip(panels, MODELS, strict=True):

@@ -4,18 +4,18 @@ The values of a training step placed in one arena, and what in-place and sharing
 
     python -m experiments.static_memory [--time-limit S] [--redraw]
 
-For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each where everything is
-kept and at 60 % of that:
+For an MLP, ResNet-50, an LSTM written out over 32 steps and GPT-2 small, each with everything kept
+and at 60 % of that:
 
 - *own memory*: each value has memory of its own for the whole step.
-- *in place alone*: an elementwise operator writes over an input that dies with it.
+- *in place alone*: an elementwise operator writes over an input that nothing reads later.
 - *shared alone*: memory is taken when a value is computed and given back after its last read
   (liveness counting).
-- *both*: what the simulator counts and the executor does; the bytes live at once are a lower bound
+- *both*: what the simulator counts and the executor does. The bytes live at once are a lower bound
   on every arena.
-- placed: the arena of an allocator that takes the best-fitting hole as values come; of greedy by
-  size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and of our search over orders
-  (`remat.analysis.arena.search`); over the lower bound.
+- *placed*: three arenas, over that lower bound: of an allocator that takes the best-fitting hole as
+  values come; of greedy by size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and of our search over
+  orders (`remat.analysis.arena.search`).
 
 Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json`
 and `.png`.
@@ -158,7 +158,7 @@ def picture(record: Mapping[str, Any]) -> None:
     )
     left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
-    quiet(left, x_label="memory (% of each value having its own)", grid="x")
+    quiet(left, x_label="memory (% of own memory for each value)", grid="x")
     titled(left, "what is held at once")
     for place, (kind, (label, colour)) in enumerate(_KINDS.items()):
         bars = left.barh(
@@ -169,8 +169,8 @@ def picture(record: Mapping[str, Any]) -> None:
             label=label,
         )
         left.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-    quiet(right, x_label="arena over the lower bound (%), the most that is held at once", grid="x")
-    titled(right, "fragmentation: the arena that offers every value a place")
+    quiet(right, x_label="arena over the lower bound, the most held at once (%)", grid="x")
+    titled(right, "fragmentation: an arena with a place for every value")
     for place, (kind, colour) in enumerate(
         zip(rows[0]["arenas"], (LINES[3], GREEN, LINES[5]), strict=True)
     ):
@@ -187,7 +187,7 @@ def picture(record: Mapping[str, Any]) -> None:
 
 
 def rows_of(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yields a row where everything is kept, and one for the plan."""
+    """Yields a row with everything kept, and one for the plan."""
     torch.manual_seed(SEED)
     graph = GRAPHS[name]()
     solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
@@ -230,7 +230,8 @@ def main() -> None:
     ]
     print(
         table(
-            cells, ["", "own memory", *_KINDS, *(f"over it: {kind}" for kind in rows[0]["arenas"])]
+            cells,
+            ["", "own memory", *_KINDS, *(f"over the bound: {kind}" for kind in rows[0]["arenas"])],
         )
     )
 

@@ -5,16 +5,16 @@
     PYTHONPATH=SITE python -m experiments.third_party --missing          # what has no rows yet
 
 The libraries are installed without their dependencies, because some would pull in CUDA or
-torchvision. A missing one is skipped, and the reason printed. Weights are random; nothing is
+torchvision. A missing library is skipped, and the reason printed. Weights are random; nothing is
 downloaded.
 
-Each model runs at 100 %, 60 % and the least budget, which `BudgetError` names: loss, gradients,
-buffers and random state of two steps against plain PyTorch, to the bit, else the relative
-difference; and the peak of a later step, measured from outside, against the budget. In pieces, a
-step is planned again before the next one if the code between the pieces held more than was reserved
-for it; the lowest peak of a few steps counts. What differs or fails is tried with PyTorch's own
-`aot_eager` as well. Plans are searched for a second, at a roofline's costs, so overheads are upper
-bounds.
+Each model runs at 100 %, 60 % and the least budget, which `BudgetError` names. Loss, gradients,
+buffers and random state of two steps are compared with plain PyTorch's: equal to the bit, or else
+the relative difference. The peak of a later step, measured from outside, is compared with the
+budget. A step in pieces is planned again if the code between the pieces held more than was reserved
+for it; the lowest peak of a few steps counts. A model that differs or fails is also run by
+PyTorch's own `aot_eager`. Plans are searched for one second with roofline costs, so overheads are
+upper bounds.
 
 Each model runs in a process of its own, with a time limit. Writes `results/third_party.json` and
 `.md` after each, so that a stopped run leaves both files consistent.
@@ -90,7 +90,7 @@ def main(words: list[str]) -> None:
 
 
 def _asked_for(words: list[str], known: Container[str]) -> list[str]:
-    """Returns one model of each library, then the second of each: a stopped run has some of all."""
+    """Returns one model of each library, then the next of each: a stopped run has some of all."""
     if words == ["--missing"]:
         names = [name for name in ALL if name not in known]
     else:
@@ -104,7 +104,7 @@ def _asked_for(words: list[str], known: Container[str]) -> list[str]:
 
 
 def installed_version(package: str) -> str:
-    """Returns the version of a package, empty where it is missing."""
+    """Returns the version of a package; empty if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -112,10 +112,10 @@ def installed_version(package: str) -> str:
 
 
 def _prepare() -> None:
-    """Sets this process up, once for all models, whose processes are copies of it."""
+    """Sets this process up once; the processes of the models are copies of it."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # processes beside this one would make two wait for each other
+    torch.set_num_threads(1)  # beside other processes, two threads would wait for each other
     stand_in_for("torchvision", "torchaudio")
     for module in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
         importlib.import_module(module)  # each step imports these: import them once, here
@@ -126,7 +126,7 @@ def _prepare() -> None:
 
 
 def _solve_once() -> None:
-    """Compiles the search, which takes longer than the limit of a plan; the disk keeps it."""
+    """Compiles the search, which takes longer than a plan's time limit; the disk keeps it."""
     graph = transformer(4)
     remat.solve(graph, remat.minimum(graph).peak_bytes * 5 // 4, gap=0.02)
 
@@ -173,15 +173,15 @@ class _Plain:
 
     @cached_property
     def aot_eager_ends(self) -> list[torch.Tensor] | str:
-        """What two steps leave when `aot_eager` runs the same pieces; its error where it can't."""
+        """What two steps leave when `aot_eager` runs the same pieces, or its error."""
         torch._dynamo.reset()
         try:
             return _ends(in_pieces(self.made()))
-        except Exception as error:  # noqa: BLE001  # its text is what is asked for
+        except Exception as error:  # noqa: BLE001  # its text goes into the table
             return _first_line(error)
 
     def is_steady(self, times: int) -> bool:
-        """True where that many more runs give the same; some kernels depend on memory addresses."""
+        """True if that many more runs give the same; some kernels depend on memory addresses."""
         return all(_difference_of(_ends(self.made()), self.ends) is None for _ in range(times))
 
     def peak_bytes(self) -> int:
@@ -191,7 +191,7 @@ class _Plain:
         return peak_bytes(plain)
 
     def aot_eager(self, ends: list[torch.Tensor] | None = None) -> str:
-        """Says what `aot_eager` does, beside plain PyTorch and what planned steps left."""
+        """Says how `aot_eager` compares with plain PyTorch and with what planned steps left."""
         theirs = self.aot_eager_ends
         if isinstance(theirs, str):
             return f"fails too: {theirs}"
@@ -202,7 +202,7 @@ class _Plain:
 
 
 def measure(name: str, make: Make) -> list[Row]:
-    """Returns the rows of one model: one where nothing can be planned, else one per budget."""
+    """Returns the rows of one model: one if nothing can be planned, else one per budget."""
     row, plain = Row(name, "", ""), _Plain(make)
     try:
         row = replace(row, plain_bytes=plain.peak_bytes())
@@ -221,7 +221,7 @@ def measure(name: str, make: Make) -> list[Row]:
 
 
 def _tried(row: Row, plain: _Plain, budget: int, least: int) -> Row:
-    """Returns the row at one budget; the least one is tried again at what its error names."""
+    """Returns the row at one budget; the least is tried again at the budget its error names."""
     if budget < least:
         return replace(row, outcome=BELOW_LEAST, budget_bytes=budget)
     attempts = _ATTEMPTS if row.budget == "least" else 1
@@ -288,14 +288,14 @@ def _ends(workload: Workload) -> list[torch.Tensor]:
 
 
 def _difference_of(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float | None:
-    """Returns the largest relative difference of two tensors; None where no bit differs."""
+    """Returns the largest relative difference of two tensors; None if no bit differs."""
     pairs = zip(ours, theirs, strict=True)
     found = [apart for one, other in pairs if (apart := _difference(one, other)) is not None]
     return max(found, default=None)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
-    """None where no bit differs; infinite where shapes do, or one alone has a gradient."""
+    """None if no bit differs; infinite if shapes differ, or only one has a gradient."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if one.is_complex():

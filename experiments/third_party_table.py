@@ -32,22 +32,22 @@ class Row:
 
     Attributes:
         name: of the model.
-        budget: "100%", "60%" or "least"; empty where nothing could be planned.
+        budget: "100%", "60%" or "least"; empty if nothing could be planned.
         outcome: "equal", "equal to aot_eager" (to the bit, with rounding that differs from plain
             PyTorch's), "DIFFERENT", "ABOVE THE BUDGET" (and equal), "below the least" (a budget
             that can't be met), "plain PyTorch differs from itself", or the first line of the error.
-        difference: the largest from plain PyTorch in a tensor that a step leaves, relative to its
-            largest entry.
-        aot_eager: what PyTorch's own compilation of the same pieces does, where the outcome is not
+        difference: the largest difference from plain PyTorch in a tensor that a step leaves,
+            relative to the tensor's largest entry.
+        aot_eager: what PyTorch's own compilation of the same pieces does, if the outcome is not
             "equal": "equal to plain", "as planned" (the same bits), "different too", or its error.
         budget_bytes: what the whole step may hold.
-        predicted_bytes: peak of the schedule, and what is left to what runs between pieces.
+        predicted_bytes: peak of the schedule, and what is reserved for the code between pieces.
         measured_bytes: peak of a planned step from outside.
-        plain_bytes: the same of plain PyTorch.
+        plain_bytes: the same for plain PyTorch.
         overhead: extra compute, as a fraction.
         num_operators: of the step's graph.
         num_pieces: how many compiled runs make the step.
-        wall_s: for planning and running at this budget.
+        wall_s: seconds for planning and running at this budget.
     """
 
     name: str

@@ -5,24 +5,24 @@ Activation bytes by formula against traced ones, and what each way of checkpoint
     python -m experiments.transformer_arithmetic [--time-limit S] [--redraw]
 
 *Numbers.* A rule of thumb counts 12 d T numbers per layer: queries, keys and values (3), what
-attention returns (1), the MLP's inner values before and after the GELU (4 + 4). Traced without
-dropout: 16 d T, these and the inputs and outputs of the two norms; T² for each head (the softmax);
-and, once, T for each word of the vocabulary (the log-softmax of the loss).
+attention returns (1), the MLP's inner values before and after the GELU (4 + 4). The trace without
+dropout has 16 d T: these, and the inputs and outputs of the two norms. It also has T² for each head
+(the softmax) and, once, T for each word of the vocabulary (the log-softmax of the loss).
 
 *Terms.* For b sequences of T tokens, width d and h heads in 16 bit with dropout, Korthikanti et al.
 (2022, arXiv:2205.05198, section 4.1) count 34 b T d + 5 b h T² bytes per layer: everything that the
-backward of a pre-norm block with attention written out reads. Traced: the bytes that `remat.trace`
-finds kept for the backward when everything is kept, sorted by shape into values with T x T entries,
-values with a vocabulary's entries, and others, for several T; a layer is the difference between
-models of three and two layers. It comes out at 36.03 and 6.03: PyTorch's dropout on the CPU keeps
-each mask in the type of its input, two bytes where the formula (and CUDA) has one, which is 2 b T d
-and 1 b h T² more; the rest are the statistics of the norms and the causal mask that the heads
-share. The loss keeps 2 b T V bytes for V words.
+backward of a pre-norm block with attention written out reads. The trace gives, for several T, the
+bytes kept for the backward when everything is kept, sorted by shape: values with T x T entries,
+values with a vocabulary's entries, and others. A layer is the difference between models of three
+and two layers. Its coefficients are 36.03 and 6.03. PyTorch's dropout on the CPU keeps each mask in
+the type of its input, with two bytes where the formula (and CUDA) has one: that is 2 b T d and
+1 b h T² more. The rest are the statistics of the norms and the causal mask that the heads share.
+The loss keeps 2 b T V bytes for V words.
 
 *Ways.* GPT-2 medium's shapes (24 layers, width 1,024, 16 heads, 8 x 1,024 tokens, bf16, no dropout,
 roofline costs of an A100): everything kept; block inputs only, as users of `torch.utils.checkpoint`
-do; everything but the T x T matrices ("selective", ibid.); both again with fused attention, which
-never has them; and `auto` at the peaks of the others.
+do; everything but the T x T matrices ("selective", ibid.); the first two again with fused
+attention, which has no such matrices; and `auto` at the peaks of the ways that recompute.
 
 Writes `results/transformer_arithmetic.json` and `.png`.
 """
@@ -95,7 +95,7 @@ def traced(tokens: int, batch: int, *, is_fused: bool = False, **shape: Any) -> 
 def kept_bytes(
     graph: Graph, schedule: Schedule, *, tokens: int, matrices: int, vocabulary: int
 ) -> dict[str, int]:
-    """Returns the bytes kept from the forward for the backward, by the term that they belong to."""
+    """Returns the bytes kept from the forward for the backward, by their term."""
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
     terms = {"d T": 0, "T x T": 0, "vocabulary": 0}
     for value in lives.value[(lives.first < mark) & (lives.last >= mark)].tolist():
@@ -112,7 +112,7 @@ def kept_bytes(
 def terms_by_length() -> Iterator[dict[str, Any]]:
     """Yields the coefficients of a layer's terms for each length.
 
-    Traced ones, and the formula's 34 and 5.
+    The traced coefficients, and the bytes by the formula's 34 and 5.
     """
     shape: dict[str, Any] = {
         "width": WIDTH,
@@ -145,8 +145,9 @@ def terms_by_length() -> Iterator[dict[str, Any]]:
 
 
 def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yields the kept bytes, peak and overhead of each way of checkpointing the medium GPT, and of
-    ours at its peak.
+    """Yields kept bytes, peak and overhead of each way of checkpointing the medium GPT.
+
+    Our plan at the same peak follows each way that recomputes.
     """
     for is_fused in (False, True):
         graph = traced(MEDIUM_TOKENS, MEDIUM_BATCH, is_fused=is_fused, dropout=0.0, **MEDIUM)
@@ -172,9 +173,7 @@ def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _budgets(method: str, graph: Graph, unlimited: int) -> list[int]:
-    """Returns the leanest member of a family that is solved by budget, by asking for its least
-    first.
-    """
+    """Returns the budgets to try, smallest first: the first one met gives the lowest peak."""
     if method == "keep-all":
         return [unlimited]
     return [
@@ -202,8 +201,9 @@ def _row(graph: Graph, attention: str, name: str, solution: remat.Solution) -> d
 
 
 def numbers(tokens: int = 128) -> dict[str, float]:
-    """Returns the numbers that a layer without dropout keeps, in units of d T, by what they are; T
-    x T left out.
+    """Returns how many numbers a layer without dropout keeps, by kind, in units of d T.
+
+    The T x T matrices are left out.
     """
     graph = traced(
         tokens,
@@ -266,7 +266,7 @@ def picture(record: Mapping[str, Any]) -> None:
 
 
 def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
-    quiet(axes, x_label="numbers kept for the backward, a layer (d T)", grid="x")
+    quiet(axes, x_label="numbers kept for the backward per layer (d T)", grid="x")
     titled(axes, f"no dropout, without T × T: {sum(found.values()):g} d T")
     colours = [GREY if "norm" in part else BLUE for part in found]
     bars = axes.barh(range(len(found)), list(found.values()), 0.7, color=colours)
@@ -282,7 +282,7 @@ def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
 
 
 def _draw_terms(axes: Any, terms: list[dict[str, Any]]) -> None:
-    quiet(axes, x_label="tokens T", y_label="kept for the backward, a layer (MiB)")
+    quiet(axes, x_label="tokens T", y_label="kept for the backward per layer (MiB)")
     titled(axes, "bf16 with dropout: formula and trace")
     at = np.arange(len(terms))
     for offset, source, alpha in ((-0.2, "formula", 0.45), (0.2, "bytes a layer", 1.0)):
@@ -348,7 +348,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
         markerfacecolor="none",
         markeredgecolor=INK,
         markersize=9,
-        label="ours in the memory of",
+        label="ours, same memory",
     )
     axes.set_xlim(right=max(row["peak_bytes"] for row in rows) / 2**30 * 1.2)
     axes.margins(y=0.15)

@@ -1,10 +1,10 @@
-"""A part of the tests on each supported version of PyTorch, each in its own environment.
+"""Part of the tests on each supported version of PyTorch, in an environment of its own.
 
     python -m experiments.versions [--torch 2.11.0 2.12.1 ...] [--folder FOLDER]
 
-Makes a virtual environment for each version in the folder (a CUDA build of several GB where PyPI
-has no other), installs this checkout with its test extra, and runs the tests of the parts that
-use private names of PyTorch: tracing, rewriting, running, Inductor, gradients that must never be
+Makes a virtual environment for each version in the folder (a CUDA build of several GB if PyPI has
+no other), installs this checkout with its test extra, and runs the tests of the parts that use
+private names of PyTorch: tracing, rewriting, running, Inductor, gradients that must never be
 wrong. Writes `experiments/results/versions.json` and `.md` after each version; versions named on
 the command line are run again.
 """
@@ -86,7 +86,7 @@ def _packages(python: Path) -> dict[str, str]:
 
 
 def table(versions: dict[str, Any]) -> str:
-    """Returns the results in markdown."""
+    """Returns the results as Markdown."""
     lines = [
         "| PyTorch | transformers | passed | failed | skipped | which failed |",
         "|---|---|---:|---:|---:|---|",
@@ -101,7 +101,7 @@ def table(versions: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the versions that are asked for."""
+    """Runs the versions asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,8 @@
 
 VGG16, U-Net; MobileNetV2 from `transformers`.
 
-Each function returns a training step, model and inputs, that ends in a scalar loss. Build and trace
-them under `fake()`: nothing is allocated.
+Each function returns a training step (model and inputs) that ends in a scalar loss. Build and trace
+it under `fake_tensors()`: nothing is allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 
 
 
 class VGG16(nn.Module):
-    """Simonyan and Zisserman (2014), configuration D, without batch norm; dropout as published."""
+    """Simonyan and Zisserman (2014), configuration D: no batch norm, dropout as published."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def mobilenet(batch: int = 512) -> Step:
     """MobileNetV2 at 224 x 224."""
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    # a keyword of every configuration, and in no signature
+    # every configuration takes this keyword, but no signature has it
     classes: dict[str, Any] = {"num_labels": 1000}
     model = MobileNetV2ForImageClassification(MobileNetV2Config(**classes))
     return model, {

@@ -1,4 +1,4 @@
-"""What the tests of several files start from."""
+"""Fixtures and settings shared by the tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from remat.solvers.core.compiled import is_ready
 from remat.solvers.search.annealing import anneal
 from remat.tracers.synthetic import random_layered
 
-os.environ["REMAT_PROGRESS"] = "0"  # what tests look for on stderr is there on a slow machine too
+os.environ["REMAT_PROGRESS"] = "0"  # tests read stderr; slow stages would add progress lines
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_search() -> None:
-    """Compiles the search where that was never done, so that short limits are not the compiler's.
+    """Compiles the search if it is not compiled yet, so that short limits leave it time.
 
-    With less than 30 s left the search is left out instead, and a test finds no schedule.
+    With less than 30 s left, `auto` would skip the search, and a test would find no schedule.
     """
     if not is_ready(anneal):
         minimum(random_layered(8, seed=0))
@@ -28,7 +28,7 @@ def compiled_search() -> None:
 
 @pytest.fixture
 def fresh_torch() -> Iterator[None]:
-    """Nothing compiled before or after, and one random stream."""
+    """Clears dynamo's compiled code before and after a test, and seeds its random numbers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

@@ -104,7 +104,7 @@ def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> No
     assert (target / "remat" / "py.typed").exists()
 
 
-def test_a_users_own_folder_of_solvers_is_safe(tmp_path: Path) -> None:
+def test_a_users_own_solvers_folder_does_not_clash(tmp_path: Path) -> None:
     (tmp_path / "solvers").mkdir()
     (tmp_path / "solvers" / "__init__.py").write_text("mine = True\n")
     code = "import remat.solvers, solvers; assert solvers.mine and solvers is not remat.solvers"
@@ -128,7 +128,7 @@ def test_a_users_own_folder_of_solvers_is_safe(tmp_path: Path) -> None:
         "assert isinstance(make_solver('chen-sqrt'), ChenSqrt)",
     ],
 )
-def test_a_folders_name_is_the_packages_own_module(code: str) -> None:
+def test_a_top_folder_is_the_packages_own_module(code: str) -> None:
     python(code, ROOT)
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_submodule_is_not_found() -> None:
     )
 
 
-def test_the_version_is_said_once() -> None:
+def test_the_version_matches_the_metadata() -> None:
     assert (
         python(
             "import remat, importlib.metadata as m; print(remat.__version__ == m.version('remat'))",

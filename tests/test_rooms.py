@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkout import ROOT
 
-PARAGRAPH = r"\*\*`([\w/]+)`\*\*(.*?)(?=\*\*`|\n\n|\Z)"  # of the README of the tests: a folder
+PARAGRAPH = r"\*\*`([\w/]+)`\*\*(.*?)(?=\*\*`|\n\n|\Z)"  # a folder in the README of the tests
 
 
 def _modules() -> Iterator[tuple[str, Path]]:

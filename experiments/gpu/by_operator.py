@@ -1,4 +1,4 @@
-"""The memory of each operator of a plain step on the card, beside what a plan counts for it."""
+"""Each operator's memory in a plain step on the card, beside what a plan counts for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of running one model, side by side: peaks, times, and gradients against plain PyTorch's."""
+"""Ways of running one model, side by side: peaks, times, and gradients against plain's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Way = Callable[[Any], Callable[..., Any]]
 
 
 def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: float = 30) -> None:
-    """Each way of running one model: peaks, times, gradients against plain's."""
+    """Runs one model in each way: peaks, times, gradients against plain's."""
     reference: list[torch.Tensor] = []
     for way, prepare in ways:
         if facts.left_s < need_s:
@@ -52,7 +52,7 @@ def _compare_one(
         call = prepare(model)
     if place.has_cuda:
         torch.cuda.reset_peak_memory_stats()
-    # costs are measured at 100 %; other plans are computed while another step is timed
+    # costs are measured at 100 %; other plans are made while another process times its steps
     compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
     with nullcontext() if compiles else facts.turn():
         began = time.perf_counter()
@@ -80,7 +80,7 @@ def plain(model: Any) -> Callable[..., Any]:
 
 
 def plans_and(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, Way]]:
-    """Plain twice, plans, and the others."""
+    """Returns plain twice, a plan per budget, and the others."""
     plans = [
         (f"remat {budget}", partial(steps.planned, budget=budget))
         if budget != LEAST
@@ -91,7 +91,7 @@ def plans_and(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[st
 
 
 def at_its_least(model: Any) -> Callable[..., Any]:
-    """Plans with the least budget, which the error for a hopeless one names."""
+    """Plans with the least budget, which the error for an impossible budget names."""
 
     def call(**batch: torch.Tensor) -> Any:
         if not hasattr(call, "is_planned"):

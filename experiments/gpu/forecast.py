@@ -20,7 +20,7 @@ _BATCHES = "batches.json"
 
 
 def foretell(folder: Path, device: str) -> None:
-    """Writes a plan per model for a device of the table, and the largest batch of the first."""
+    """Writes a plan per model for a device of the table, and the first model's largest batch."""
     write_plans(folder, Place("cpu", is_tiny=False), device)
 
     model, batch = STEPS[MODELS[0]](Place("cpu", is_tiny=False))
@@ -47,11 +47,11 @@ def write_plans(folder: Path, place: Place, device: str) -> None:
 
 
 def judge(facts: Facts, folder: Path) -> None:
-    """Runs the predictions of a folder."""
+    """Runs what a folder predicts: its plans, and the largest batch and one above it."""
     run_plans(facts, folder)
     largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
     for size in (largest, largest + 1):
-        way = f"batch {size}, of which {largest} was foretold to be the largest"
+        way = f"batch {size}; {largest} was predicted to be the largest"
         with facts.section(section="foretold", model=MODELS[0], way=way):
             model, batch = gpt2(facts.place, batch=size)
             planned(model, BATCH_BUDGET)
@@ -60,7 +60,7 @@ def judge(facts: Facts, folder: Path) -> None:
 
 
 def run_plans(facts: Facts, folder: Path) -> None:
-    """Runs the plans of a folder; one that does not fit the step here is written as a fact."""
+    """Runs the plans of a folder; a plan that is refused is written as a fact."""
     for name in MODELS:
         way = f"a laptop's plan at {_SHARE}"
         with facts.section(section="foretold", model=name, way=way), facts.turn():

@@ -1,4 +1,4 @@
-"""Plans through Inductor beside `torch.compile`, alone and with `activation_memory_budget`."""
+"""Plans through Inductor beside `torch.compile` and `activation_memory_budget`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def vision(facts: Facts) -> None:
 
 
 def pieces(facts: Facts) -> None:
-    """A step that `torch.compile` cuts, as it logs a number."""
+    """A step that `torch.compile` cuts, because it logs a number."""
     eager: list[tuple[str, Way]] = [
         (f"remat {budget}", partial(steps.planned, budget=budget)) for budget in ("100%", "60%")
     ]
@@ -56,7 +56,7 @@ def _compiled(share: float) -> tuple[str, Way]:
 
 
 def _in_cuda_graphs(way: Way, model: Any) -> Callable[..., Any]:
-    """Runs a way with kernels launched from CUDA graphs, until memory is freed for the next."""
+    """Launches a way's kernels from CUDA graphs; `Facts.clean` switches this off again."""
     settings: Any = torch._inductor.config
     settings.triton.cudagraphs = True
     return way(model)

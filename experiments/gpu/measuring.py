@@ -1,4 +1,4 @@
-"""Facts, each a JSON line written as soon as it is known; and what a step takes on the device."""
+"""Facts, each written at once as a JSON line; and what a step takes on the device."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Facts:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Runs what is inside while no other run with the same file does."""
+        """Runs what is inside while no other process with the same file has its turn."""
         with self.path.with_suffix(".turn").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def clean(self) -> None:
-        """Discards compiled code, frees memory, and sets torch's options as they were."""
+        """Discards compiled code, frees memory, and resets torch's options."""
         gc.collect()
         torch._dynamo.reset()
         torch._functorch.config.activation_memory_budget = 1.0
@@ -113,14 +113,14 @@ def step(call: Call, owner: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
 
 
 def gradients(call: Call, owner: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
-    """The gradients of one step, on the CPU in float32; evenly spaced entries of large tensors."""
+    """The gradients of a step, on the CPU in float32; evenly spaced entries of large tensors."""
     step(call, owner, batch, seed)
     found = (p.grad.flatten() for p in owner.parameters() if p.grad is not None)
     return [g[:: max(1, g.numel() // _MOST_ENTRIES)].float().cpu() for g in found]
 
 
 def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Largest difference over the largest entry."""
+    """The largest difference, relative to the largest entry."""
     scale = max(t.abs().max().item() for t in theirs)
     return max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True)) / scale
 

@@ -92,7 +92,7 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
 
 
 class _Logged(nn.Module):
-    """A language model that logs the size of its last hidden state, where `torch.compile` cuts."""
+    """A language model that logs the size of a hidden state, where `torch.compile` cuts it."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def selective_checkpoints(model: nn.Module) -> Callable[..., Any]:
 
 
 def compiled(model: nn.Module, share: float = 1.0) -> Callable[..., Any]:
-    """Returns the model under `torch.compile` with that `activation_memory_budget`."""
+    """Returns the model under `torch.compile` with a share as `activation_memory_budget`."""
     settings: Any = torch._functorch.config
     settings.activation_memory_budget = share
     call: Callable[..., Any] = torch.compile(model)

@@ -38,7 +38,7 @@ def compared(facts: Sequence[Fact]) -> list[Fact]:
 def show(path: Path) -> None:
     """Prints tables, and draws `NAME_peak.png` and `NAME_time.png` beside the file.
 
-    Exits where there is no file.
+    Exits if there is no file.
     """
     if not path.is_file():
         sys.exit(f"gpu_run: there are no facts in {path}; run it on a machine with a GPU first")
@@ -62,7 +62,7 @@ def show(path: Path) -> None:
 def _table(model: str, rows: Sequence[Fact]) -> Table:
     table = Table(title=f"{model} (MiB)", title_justify="left", box=None)
     table.add_column("", no_wrap=True)
-    for heading in ("predicted", *_COUNTS, "step", "gradient off"):
+    for heading in ("predicted", *_COUNTS, "step", "gradient difference"):
         table.add_column(heading, justify="right", no_wrap=True)
     plain_s = next((row["step_s"] for row in rows if row["way"].startswith("plain")), None)
     for row in rows:
@@ -79,7 +79,7 @@ def _table(model: str, rows: Sequence[Fact]) -> Table:
 
 
 def _predicted(row: Fact) -> int:
-    """The plan's predicted peak; that of the kernels where Inductor made them."""
+    """The plan's predicted peak, or that of the kernels if Inductor made them."""
     promised: int = row.get("kernels_peak") or row.get("predicted") or 0
     return promised
 

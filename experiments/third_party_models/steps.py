@@ -1,7 +1,7 @@
 """How a training step of another library's model is described.
 
-A step is a module and the function that makes a loss of it; both are one planned module. Weights
-are random, sizes small. A library is imported where a step is made, so that a missing one affects
+A step is a module and a function that computes its loss; both are planned as one module. Weights
+are random, sizes small. A library is imported when a step is made, so that a missing one affects
 only its own models.
 """
 
@@ -43,7 +43,7 @@ class ThirdParty:
 
 
 class Trained(nn.Module):
-    """A model and its loss as one module, so that a step is planned from the batch to the loss."""
+    """A model and its loss as one module, so that plans reach from the batch to the loss."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Registry:
         self.models: dict[str, ThirdParty] = {}
 
     def add(self, package: str, family: str, name: str) -> Callable[[Make], Make]:
-        """Returns a decorator that registers the function that makes a step."""
+        """Returns a decorator that registers a function as the maker of a step."""
 
         def enter(make: Make) -> Make:
             assert name not in self.models, f"two models are named {name!r}"
@@ -77,9 +77,7 @@ class Registry:
 
 
 def load(module: str) -> Any:
-    """Imports a part of a library; returns `Any`, because none is installed where types are
-    checked.
-    """
+    """Imports part of a library; returns `Any`: none is installed where types are checked."""
     return importlib.import_module(module)
 
 

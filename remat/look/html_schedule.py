@@ -159,7 +159,7 @@ def _draw_line(chart: Any, y: float, colour: str) -> None:
 
 
 def _held_patches(chart: Any, parts: Composition) -> dict[str, list[Any]]:
-    """Returns a patch of colour for the legend per category of values, by its label."""
+    """Returns one patch of colour per category of values, by its label in the legend."""
     patches = {}
     present = {int(place) for place in np.unique(parts.category[parts.last > parts.first])}
     for place, category in enumerate(Category):

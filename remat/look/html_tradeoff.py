@@ -62,7 +62,7 @@ def tradeoff_chart(
 
 
 def _add_percent_axis(chart: Any, percent: float) -> None:
-    """Adds an axis above, on which 1 of the axis below is `percent`."""
+    """Adds an axis above, on which one unit of the axis below is `percent`."""
     below = chart.x_range
     chart.extra_x_ranges = {
         "percent": Range1d(start=percent * below.start, end=percent * below.end)

@@ -139,11 +139,11 @@ class Report:
         )
 
     def saved_groups(self) -> list[Group]:
-        """Returns the saved values grouped over like modules, largest first."""
+        """Returns the saved values grouped over similar modules, largest first."""
         return self._groups((self.graph.producer[value], (value,), 0.0) for value in self.saved)
 
     def recomputed_groups(self) -> list[Group]:
-        """Returns the recomputed operators grouped over like modules, largest first."""
+        """Returns the recomputed operators grouped over similar modules, largest first."""
         operators = self.graph.operators
         return self._groups(
             (i, operators[i].writes, times * operators[i].cost_s)

@@ -35,7 +35,7 @@ _NODE = _Node()
 def is_profiling() -> bool:
     """True where another profiler runs, so that ours can't (`_profiler_enabled`, 2.13).
 
-    Our own count of a node is not meant: it is interrupted by the next measurement.
+    Our own count of a node is no obstacle: the next measurement interrupts it.
     """
     return bool(torch._C._autograd._profiler_enabled()) and _NODE.events is None
 
@@ -45,7 +45,7 @@ def run_counting_allocations(
 ) -> tuple[Any, Events]:
     """Runs `fn`, and returns its result and what `stop_counting_allocations` returns.
 
-    A node's count that runs already includes the allocations of `fn`.
+    If a node is being counted, its count includes the allocations of `fn`.
     """
     of_node = _NODE.events
     if of_node is not None:

@@ -184,8 +184,8 @@ def skip_without_gradients(node: Any) -> None:
 def is_batched(gradient: Any) -> bool:
     """True for a gradient that stands for many.
 
-    So it is with `is_grads_batched=True` (`is_legacy_batchedtensor`, 2.13) and `torch.vmap`
-    (`is_batchedtensor`, 2.13).
+    `is_grads_batched=True` makes such gradients (`is_legacy_batchedtensor`, 2.13), and so does
+    `torch.vmap` (`is_batchedtensor`, 2.13).
     """
     functorch = torch._C._functorch
     return isinstance(gradient, torch.Tensor) and (
@@ -221,7 +221,7 @@ def descriptor_of(descriptor: Any, kind: str) -> int | None:
 def saved_tensors(node: Any) -> list[torch.Tensor]:
     """Returns the strided tensors that an autograd node saved (attributes `_saved_*`, 2.13).
 
-    None where a backward has freed them.
+    Tensors that a backward has freed are left out.
 
     Raises:
         RuntimeError: torch would not give them to a backward, and says why.

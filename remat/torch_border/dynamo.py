@@ -130,10 +130,10 @@ def compile_frame(
 ) -> Callable[..., Any]:
     """Compiles a function as `torch.compile` does, through `optimize` (2.13).
 
-    It is one graph where `is_whole`, but without counting frames as `fullgraph=True` does. While
-    such a function runs, dynamo counts the frames it compiled, with one count for all threads, and
-    compiles none below them. So steps in pieces would run plain in other threads, and functions
-    there could fail when the count ends ("found no compiled frames").
+    It is one graph where `is_whole`, but without counting frames as `fullgraph=True` does. While a
+    function with `fullgraph=True` runs, dynamo counts the frames it compiled, with one count for
+    all threads, and compiles none below them. So steps in pieces would run plain in other threads,
+    and functions there could fail when the count ends ("found no compiled frames").
 
     Args:
         function: the function.
@@ -340,9 +340,9 @@ def is_graph_break(error: BaseException) -> bool:
 def is_compilers_own(error: BaseException) -> bool:
     """True where code of torch's compiler failed, not the model nor an operator that it calls.
 
-    From the inside out, its frames come before those of an operator's call or of code outside of
-    torch (2.13: dynamo's, and the wrappers with which AOTAutograd runs a graph). Dynamo's own
-    errors are about the model, but for one.
+    From the inside out, the compiler's frames come before those of an operator's call or of code
+    outside of torch (2.13: dynamo's, and the wrappers with which AOTAutograd runs a graph).
+    Dynamo's own errors are about the model, except `InternalTorchDynamoError`.
     """
     if isinstance(error, dynamo_exc.TorchDynamoException):
         return isinstance(error, dynamo_exc.InternalTorchDynamoError)
@@ -359,8 +359,8 @@ def failure_text(error: BaseException) -> tuple[str, str]:
     """Returns what ended a capture, and where, as ` (file.py:12)`.
 
     Where the model itself fails on fake tensors (`TorchRuntimeError`, 2.13) or raises
-    (`ObservedException`), it is that error and the model's line; otherwise the first paragraph of
-    dynamo's message, and the line in it, or the last line outside of torch.
+    (`ObservedException`), these are that error and the model's line. Otherwise they are the first
+    paragraph of dynamo's message, and the line in it or the last line outside of torch.
     """
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:

@@ -21,8 +21,9 @@ _MANY_OPERATORS = 200  # that may be inlined: the gradient of a cross entropy ha
 
 
 def inductor_compilers() -> tuple[Any, Any]:
-    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13), which take seconds to import
-    and warn of torch's own old calls.
+    """Returns Inductor's `compile_fx` and `compile_fx_inner` (2.13).
+
+    Importing them takes seconds, and warns of torch's own deprecated calls.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -32,10 +33,10 @@ def inductor_compilers() -> tuple[Any, Any]:
 
 
 def halves_compiled_at_once() -> Any:
-    """Within, the backward is compiled with the forward, not when it first runs (2.13).
+    """Makes the backward be compiled with the forward, not when it first runs (2.13).
 
-    AOTAutograd's cache of both halves is left aside, as it would know no plan; Inductor's cache of
-    each half stays.
+    AOTAutograd's cache of both halves is off, as it knows no plan; Inductor's cache of each half
+    stays on.
     """
     from torch._functorch import config
 
@@ -43,7 +44,7 @@ def halves_compiled_at_once() -> Any:
 
 
 def leave_kept_graphs_to_the_backward() -> None:
-    """Has AOTAutograd call a backward that keeps its graph, which then refuses in our words.
+    """Makes AOTAutograd call a backward that keeps its graph; ours then refuses in our words.
 
     AOTAutograd's own check is on where `bw_donated_idxs` (2.13) is not empty; Inductor has read it
     once a backward is compiled.
@@ -54,13 +55,13 @@ def leave_kept_graphs_to_the_backward() -> None:
 
 
 def compile_options(*, keeps_layouts: bool, pads_products: bool) -> Any:
-    """Within, a half is compiled as plans know it (names of options: 2.13).
+    """Makes Inductor compile a half as plans expect it (names of options: 2.13).
 
     With `keeps_layouts`, convolutions are compiled for the layouts that their inputs have.
 
-    With `pads_products`, an operand that is padded is computed where it is padded. By default
-    Inductor makes it first and copies it, makes values of another type on the way where many
-    operators are inlined, and lengthens rows to multiples of 128 bytes.
+    With `pads_products`, a padded operand is computed where it is padded. By default Inductor
+    computes it first and copies it, stores intermediate values of another type where many operators
+    are inlined, and lengthens rows to multiples of 128 bytes.
     """
     from torch._inductor import config
 
@@ -76,11 +77,11 @@ def compile_options(*, keeps_layouts: bool, pads_products: bool) -> Any:
 
 @contextmanager
 def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """Within, a graph may be compiled that AOTAutograd does not compile itself.
+    """Allows compiling a graph that AOTAutograd does not compile itself.
 
     Yields a list that gets the strides of its results, None for what is no tensor
-    (`TracingContext.report_output_strides`, 2.13). Inductor chooses those of what is not returned
-    to the user.
+    (`TracingContext.report_output_strides`, 2.13). Inductor chooses the strides of results that are
+    not returned to the user.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
@@ -92,10 +93,10 @@ def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph that dynamo captured, for Inductor changes what it compiles.
+    """Returns a copy of a graph that dynamo captured, as Inductor changes what it compiles.
 
-    A plain copy lacks `_dynamo_source` and `_param_name_to_source` (2.13), by which parameters are
-    told from inputs.
+    A plain copy lacks `_dynamo_source` and `_param_name_to_source` (2.13), which distinguish
+    parameters from inputs.
     """
     copy_of: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
@@ -131,7 +132,7 @@ def inductor_partitioner(cut: Callable[..., Any]) -> Any:
 
 
 class LaterKernel:
-    """A C++ function of a compiled module that the compiler is given when it is known to be wanted.
+    """A C++ function of a compiled module, given to the compiler once it is sure to be needed.
 
     It is compiled in another process while this one goes on. Its first call waits for it.
     """
@@ -160,7 +161,7 @@ class LaterKernel:
 
 @contextmanager
 def kernels_later() -> Iterator[None]:
-    """Within, a module's C++ functions are `LaterKernel`s (`AsyncCompile.cpp_pybinding`, 2.13).
+    """Makes C++ functions of modules `LaterKernel`s (`AsyncCompile.cpp_pybinding`, 2.13).
 
     Triton's kernels are not: they are part of what Inductor's cache keeps of a module.
     """
@@ -200,7 +201,7 @@ class CompiledModule:
             kernel.start()
 
     def wait_for_kernels(self) -> None:
-        """Returns when its kernels are compiled."""
+        """Waits until its kernels are compiled."""
         for name, kernel in self._later_kernels():
             self.names[name] = kernel.ready()
 
@@ -208,7 +209,7 @@ class CompiledModule:
         return [(n, kernel) for n, kernel in self.names.items() if isinstance(kernel, LaterKernel)]
 
     def with_names(self, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        """Returns its function, which finds `names` as its global names, as its partitions do."""
+        """Returns its function with `names` as the global names, also of its partitions."""
 
         def again(function: types.FunctionType) -> types.FunctionType:
             return types.FunctionType(
@@ -220,8 +221,9 @@ class CompiledModule:
 
 
 def compiled_module(compiled: Any) -> CompiledModule | None:
-    """Returns the module of a graph that `compile_fx_inner` compiled (2.13); None where its code is
-    of another kind: C++ throughout, or cut into CUDA graphs.
+    """Returns the module of a graph that `compile_fx_inner` compiled (2.13).
+
+    None where its code is of another kind: C++ throughout, or cut into CUDA graphs.
     """
     runner = getattr(compiled, "compiled_fn_runner", None)
     if runner is None or not compiled.source_code:

@@ -69,14 +69,14 @@ def scheduled(
     realize: GraphPass,
     key: str,
 ) -> Iterator[None]:
-    """Within, Inductor's kernels run in an order of ours, and each buffer is allocated for itself.
+    """Makes Inductor run kernels in an order of ours, and allocate each buffer separately.
 
     Args:
         order: fused kernels -> the same in their order.
         can_fuse: says whether parts, given by name, may share a kernel.
         keep_apart: changes a graph before Inductor looks for patterns in it.
         realize: changes a graph before it is lowered.
-        key: of all that these do: Inductor keeps what it compiles by it.
+        key: stands for all that these do, in the key of Inductor's cache.
     """
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.choices import InductorChoices
@@ -95,7 +95,7 @@ def scheduled(
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
         "allow_buffer_reuse": False,  # no quicker, measured on a CPU
-        "custom_partitioner_fn": None,  # was called; its type can not be part of a key
+        "custom_partitioner_fn": None,  # already called; its type can't be part of a key
         "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
         "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),
         "_post_fusion_custom_pass": _named(scheduler_pass, order, key),
@@ -135,9 +135,9 @@ def fused_again(kernels: Sequence[Any]) -> list[Any]:
 
 
 def end_functions_after(kernels: Sequence[Any], first_parts: Set[str]) -> None:
-    """Has the functions of a CPU end after some kernels, named by their first parts.
+    """Makes Inductor end a function on a CPU after some kernels, named by their first parts.
 
-    Inductor writes all kernels between two operators of libraries as one function otherwise.
+    Otherwise it writes all kernels between two operators of libraries as one function.
     """
     scheduler = kernels[0].scheduler
     backend = scheduler.get_backend(torch.device("cpu"))
@@ -154,7 +154,7 @@ def parts_of(kernels: Sequence[Any], resident: Set[str]) -> Parts:
 
     Args:
         kernels: of a half.
-        resident: names of inputs that exist throughout, which are not among those it reads.
+        resident: names of inputs that exist throughout; the result leaves them out.
     """
     from torch._inductor.virtualized import V
 
@@ -178,13 +178,13 @@ class _Reader:
         self._writer = {b.get_name(): node.get_name() for node in nodes for b in node.get_outputs()}
 
     def root(self, name: str) -> str:
-        """Returns the buffer that a name is for: one that was changed has a new name from then."""
+        """Returns the buffer that a name stands for; each change gives a buffer a new name."""
         while name in self._scheduler.mutation_real_name:
             name = self._scheduler.mutation_real_name[name]
         return name
 
     def read(self, node: Any) -> Part:
-        """Returns what is to be known of one node."""
+        """Returns one node as a part."""
         from torch._inductor.scheduler import SchedulerNode
 
         before = {self._writer[d.name] for d in node.unmet_dependencies if d.name in self._writer}
@@ -234,13 +234,13 @@ class _Reader:
 
 
 def realize_operator() -> Any:
-    """Returns an operator whose input Inductor computes where it stands; it returns its input."""
+    """Returns the identity as an operator; Inductor computes its input at its place."""
     _define_operators()
     return torch.ops.remat.realize.default
 
 
 def copy_operator() -> Any:
-    """Returns an operator that copies a tensor; Inductor leaves no copy of it out.
+    """Returns an operator that copies a tensor; Inductor removes none of its copies.
 
     Its namespace is not among those whose operators may be computed again.
     """

@@ -75,7 +75,7 @@ def refuse_changing_sizes(graph: fx.Graph) -> None:
     (`TensorifyScalarRestartAnalysis`, `ShapeEnv.var_to_sources`, 2.13).
 
     Raises:
-        TensorifyScalarRestartAnalysis: on which dynamo captures the frame again.
+        TensorifyScalarRestartAnalysis: dynamo then captures the frame again.
     """
     deciding = {symbol for size in _symbolic_sizes(graph) for symbol in _symbols_in(size)}
     frame_of = getattr(_ACTIVE, "frame_of", {})
@@ -104,7 +104,7 @@ def _symbols_in(size: Any) -> Iterator[str]:
 def python_numbers() -> Iterator[None]:
     """Leaves arithmetic on floats to Python (`_apply_tensorify_python_scalars`, 2.13).
 
-    To be used around a backend's call, of which dynamo runs one at a time.
+    Use it around a backend's call; dynamo runs one such call at a time.
     """
     private: Any = graph_compile
     plain = private._apply_tensorify_python_scalars
@@ -120,7 +120,7 @@ def _is_active() -> bool:
 
 
 def _decides_by_itself(plain: Any) -> Any:
-    """Returns `process_automatic_dynamic` (2.13), which decides what becomes an input, replaced."""
+    """Returns our `process_automatic_dynamic` (2.13), which decides what becomes an input."""
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         if not _is_active():
@@ -141,7 +141,7 @@ def _falls_back_to_constants(plain: Any) -> Any:
     """Returns dynamo's capture of a frame (`trace_frame`, 2.13) with a second attempt.
 
     Dynamo gives up a frame for code that works with a constant but not with a symbol, such as
-    `"%.2f" % number`. Where numbers became inputs, the frame is captured again without that.
+    `"%.2f" % number`. Where numbers became inputs, the frame is captured again with constants.
     """
 
     def trace(*args: Any, **kwargs: Any) -> Any:

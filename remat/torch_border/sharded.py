@@ -61,7 +61,7 @@ def rank_store(prefix: str) -> Any:
 
 
 def active_ddps() -> list[nn.Module]:
-    """Returns each `DistributedDataParallel` whose forward runs now, or is around a step function.
+    """Returns each `DistributedDataParallel` whose forward runs now or wraps a step function.
 
     It uses `_get_active_ddp_module` (2.13).
     """

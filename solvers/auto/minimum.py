@@ -4,9 +4,9 @@ The bound is the larger of the largest working set (an operator's reads, writes 
 memory together) and the LP relaxation of the window model with the peak as objective. The
 candidates for the schedule are: keep nothing; one segment per block (`per_block`); the other
 closed-form families (`families`); and greedy eviction under the smallest budget at which it does
-not get stuck, searched with each of its rules by ever finer budgets, at a cost of at most
-`MAX_FACTOR` times that of keeping everything. Those of the lowest peak are annealed, and the lowest
-result is taken.
+not get stuck: each of its rules tries ever finer budgets, at a cost of at most `MAX_FACTOR` times
+that of keeping everything. The candidates with the lowest peaks are annealed, and the lowest result
+is taken.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
 Tarjan, 1980). Only graphs of a few operators are solved exactly, by exhaustive search
@@ -45,7 +45,7 @@ MAX_FACTOR = 8.0
 _PRECISION = 1 / 1_000  # of the lowest peak so far; the search over budgets ends there
 _OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets per round; budgets at most
 _LIMIT_S = 1.0  # for the bound
-_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # of the peak, by which annealing tries to lower it
+_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # annealing tries to lower the peak by this share
 # passes over the graph (`pace`) of the longest part that does not check the clock
 _BLIND_PASSES = 110
 _CANDIDATES = 3  # annealed

@@ -1,7 +1,7 @@
 """Techniques that raise the bound: prices, relaxations, window models, stages, a tree, Benders.
 
-Every bound holds for all schedules of the fixed order. Models are limited by nodes before time, so
-that with one thread a seed gives one answer.
+Every bound holds for all schedules of the fixed order. Node limits end models before time limits
+do, so with one thread a seed gives one answer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Prices(Technique):
     """Prices for memory: a bound and schedules in near-linear time (`lagrangian`).
 
     Attributes:
-        share: of the time left (traced steps).
+        share: of the time left (tuned on traced steps).
     """
 
     name: ClassVar[str] = "prices"
@@ -125,8 +125,8 @@ class Relaxations(Technique):
 
     Attributes:
         most, most_if_wide: relaxations at most; the second where the gap is very wide.
-        fruitless_work: ends once the relaxations in a row without a better bound, times the graph's
-            operators, reach this.
+        fruitless_work: ends once the number of relaxations in a row without a better bound, times
+            the number of operators, reaches this.
         share: of the time left, for each relaxation.
         crowded_share: of the time left, for stages around the operators that leave least room.
     """

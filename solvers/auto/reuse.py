@@ -1,9 +1,9 @@
 """Results shared by solves of one graph under several budgets: closed forms, least budget, stages.
 
 Stages that give a good bound under one budget also do so under the next: one relaxation with them
-replaces the several that it takes to find them. Only stages found by linear relaxations are taken
-over, which are solved on large graphs only. On small graphs models are solved with integers, and
-each unnecessary stage costs seconds.
+replaces the several that it takes to find them. Only stages found by linear relaxations of large
+graphs are taken over. On small graphs models are solved with integers, and each unnecessary stage
+costs seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shared:
         return self._least
 
     def refinement(self, budget_bytes: int) -> Refinement:
-        """Returns a refinement for a budget; it starts from the stages of the nearest budget's."""
+        """Returns a refinement for a budget; it starts from the stages of the nearest one."""
         refinement = Refinement(self.graph, budget_bytes=budget_bytes)
         near = min(
             self._refinements,

@@ -36,7 +36,7 @@ def num_moves(graph: Graph, most: int = _MOST_MOVES) -> int:
 
 
 def can_anneal(search: Search, local: LocalSearch) -> bool:
-    """True where the loops are compiled, or can be in the time left; notes it where not."""
+    """True where the loops are compiled, or can be in the time left; else notes the cut."""
     is_ready = local.is_ready or search.left_s >= COMPILER_S
     if not is_ready:
         search.note_cut(NOT_COMPILED)
@@ -68,7 +68,7 @@ class Annealing(Technique):
     """Rounds of annealing from schedules that nearly fit, then from the best, until they stagnate.
 
     Attributes:
-        rounds: most rounds; those of the solver where None.
+        rounds: most rounds; None takes the solver's number.
         starts: number of schedules that nearly fit to start from.
         stagnant_rounds: ends after this many rounds in a row without improvement.
         schedule: first temperature (a share of the cost of keeping everything) and share of the
@@ -181,7 +181,7 @@ def _starts_of(solve: Solve, *, with_best: bool) -> list[Sequence[int]]:
     """Returns the starts: keeping everything, schedules that nearly fit, and the best.
 
     The best comes first where keeping everything needs more than four times the budget: annealing
-    it then takes longest and often ends with nothing that fits (traced steps).
+    from keeping everything then takes longest, and often finds nothing that fits (traced steps).
     """
     search = solve.search
     best = [search.steps] if search.steps is not None and with_best else []

@@ -11,9 +11,9 @@
    side limits the other's work.
 
 A technique is skipped where it does not apply, or by name with `without=`. The solve stops as soon
-as cost and bound are within `gap`. Every bound holds for all schedules of the fixed order. Models
-and searches are limited by nodes and iterations before time, so that with one thread a seed gives
-one answer on every machine that is fast enough for the time limit.
+as cost and bound are within `gap`. Every bound holds for all schedules of the fixed order. Limits
+of nodes and iterations end models and searches before time limits do, so with one thread a seed
+gives one answer on every machine that is fast enough for the time limit.
 """
 
 from __future__ import annotations

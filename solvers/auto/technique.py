@@ -25,7 +25,7 @@ from remat.solvers.search.restarts import Restarts
 _LOG = logging.getLogger(__name__)
 
 LEAST_LARGE = 500  # operators; below, models with integers are solved quickly (published graphs)
-WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; above, slower techniques pay (traced steps)
+WIDE_GAP, VERY_WIDE_GAP = 0.02, 0.05  # of the cost; above, slower techniques pay off (traced steps)
 
 
 @dataclass(frozen=True)

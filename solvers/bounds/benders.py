@@ -22,16 +22,16 @@ schedule, and so does the bound of the coarse model with any cuts.
    model cuts the point off, further ones are generated: with pairs of the stages that cut most,
    then with stages of neighbouring operators.
 
-Memory rows of all models get rounding cuts (`rounding_cuts`), through which the finer models, which
-have no integers, see that values are held as a whole. Few finer models are active at one budget;
-those whose cuts are not tight for a while are solved less often.
+Memory rows of all models get rounding cuts (`rounding_cuts`). They tell the finer models, which
+have no integers, that values are held as a whole. Few finer models are active at one budget; those
+whose cuts are not tight for a while are solved less often.
 
 The finer models have one stage of one operator, evenly spread over the backward, and one has a few
 even stages (`dyadic_windows`). A known schedule's cost bounds the column e, the cost of a schedule
 beyond the first recomputation of each operator.
 
 The bound is better than refinement's where memory is short at many places far apart, and weaker
-where several stages are needed at once in one finer model. The relaxation shows that early.
+where several stages are needed at once in one finer model. The relaxation shows early which it is.
 Complexity: the coarse model has some five columns per forward operator; each cut is a linear
 program of about four times as many. Source: Benders, "Partitioning procedures for solving
 mixed-variables programming problems", 1962; the models are this package's own.

@@ -14,11 +14,11 @@ two sides. So a *leaf* of the tree has
 and the leaf with the lowest bound is processed, until none is below the cutoff:
 
 - It is *split* by the fractional variable whose two relaxations have the best bounds (strong
-  branching). Tried are the variables that gained most before, and the largest not tried yet, one
-  per value and operator.
-- Where that gains little, it is *refined* by the stage with the best bound. Tried are stages that
-  read a value whose variables are fixed or fractional, those that the schedule of the point asks
-  for (`refinement`), and those that gained before. The windows so far remain, as the refined
+  branching). Candidates are the variables that gained most before, and the largest not tried yet,
+  one per value and operator.
+- Where that gains little, it is *refined* by the stage with the best bound. Candidates are stages
+  that read a value whose variables are fixed or fractional, those that the schedule of the point
+  asks for (`refinement`), and those that gained before. The windows so far remain, as the refined
   model's bound could be weaker without them. The first two stages are chosen from the whole
   backward, by their bound with the largest variable fixed as well: a stage that forbids recomputing
   the largest gradient gains little while half of it is recomputed.
@@ -53,7 +53,7 @@ MOST_LEAVES = 2_000
 _MOST_STAGES = 14  # in a leaf that can be split; more are added only where it can't
 # stages; up to as many, all unions are windows; beyond, only unions of two neighbours
 _ALL_UNIONS = 5
-_MODELS = 40  # models cached, the last used
+_MODELS = 40  # models cached, the last ones used
 _TRIED_CHOICES = 10  # variables tried per split; up to half of them by what they gained before
 # stages tried per refinement: those that gained before, and those never tried
 _KNOWN_STAGES, _NEW_STAGES = 2, 6
@@ -66,7 +66,7 @@ _TIE = 1e-3  # share of the gain within which the later stage wins: with integer
 _ENOUGH = 0.15
 # share of the best split's gain that a stage must gain to be preferred; it leaves one leaf, not two
 _WORTH = 0.5
-# gain of a stage to be added, over the cost of keeping everything; 4 times that to be tried again
+# least gain of an added stage, over the cost of keeping everything; 4 times that to try it again
 _LEAST_GAIN = 5e-5
 _LOOK_AHEAD = 5e-5  # over the same cost; a leaf whose bound exceeds the next leaf's by more waits
 _ROUNDS, _ROUNDS_TO_TRY = 60, 5  # rounds of memory rows

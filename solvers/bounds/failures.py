@@ -19,13 +19,13 @@ _TOLERANCE = 1e-9  # of the cost of keeping everything
 
 @dataclass(frozen=True)
 class Failures:
-    """What a schedule needs too much and what it pays, by original operator of the backward.
+    """Bytes over the budget and cost paid, by original operator of the backward.
 
     Attributes:
         before: bytes over the budget right before it, where they are more than at it.
         at: bytes over the budget at it.
         paid_s: cost of the recomputations right before it.
-        tolerance_s: what counts as nothing.
+        tolerance_s: costs that differ by no more count as equal.
     """
 
     before: Mapping[int, float]
@@ -57,9 +57,9 @@ class Failures:
         return {v: max(self.before.get(v, 0.0), self.at.get(v, 0.0)) for v in both}
 
     def surplus(self, boundaries: Sequence[int], priced_s: Sequence[float]) -> dict[int, float]:
-        """Returns by how much stages cost more than a model says, `priced_s`, where they do.
+        """Returns by how much stages cost more than a model says (`priced_s`), where they do.
 
-        Each is given by the operator in it before which most is paid.
+        A stage's key is the operator in it before which most is paid.
         """
         surplus = {}
         for (a, b), priced in zip(pairwise(boundaries), priced_s, strict=True):
@@ -70,13 +70,13 @@ class Failures:
         return surplus
 
     def worst_single(self, boundaries: Collection[int]) -> int:
-        """Returns the operator where most is lacking and that is no stage yet, -1 if none."""
+        """Returns the operator most over the budget that is no stage yet, -1 if none."""
         known = {*boundaries}
         found = (v for v in sorted(self.worst) if not {v, v + 1} <= known)
         return max(found, key=lambda v: self.worst[v], default=-1)
 
     def worst_cut(self, boundaries: Collection[int]) -> int:
-        """Returns the operator that most is lacking at and where no stage begins, -1 if none."""
+        """Returns the operator of `at` most over the budget that begins no stage, -1 if none."""
         return max(
             (v for v in self.at if v not in boundaries), key=lambda v: self.at[v], default=-1
         )
@@ -84,7 +84,7 @@ class Failures:
     def asked_for(
         self, boundaries: Sequence[int], priced_s: Sequence[float]
     ) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those first where most is lacking.
+        """Returns the boundaries of further stages, those at the worst failures first.
 
         Args:
             boundaries: of the present stages.

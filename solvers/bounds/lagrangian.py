@@ -114,8 +114,8 @@ class Lagrangian:
         """Yields schedules until `deadline`, within the budget or not; call `raise_bound` first.
 
         Where the lightest cut's schedule exceeds the budget because of its transients, it is
-        yielded as a start for a search, and prices are found for a smaller budget: smaller by as
-        much at first, then closer to the whole one.
+        yielded as a start for a search, and prices are found for a smaller budget: at first smaller
+        by the same factor, then closer to the whole one.
         """
         share, too_much = 1.0, 1.0
         for _ in range(0 if self.is_empty else _MOST_SHARES):
@@ -139,7 +139,7 @@ class Lagrangian:
     def _solve(self, share: float, deadline: float) -> bool:
         """Finds prices for `share` of the budget; only a share of 1 gives a bound.
 
-        False where no schedule can fit it.
+        Returns False where no schedule can fit that share.
         """
         if not self._points:
             self._add_row(self.first - 1)

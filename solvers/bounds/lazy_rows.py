@@ -1,7 +1,7 @@
 """Solves a window model with few of its memory rows, added where a solution violates them.
 
 First come the cheap rounds of the LP relaxation, then those with integers. Every outcome bounds the
-full model, as it has fewer rows. 20 rows per round, apart from each other, suffice for graphs of
+full model, which has more rows. 20 rows per round, apart from each other, suffice for graphs of
 10,000 operators. A relaxation that violates no row may get rounding cuts of its rows
 (`rounding_cuts`), for a few rounds as long as these raise the bound.
 """

@@ -23,8 +23,8 @@ from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.lp.linear import Outcome
 
-# stages that read something undecided: those tried before the stages that schedules ask for, and
-# the variables considered for them in all
+# how many stages that read something undecided are tried before those that schedules ask for, and
+# how many variables are considered for them
 _FIRST_UNDECIDED, _MOST_UNDECIDED = 3, 40
 _ROUNDINGS = 2
 _LEAST_WEIGHT = 1e-5  # of a variable: its bytes in budgets times its distance from 0 or 1

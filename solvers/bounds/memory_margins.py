@@ -75,7 +75,7 @@ class Reserves:
             self._adapt(point, failures, has_fit=has_fit)
 
     def _adapt(self, point: Floats, failures: dict[int, float], *, has_fit: bool) -> None:
-        """Raises the reserves by what the cheapest schedule over the budget lacked.
+        """Raises the reserves by the excess of the cheapest schedule over the budget.
 
         Raises them by less where another schedule fits.
         """

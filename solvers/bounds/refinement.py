@@ -13,8 +13,8 @@ simulate it.
 The next model has all unions of neighbouring stages as windows and, in stages of one operator,
 moments (`transient_rows`). Where that is too large, only its relaxation is solved, with rounding
 cuts (`rounding_cuts`). It has the stages of earlier models as windows too, as its bound could be
-below theirs otherwise. Rows found before are kept. Cuts and stages of one operator without which
-the linear relaxation is as good are dropped once.
+below theirs otherwise. Rows found before are kept. A cut or a stage of one operator is dropped
+where the linear relaxation is as good without it; if it comes back, it stays.
 
 Every model is a relaxation, so the best of the bounds counts. A known schedule's cost is the
 cutoff: where the solver proves that no point is cheaper, that schedule is optimal. Refinement ends
@@ -55,7 +55,7 @@ _FEW_COLUMNS = 1_000  # a model of so few is solved at once
 # schedules keep the values whose S exceeds the first; where that schedule fits, the second shows
 # where one that keeps more fails
 _HALF, _LITTLE = 0.5, 0.05
-# an excess at an operator is cut first from this share of the worst excess before an operator
+# an excess at an operator is cut first if it is this share of the worst one before an operator
 _HELD_SHARE = 0.5
 
 
@@ -127,7 +127,7 @@ class Refinement:
 
     @property
     def is_over(self) -> bool:
-        """True where there is nothing to refine, or not in reasonable time."""
+        """True where nothing is left to refine, or refining would take too long."""
         stages = len(self.boundaries) - 1
         return not self.is_open or stages > MAX_STAGES or (stages > 1 and self.is_too_large(stages))
 
@@ -254,7 +254,7 @@ class Refinement:
                 )
             if not is_relaxed:
                 self._drop_useless(before, deadline)
-                # the schedule costs what the model says: solved to a smaller gap, it may say more
+                # the schedule costs what the model says; with a smaller gap the model may say more
                 if self.state is State.DONE and gap > _GAP and outcome.is_finished:
                     self.state = State.EXACT
         if not is_relaxed and (
@@ -342,8 +342,8 @@ class Refinement:
         """Splits stages where `steps` fail most; ends the refinement where no split is left.
 
         `paid_s` is what the model pays in each stage; without it, only memory over the budget
-        counts as failing. With `is_single`, the operator where memory is over becomes a stage
-        instead of a cut, as rounding cuts are stronger on both sides of it.
+        counts as failing. With `is_single`, an operator over the budget becomes a stage instead of
+        a cut, as rounding cuts are stronger on both sides of it.
         """
         failures = self.failures(steps)
         single, cut = failures.worst_single(boundaries), failures.worst_cut(boundaries)
@@ -364,8 +364,8 @@ class Refinement:
     def cut_where_repeated(self, steps: list[int], boundaries: Sequence[int]) -> None:
         """Makes a stage of the operator before which `steps` pay most for repeated recomputations.
 
-        Repeated are those of operators recomputed before in the same stage, as a window counts each
-        operator once. Without any, the next stage is the one chosen by the last model.
+        A recomputation is repeated where the same stage recomputed its operator before; a window
+        counts each operator once. Without any, the next stage is the one chosen by the last model.
 
         Args:
             steps: a schedule within the budget.

@@ -173,7 +173,7 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
 def _crowded(refinement: Refinement) -> list[int]:
     """Returns the backward operators that leave least room, at some distance from each other.
 
-    The room is what is left where everything that can be recomputed is.
+    The room is what is left of the budget when all that can be recomputed is recomputed.
     """
     graph, window = refinement.graph, (refinement.first, refinement.graph.num_operators)
     model = WindowModel(graph, [window], priced=[window], budget_bytes=refinement.budget_bytes)

@@ -376,8 +376,8 @@ class WindowModel:
     def _reused(self, window: Window) -> tuple[Floats, Floats]:
         """Returns the bytes that operators of `window` may reuse in place.
 
-        By operator those that need no recomputation, and by entry of `arrays.reuse` how many more
-        where its value is recomputed.
+        The first array, by operator, holds what is reused even where nothing is recomputed; the
+        second, by entry of `arrays.reuse`, how much more where its value is recomputed.
         """
         if window not in self._taken:
             arrays, size, last = self.graph.arrays, self.accounting.size, self._readers[window]

@@ -9,9 +9,9 @@ paper's own model allows each operator once per stage, in the graph's order; `st
 the two are combined. The bound is valid whenever the solve stops.
 Complexity: NP-hard; O(n (n + E)) nonzeros.
 Imperfections: above about 150 operators HiGHS rarely closes the gap in minutes (use `auto`). A
-stage that recomputes many operators beside many live values may exceed the exact search of its
-order; then the answer is `FEASIBLE` with a valid bound. Where costs are not whole multiples of one
-number, a gap of 0 means 1e-7.
+stage that recomputes many operators beside many live values may be too large for the exact search
+of its order; then the answer is `FEASIBLE` with a valid bound. Where costs are not whole multiples
+of one number, a gap of 0 means 1e-7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Checkmate MILP through PuLP: the same model for people who have another MILP solver.
 
-All but the call of the solver is the same as in `milp`, and so are papers, class and guarantees.
-PuLP reports no dual bound, so there is a bound only where the solver ended by itself: the objective
+Only the call of the solver differs from `milp`; papers, class and guarantees are the same. PuLP
+reports no dual bound, so there is a bound only where the solver ended by itself: the objective
 less the requested gap. Models are passed as expressions, which takes seconds where `milp` needs
 milliseconds.
 

@@ -56,7 +56,7 @@ from remat.solvers.core.interrupt import is_interrupted
 from remat.solvers.core.progress import Progress, ProgressCallback
 from remat.solvers.lp.backend import Answer, Backend
 
-# relative; a bound on costs that are no integers is no better, given HiGHS's tolerances
+# relative; HiGHS's tolerances allow no better bound where costs are not integers
 TOLERANCE = 1e-7
 # of the time left: for a solve whose point may give cuts, and for another one if it gave none
 _FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75
@@ -207,7 +207,7 @@ class StageSearch:
             self._tell()
 
     def _learn(self, answer: Answer) -> bool:
-        """Orders each point's stages and keeps the best schedule; returns if it added a cut."""
+        """Orders each point's stages, keeps the best schedule; returns whether it added a cut."""
         is_cut = False
         plans = [plans_of_point(self.model, point) for point in answer.points]
         for rank in reversed(range(len(plans))):  # the best one last

@@ -28,7 +28,7 @@ class Solver(ABC):
         """
 
     def telling(self, tell: ProgressCallback) -> Solver:
-        """Returns this solver, made to call `tell` with its progress too if it reports any."""
+        """Returns a copy that also calls `tell` with its progress; itself if it reports none."""
         if "progress" not in {option.name for option in fields(self)}:
             return self
 

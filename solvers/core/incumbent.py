@@ -28,7 +28,7 @@ class Search:
     """The best schedule and the best bound so far.
 
     Methods offer steps; valid ones that cost less become the incumbent. Offered steps over the
-    budget serve as starts for local search, those first that cost little and are little above it.
+    budget serve as starts for local search; those that cost little and exceed it little come first.
     The incumbent and the bound carry the name of the technique they come from.
 
     `cut_short` says what had to be left out, in the words of `Solution.cut_short`.
@@ -127,7 +127,7 @@ class Search:
                 self._starts = sorted([*self._starts, (distance, list(steps))])[:_MOST_STARTS]
 
     def offer(self, steps: Sequence[int]) -> bool:
-        """Makes `steps` the incumbent if they fit the budget and cost less; returns if they fit."""
+        """Makes `steps` the incumbent if they fit and cost less; returns whether they fit."""
         schedule = Schedule.from_steps(self.graph, [int(op) for op in steps])
         simulation = simulate(self.graph, schedule)
         if not keeps_regions(self.graph, schedule.steps):

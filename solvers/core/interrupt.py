@@ -72,8 +72,8 @@ def _take_note(*_: Any) -> None:
 def threads_beside(count: int) -> Iterator[Executor]:
     """Yields an executor whose threads end soon when this thread raises, as in a signal handler.
 
+    An exception sets the flag; otherwise leaving would wait for the threads' own time limits.
     Without memory for the threads, the calling thread does their work, one task after the other.
-    Without the flag, leaving on an exception would wait for the threads' own time limits.
     """
     executor: Executor = ThreadPoolExecutor(count) if _may_start(count) else _Alone()
     is_heeded = is_interrupted()

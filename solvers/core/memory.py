@@ -1,4 +1,4 @@
-"""Skips parts of a solve that memory does not suffice for, with a warning in place of an error."""
+"""Skips parts of a solve that run out of memory, with a warning in place of an error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HiGHS through highspy: the one place that configures it, passes models and runs it.
 
 Models are passed as arrays, never as expressions, so one of 20,000 rows takes milliseconds. Bounds
-that leave this room are made safe against HiGHS's tolerances (`safe_bound`).
+that leave this folder are made safe against HiGHS's tolerances (`safe_bound`).
 """
 
 from __future__ import annotations

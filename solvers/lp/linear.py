@@ -1,9 +1,9 @@
 """Mixed-integer programs from arrays, solved by HiGHS on one thread.
 
-Models are built from arrays, not from expressions, so one of 20,000 rows takes milliseconds. The
-bounds it returns are dual bounds, made safe against HiGHS's tolerances (`safe_bound`): that of an
-LP is recomputed from the duals and rounded down, also where a limit stopped the solve; that of a
-MIP is HiGHS's own, less what the tolerances can have added.
+Models are built from arrays, not from expressions, so one of 20,000 rows takes milliseconds. All
+bounds are dual bounds, made safe against HiGHS's tolerances (`safe_bound`): that of an LP is
+recomputed from the duals and rounded down, also where a limit stopped the solve; that of a MIP is
+HiGHS's own, less what the tolerances can have added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixed-integer rounding cuts of memory rows, which hold as values are kept whole or not at all.
+"""Mixed-integer rounding cuts of memory rows: values are kept whole or not at all.
 
 A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`,
 `transient_rows`). A network's values come in few sizes, and the budget is no multiple of the large

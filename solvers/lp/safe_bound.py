@@ -97,9 +97,9 @@ def is_surely_infeasible(program: LinearProgram, ray: Floats) -> bool:
 
 
 def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
-    """True where HiGHS's dual rays prove the linear program that it calls infeasible to be so.
+    """True where HiGHS's dual rays prove its claim that the linear program is infeasible.
 
-    Without a proof at first it solves once more, without presolve.
+    Without a proof at first, HiGHS solves once more, without presolve.
     """
     if any(is_surely_infeasible(program, ray) for ray in dual_rays(solver)):
         return True

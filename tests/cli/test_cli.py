@@ -1,4 +1,4 @@
-"""The command line: exit statuses, JSON, one line of error, and help that shows how."""
+"""The command line: exit statuses, JSON, one-line errors, and help with examples."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_default_solver_proves_its_answer(run: Run, plain: Path) -> None:
     assert answer["gap_percent"] <= 100 * (1 - answer["lower_bound"] / answer["cost"]) + 1e-9
 
 
-def test_the_four_ends_have_their_own_exit_status(run: Run, plain: Path) -> None:
+def test_each_outcome_has_its_own_exit_status(run: Run, plain: Path) -> None:
     solved = run("solve", plain, "--budget", "100%", "--format", "json")
     impossible = run("solve", plain, "--budget", "2", "--format", "json", "--time-limit", "10")
     stopped = run("solve", plain, "--budget", "3", "--solver", "keep-all", "--format", "json")
@@ -134,7 +134,7 @@ def test_a_saved_graph_is_an_instance(run: Run, tmp_path: Path) -> None:
         (["--budget", "14", "--output", "nowhere/plan.json"], "nowhere"),
     ],
 )
-def test_what_cant_be_used_is_refused_in_one_line(
+def test_an_unusable_option_is_refused_in_one_line(
     run: Run, plain: Path, arguments: list[str], part: str
 ) -> None:
     assert_refused(run("solve", plain, *arguments), part)
@@ -194,7 +194,7 @@ def test_plot_draws_what_solve_saved(run: Run, plain: Path) -> None:
     assert run("plot", plain, "--output", "keep_all.svg").exit_code == 0
 
 
-def test_plot_refuses_what_does_not_belong(run: Run, plain: Path, tmp_path: Path) -> None:
+def test_plot_refuses_wrong_files_and_formats(run: Run, plain: Path, tmp_path: Path) -> None:
     transformer(1).save(tmp_path / "graph.json")
     run("solve", "graph.json", "--budget", "100%", "--solver", "keep-all", "--output", "other.json")
     assert_refused(run("plot", plain, "other.json"), "other.json", "for another step")
@@ -368,7 +368,7 @@ def test_doctor_takes_keywords_and_step_functions(run: Run) -> None:
         ("wrong_shape", ["[4, 9] X [8, 8]", "(some_factories.py:"]),
     ],
 )
-def test_what_a_factory_returned_wrongly_is_refused_in_one_line(
+def test_a_wrong_result_of_a_factory_is_refused_in_one_line(
     run: Run, name: str, parts: list[str]
 ) -> None:
     for command in ("trace", "doctor"):
@@ -388,7 +388,7 @@ def test_what_a_factory_returned_wrongly_is_refused_in_one_line(
         ("broken_factory.py:make", ["no_such_name", "broken_factory.py:2", "torch.no_such_name"]),
     ],
 )
-def test_a_factory_that_fails_says_how_in_three_lines(
+def test_a_failing_factory_is_reported_in_three_lines(
     run: Run, factory: str, told: list[str]
 ) -> None:
     for command in ("trace", "doctor"):
@@ -400,7 +400,7 @@ def test_a_factory_that_fails_says_how_in_three_lines(
 
 
 @pytest.mark.usefixtures("factories")
-def test_a_step_that_raises_says_how(run: Run) -> None:
+def test_a_failing_step_names_its_line(run: Run) -> None:
     traced = run("trace", "some_factories:picky")
     first, place, line = traced.stderr.splitlines()
     assert traced.exit_code == 2
@@ -408,12 +408,12 @@ def test_a_step_that_raises_says_how(run: Run) -> None:
     assert "in forward" in place
     assert "raise KeyError" in line
 
-    # which plans whole steps only
+    # doctor plans whole steps only
     assert_refused(run("doctor", "some_factories:picky"), "KeyError('a batch of three')")
 
 
 @pytest.mark.parametrize("command", [(), ("trace",), ("solve",), ("doctor",)])
-def test_help_tells_the_exit_statuses(run: Run, command: tuple[str, ...]) -> None:
+def test_help_lists_the_exit_statuses(run: Run, command: tuple[str, ...]) -> None:
     text = " ".join(run(*command, "--help").stdout.split())
     assert "Exit status" in text
     assert "2 bad input" in text
@@ -435,7 +435,7 @@ def test_doctor_finds_nothing_wrong_here(run: Run) -> None:
     assert "BAD" not in result.stdout
 
 
-def test_doctor_ends_with_1_where_something_is_wrong(
+def test_doctor_exits_with_1_if_something_is_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -469,7 +469,7 @@ def test_solve_starts_without_torch(plain: Path) -> None:
     assert not done.stderr
 
 
-def test_python_m_remat_is_the_same(plain: Path) -> None:
+def test_python_m_remat_does_the_same(plain: Path) -> None:
     def call(*arguments: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "remat", *map(str, arguments)], capture_output=True, text=True

@@ -32,20 +32,20 @@ def test_every_way_of_writing_a_budget_is_read(budget: int | str, size_bytes: in
 
 def test_large_numbers_are_exact() -> None:
     assert parse_budget(str(2**60 + 1)) == 2**60 + 1
-    assert parse_budget("9007199254740993B") == 9007199254740993  # 2**53 + 1, which no float is
+    assert parse_budget("9007199254740993B") == 9007199254740993  # 2**53 + 1 is no float
 
 
 @pytest.mark.parametrize(
     "budget",
     ["", "GiB", "8 GiBs", "1e9", "-5", "8,5GB", "0", "0%", 0, -1, "nan", "inf", "८GB", "5 5"],
 )
-def test_what_is_no_budget_is_refused(budget: int | str) -> None:
+def test_an_invalid_budget_is_refused(budget: int | str) -> None:
     with pytest.raises(ValueError, match="budget"):
         parse_budget(budget, keep_all_bytes=1000)
 
 
 @pytest.mark.parametrize("budget", [1.5, None, True, b"8GiB", ["8GiB"]])
-def test_what_has_the_wrong_type_is_refused(budget: object) -> None:
+def test_a_budget_of_the_wrong_type_is_refused(budget: object) -> None:
     with pytest.raises(TypeError, match="8GiB"):
         parse_budget(budget)  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_an_unknown_unit_is_named() -> None:
         parse_budget("8XB")
 
 
-def test_a_percentage_needs_something_to_be_a_part_of() -> None:
+def test_a_percentage_needs_the_keep_all_peak() -> None:
     with pytest.raises(ValueError, match="percentage"):
         parse_budget("60%")
 
@@ -106,7 +106,7 @@ def test_a_scale_is_the_largest_that_fits(largest: float, unit: str, name: str) 
         ("cpu", "flops", Units("B", "FLOP")),
     ],
 )
-def test_a_graph_says_what_its_numbers_count(device: str, costs: str, units: Units) -> None:
+def test_a_graphs_device_and_costs_give_its_units(device: str, costs: str, units: Units) -> None:
     assert (
         Units.of(
             Graph((Value("a", 1),), (Operator("a", 1.0, (), (0,)),), device=device, costs=costs)

@@ -1,4 +1,4 @@
-"""Every input is judged by the same rules, whoever reads it, and refused in one line."""
+"""Every reader checks its input by the same rules, and refuses bad input in one line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_refused(load: Load, path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"2**{abs(size).bit_length()}")
-def test_a_size_is_judged_wherever_it_stands(size: int, tmp_path: Path) -> None:
+def test_a_bad_size_is_refused_wherever_it_occurs(size: int, tmp_path: Path) -> None:
     for load in (Graph.load, read_instance):
         assert_refused(load, written(GRAPH, tmp_path, "values", 1, "size_bytes", value=size))
         assert_refused(
@@ -78,7 +78,7 @@ def test_a_size_is_judged_wherever_it_stands(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cost", COSTS)
-def test_a_cost_is_judged_wherever_it_stands(cost: float, tmp_path: Path) -> None:
+def test_a_bad_cost_is_refused_wherever_it_occurs(cost: float, tmp_path: Path) -> None:
     for load in (Graph.load, read_instance):
         assert_refused(load, written(GRAPH, tmp_path, "operators", 1, "cost_s", value=cost))
     assert_refused(read_instance, written(PLAIN, tmp_path, "cost", 0, value=cost))
@@ -89,11 +89,11 @@ def test_a_cost_is_judged_wherever_it_stands(cost: float, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["cost_s", "keep_all_cost_s", "lower_bound_s", "wall_s"])
-def test_a_plan_has_no_negative_number(name: str, tmp_path: Path) -> None:
+def test_a_plans_negative_number_is_refused(name: str, tmp_path: Path) -> None:
     assert_refused(Solution.load, written(PLAN, tmp_path, name, value=-1.0))
 
 
-def test_sizes_that_no_float_counts_together_are_refused() -> None:
+def test_sizes_whose_sum_exceeds_exact_floats_are_refused() -> None:
     half = 2**52
     Graph.from_arrays([1, 1], [half, half - 1], [])
     with pytest.raises(GraphError, match="add up to"):
@@ -104,7 +104,7 @@ def test_sizes_that_no_float_counts_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 2**31, 2**63, 10**30])
-def test_a_step_is_judged_wherever_it_stands(step: int, tmp_path: Path) -> None:
+def test_a_bad_step_is_refused_wherever_it_occurs(step: int, tmp_path: Path) -> None:
     assert PLAN.schedule is not None
     assert_refused(Schedule.load, written(PLAN.schedule, tmp_path, "steps", 2, value=step))
     assert_refused(Solution.load, written(PLAN, tmp_path, "schedule", "steps", 2, value=step))
@@ -123,7 +123,7 @@ def test_steps_are_whole_numbers() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text)[:12])
-def test_a_text_is_judged_wherever_it_stands(text: str, tmp_path: Path) -> None:
+def test_a_bad_text_is_refused_wherever_it_occurs(text: str, tmp_path: Path) -> None:
     for name in ("name", "module", "source", "target", "pinned"):
         assert_refused(Graph.load, written(GRAPH, tmp_path, "operators", 1, name, value=text))
     for name in ("name", "dtype"):
@@ -137,7 +137,7 @@ def test_a_text_is_judged_wherever_it_stands(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", ["[" * 60_000, "[" * 60_000 + "]" * 60_000, '{"a":' * 60_000])
-def test_nesting_is_refused_by_every_reader(levels: str, tmp_path: Path) -> None:
+def test_deep_nesting_is_refused_by_every_reader(levels: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text('{"version": 1, "x": ' + levels)
     for load in (Graph.load, Schedule.load, Solution.load, Solution.load_all, read_instance):
@@ -146,7 +146,7 @@ def test_nesting_is_refused_by_every_reader(levels: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", ".", "none.json", "\x00"])
-def test_what_is_no_file_is_refused(path: str) -> None:
+def test_a_path_that_is_no_file_is_refused(path: str) -> None:
     for load in (Graph.load, Schedule.load, Solution.load, Solution.load_all, read_instance):
         with pytest.raises(RematError) as caught:
             load(Path(path))
@@ -154,7 +154,7 @@ def test_what_is_no_file_is_refused(path: str) -> None:
 
 
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
-    """`remat solve <(zcat graph.json.gz)`: the file was opened twice, and the second was empty."""
+    """`remat solve <(zcat graph.json.gz)` opened the pipe twice; the second read was empty."""
     GRAPH.save(tmp_path / "graph.json")
     reader, writer = os.pipe()
     os.write(writer, (tmp_path / "graph.json").read_bytes())
@@ -166,7 +166,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[-1.0, 0.0], [1e300, 0.0], [1.0, 2.0**60], [1.0], []])
-def test_a_measurement_that_cant_be_is_made_again(numbers: list[float], tmp_path: Path) -> None:
+def test_an_impossible_cached_measurement_is_ignored(numbers: list[float], tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     path.write_text(json.dumps({"key": numbers}))
     assert DiskCache(path).get("key", (0.0, 1e6), (0.0, 2.0**50)) is None
@@ -179,7 +179,7 @@ def test_a_budget_of_many_digits_is_refused_in_one_line(budget: str | int) -> No
     assert len(str(caught.value)) < 300
 
 
-def test_the_command_line_refuses_what_cant_be_written(
+def test_the_command_line_refuses_outputs_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -200,7 +200,7 @@ def test_the_command_line_refuses_what_cant_be_written(
             assert output in result.stderr
 
 
-def test_a_name_in_brackets_or_dollars_is_no_markup(
+def test_brackets_and_dollars_in_a_name_are_no_markup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -218,10 +218,10 @@ def test_a_name_in_brackets_or_dollars_is_no_markup(
 
 
 @pytest.mark.parametrize("graph", [Graph((), ()), Graph.from_arrays([0] * 2, [0] * 2, [(0, 1)])])
-def test_a_graph_of_nothing_is_a_graph(
+def test_a_graph_of_no_bytes_works(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`remat frontier` divided by the peak of keeping everything."""
+    """`remat frontier` divided by the peak of keeping everything, which is 0 here."""
     monkeypatch.chdir(tmp_path)
     graph.save("graph.json")
     limit = ["--time-limit", "1"]
@@ -237,13 +237,13 @@ def test_a_graph_of_nothing_is_a_graph(
 
 
 @pytest.mark.parametrize("option", [["--time-limit", "nan"], ["--gap", "nan"], ["--gap", "-1"]])
-def test_an_option_that_is_no_number_is_refused(option: list[str], tmp_path: Path) -> None:
+def test_an_invalid_number_for_an_option_is_refused(option: list[str], tmp_path: Path) -> None:
     GRAPH.save(tmp_path / "graph.json")
     arguments = ["solve", str(tmp_path / "graph.json"), "--budget", "100%", *option]
     assert CliRunner().invoke(commands.app, arguments).exit_code == 2
 
 
-def test_a_curve_of_more_points_than_anybody_waits_for_is_refused(tmp_path: Path) -> None:
+def test_a_curve_of_too_many_points_is_refused(tmp_path: Path) -> None:
     GRAPH.save(tmp_path / "graph.json")
     arguments = ["frontier", str(tmp_path / "graph.json"), "--points", "1000000000"]
     assert CliRunner().invoke(commands.app, arguments).exit_code == 2

@@ -1,4 +1,4 @@
-"""What differs between two graphs, from the outline that a plan has of its own."""
+"""The first difference between two graphs, found from the outline that a plan keeps."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def resized(index: int) -> Graph:
         ),
     ],
 )
-def test_the_first_difference_is_told(other: Graph, difference: str) -> None:
+def test_the_first_difference_is_named(other: Graph, difference: str) -> None:
     assert first_difference(outline(GRAPH), other) == difference
 
 
-def test_a_saved_plan_tells_what_differs(tmp_path: Path) -> None:
+def test_a_saved_plan_names_the_difference(tmp_path: Path) -> None:
     solution = remat.solve(GRAPH, "100%")
     solution.save(tmp_path / "plan.json")
     loaded = remat.Solution.load(tmp_path / "plan.json")
@@ -76,6 +76,6 @@ def test_a_saved_plan_tells_what_differs(tmp_path: Path) -> None:
     ):
         loaded.on(changed(1, reads=(0, 1)))
 
-    without = replace(loaded, outline=())  # of an older file
+    without = replace(loaded, outline=())  # as in an older file
     with pytest.raises(remat.ScheduleError, match=r"\(2 operators\); trace and solve again"):
         without.on(changed(1, reads=(0, 1)))

@@ -41,7 +41,7 @@ OUTPUTS: dict[str, Callable[[Path], None]] = {
 
 @contextmanager
 def full_disk(size_bytes: int) -> Iterator[None]:
-    """No file grows beyond so many bytes, as on a disk that has no more."""
+    """Limits every file to `size_bytes`, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -52,7 +52,7 @@ def full_disk(size_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("before", [b"", b"what was there before"])
-def test_a_full_disk_leaves_what_was_there(name: str, before: bytes, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file(name: str, before: bytes, tmp_path: Path) -> None:
     path = tmp_path / name
     if before:
         path.write_bytes(before)
@@ -74,7 +74,7 @@ def test_a_new_file_has_the_users_permissions(umask: int, mode: int, tmp_path: P
         os.umask(before)
 
 
-def test_a_file_that_is_there_keeps_its_permissions_and_its_links(tmp_path: Path) -> None:
+def test_an_overwritten_file_keeps_its_permissions_and_links(tmp_path: Path) -> None:
     path, link = tmp_path / "plan.json", tmp_path / "link.json"
     path.touch(0o640)
     path.chmod(0o640)
@@ -85,7 +85,7 @@ def test_a_file_that_is_there_keeps_its_permissions_and_its_links(tmp_path: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     write_whole("/dev/null", b"nothing")
     assert not Path("/dev/null").is_file()
     reader, writer = os.pipe()
@@ -109,7 +109,7 @@ files.write_whole(sys.argv[1], b"half")
 """
 
 
-def test_what_a_killed_writer_left_is_collected_an_hour_later(tmp_path: Path) -> None:
+def test_a_killed_writers_part_is_removed_an_hour_later(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
     subprocess.run([sys.executable, "-c", KILLED, path], check=False)
@@ -122,12 +122,12 @@ def test_what_a_killed_writer_left_is_collected_an_hour_later(tmp_path: Path) ->
     an_hour_ago = part.stat().st_mtime - 3700
     os.utime(part, (an_hour_ago, an_hour_ago))
     PLAN.save(tmp_path / "other.json")
-    assert part.exists()  # it is not of this file
+    assert part.exists()  # it belongs to another file
     PLAN.save(path)
     assert set(tmp_path.iterdir()) == {path, tmp_path / "other.json"}
 
 
-def test_a_cache_folder_collects_the_parts_of_all_its_files(tmp_path: Path) -> None:
+def test_a_cache_folder_removes_old_parts_of_all_its_files(tmp_path: Path) -> None:
     part, foreign = tmp_path / ".remat-0123456789ab-1-00.part", tmp_path / ".hidden"
     for path in (part, foreign):
         path.touch()
@@ -140,10 +140,10 @@ def test_a_cache_folder_collects_the_parts_of_all_its_files(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("skew_s", [-1e6, 1e6])
-def test_what_was_just_written_stays_whatever_the_clocks_say(
+def test_a_new_plan_stays_whatever_the_clocks_say(
     skew_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine's plans have dates in the future, or this one's are in the past."""
+    """Plans of another machine may be dated in the future, or ours in the past."""
     for index in range(3):
         old = tmp_path / f"{index}.json"
         PLAN.save(old)
@@ -156,10 +156,10 @@ def test_what_was_just_written_stays_whatever_the_clocks_say(
     assert again == PLAN
 
 
-def test_a_cache_that_cant_be_looked_into_is_no_reason_to_fail(
+def test_an_unreadable_cache_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder of another user: `exists` itself raised `PermissionError`, and training ended."""
+    """In another user's folder, `exists` itself raised `PermissionError` and ended training."""
 
     def refuse(*_: object, **__: object) -> bool:
         raise PermissionError(13, "Permission denied")
@@ -171,6 +171,6 @@ def test_a_cache_that_cant_be_looked_into_is_no_reason_to_fail(
     assert "can't be" in caplog.text
 
 
-def test_json_of_a_trace_is_json(tmp_path: Path) -> None:
+def test_a_trace_is_valid_json(tmp_path: Path) -> None:
     export(GRAPH, SCHEDULE, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,6 +1,6 @@
 """Graphs, schedules and solutions on disk.
 
-Equal when read back, refused in one line when they are not ours.
+Ours are equal when read back; other files are refused in one line.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_a_bound_counted_in_numpy_can_be_saved(tmp_path: Path) -> None:
     assert Solution.load(tmp_path / "plan.json") == solution
 
 
-def test_costs_do_not_change_the_fingerprint_and_sizes_do() -> None:
+def test_sizes_change_the_fingerprint_and_costs_do_not() -> None:
     graph = Graph.from_arrays([1, 1], [8, 8], [(0, 1)])
     assert graph.with_costs([2, 3]).fingerprint == graph.fingerprint
     assert Graph.from_arrays([1, 1], [8, 9], [(0, 1)]).fingerprint != graph.fingerprint
@@ -138,7 +138,7 @@ def test_a_failed_write_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["graph.json"]
 
 
-def test_the_plain_form_is_the_graph_of_its_arrays(tmp_path: Path) -> None:
+def test_a_plain_file_is_the_graph_of_its_arrays(tmp_path: Path) -> None:
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(PLAIN | {"name": "for people", "published": {}}))
     assert read_instance(path) == Graph.from_arrays(
@@ -187,7 +187,7 @@ def test_a_broken_instance_is_refused_in_one_line(
     "content",
     ["", "[", "[1]", "3", '{"cost": [NaN], "size": [1], "edges": []}', '{"x": ' + "[" * 100_000],
 )
-def test_what_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_without_a_json_object_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(GraphError, match=r"bad\.json"):

@@ -1,4 +1,4 @@
-"""What the results page and the README say of each figure is what its result file says.
+"""Sentences about figures, in the results page and the README, match the result files.
 
 A new run shows which sentences to correct.
 """
@@ -386,7 +386,7 @@ def record_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_a_sentence_says_what_its_result_file_says(
+def test_sentences_match_their_result_file(
     section: Callable[[dict[str, Any]], Claims],
 ) -> None:
     missing = [claim for claim in section(record_of(section.__name__)) if claim not in TEXT]

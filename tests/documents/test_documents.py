@@ -1,6 +1,4 @@
-"""Every Python block and every command of the documents and of the command line's own help runs as
-it stands.
-"""
+"""Every Python block and command in the documents and in `--help` runs as written."""
 
 from __future__ import annotations
 
@@ -75,9 +73,9 @@ def _commands() -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's GPT has fewer layers and plans less time.
+    """Gives the demo's GPT fewer layers, and every plan less time.
 
-    What is shown does not depend on either.
+    What the documents show depends on neither.
     """
     monkeypatch.setattr("remat.cli.demo.LAYERS", 2)
     for planner in (remat.checkpoint, remat.solve):
@@ -92,7 +90,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_block_of_code_runs(
     name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a module of its own, as a script is: step functions reach models by its globals."""
+    """Each block is a module of its own: step functions find models through its globals."""
     module = types.ModuleType(f"block_{re.sub(r'[^a-z0-9]', '_', name.lower())}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(code.replace("/tmp/", f"{tmp_path}/"), name, "exec"), vars(module))

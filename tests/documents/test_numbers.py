@@ -1,6 +1,6 @@
-"""Numbers, pictures and commands in the documents.
+"""Numbers, pictures, links and commands in the documents.
 
-Each is in a result file, in a folder, in the program.
+Numbers are those of the result files; everything that is named exists.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def found_in(pattern: str) -> set[tuple[str, str]]:
     }
 
 
-def test_measured_peaks_are_those_of_the_result_file() -> None:
+def test_measured_peaks_match_the_result_file() -> None:
     shown = rows_of(everything())
     rows = [Row(**row) for model in read("predicted_vs_measured").values() for row in model["rows"]]
     assert rows
@@ -60,7 +60,7 @@ def test_measured_peaks_are_those_of_the_result_file() -> None:
         assert f"| {' | '.join(_cells(row))} |".replace("|  |", "| |") in shown
 
 
-def test_the_coverage_is_that_of_the_result_file() -> None:
+def test_the_coverage_matches_the_result_file() -> None:
     page = re.sub(r"\s+", " ", everything())
     rows = [coverage.Row(**row) for model in coverage.load().values() for row in model["rows"]]
     counts = coverage.outcomes([row for row in rows if row.family != "torch.nn"])
@@ -96,7 +96,7 @@ def test_the_coverage_is_that_of_the_result_file() -> None:
     assert not modules
 
 
-def test_published_graphs_are_those_of_the_result_file() -> None:
+def test_published_graphs_match_the_result_file() -> None:
     shown = rows_of(everything())
     for row in read("checkmate_published")["rows"]:
         ours = f"{row['cost']:,.0f} | {row['bound']:,.0f} | {row['seconds']:.1f}"
@@ -104,7 +104,7 @@ def test_published_graphs_are_those_of_the_result_file() -> None:
         assert any(line.endswith(numbers) for line in shown), numbers
 
 
-def test_the_front_pages_demo_is_that_of_the_result_file() -> None:
+def test_the_front_pages_demo_matches_the_result_file() -> None:
     shown, runs = (
         rows_of((ROOT / "README.md").read_text()),
         json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"],
@@ -133,7 +133,7 @@ def test_the_front_page_shows_what_its_blocks_print() -> None:
             assert line in printed, f"not printed, or not in this order: {line}"
 
 
-def test_the_paces_of_small_steps_are_those_of_the_result_file() -> None:
+def test_the_times_of_small_steps_match_the_result_file() -> None:
     page = re.sub(r"\s+", " ", everything())
     small, middle, large = read("speed")["step"]
     assert (
@@ -155,7 +155,7 @@ def test_the_largest_graph_is_solved_as_the_guide_says() -> None:
     assert largest["operators"] > 100_000 and largest["gap_percent"] < 1 and largest["seconds"] < 60
 
 
-def test_a_complete_run_took_as_long_as_is_said() -> None:
+def test_the_time_of_a_complete_run_is_as_stated() -> None:
     run = read("experiments_time")
     assert set(FIGURES) <= set(run["scripts"]) and all(
         script["is_done"] for script in run["scripts"].values()
@@ -163,7 +163,7 @@ def test_a_complete_run_took_as_long_as_is_said() -> None:
     assert f"took {run['total']['wall_s'] / 60:.0f} minutes" in (RESULTS / "README.md").read_text()
 
 
-def test_checkmates_table_2_is_that_of_the_result_file() -> None:
+def test_checkmates_table_2_matches_the_result_file() -> None:
     shown = rows_of((RESULTS / "README.md").read_text())
     for cells in cells_of_table_2(read("checkmate_figures")):
         assert f"| {' | '.join(cells)} |" in shown
@@ -174,7 +174,7 @@ def pictures() -> Iterator[tuple[str, Path]]:
         yield document, (ROOT / document).parent / link
 
 
-def test_every_picture_has_a_result_file_that_says_when_and_where_it_was_made() -> None:
+def test_every_picture_has_a_result_file_with_date_seed_and_machine() -> None:
     found = list(pictures())
     assert len(found) >= 5
     for document, picture in found:
@@ -197,14 +197,14 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
         assert ((ROOT / document).parent / link).exists(), f"{document} links to {link}"
 
 
-def test_every_path_that_is_named_exists() -> None:
+def test_every_named_path_exists() -> None:
     for document, path in found_in(
         r"`((?:experiments|tests|solvers|tracers|remat|docs)/[\w./-]+\.(?:py|json|md|png|csv))`"
     ):
         assert (ROOT / path).exists(), f"{document} names {path}"
 
 
-def test_every_command_that_is_named_exists() -> None:
+def test_every_named_command_exists() -> None:
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for document, name in found_in(r"`remat (\w+)[^`|]*`"):
         assert name in commands, f"{document} names remat {name}"
@@ -213,7 +213,7 @@ def test_every_command_that_is_named_exists() -> None:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_of_make_experiments_is_there_and_in_the_index(name: str) -> None:
+def test_every_figure_of_make_experiments_exists_and_is_in_the_index(name: str) -> None:
     record = read(name)
     assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
     assert list(RESULTS.glob(f"{name.removesuffix('s')}*.png"))

@@ -1,6 +1,6 @@
-"""The benchmark: rows are judged, kept, compared at equal peak, and drawn.
+"""The benchmark: rows are checked, kept, compared at equal peak, and drawn.
 
-Absent instances are said to be absent.
+Missing instances are reported.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_published_instances_are_judged_and_compared(results: Path) -> None:
+def test_published_instances_are_checked_and_compared(results: Path) -> None:
     tight, none = rows(results, "published")
     assert (tight["cost"], tight["published_by"], tight["published_cost"]) == (5.0, "moccasin", 5.0)
     assert tight["referee"] == ("valid" if REFEREE.is_file() else "absent")
@@ -77,7 +77,7 @@ def test_published_instances_are_judged_and_compared(results: Path) -> None:
     assert [row["budget"] for row in table] == ["tight", "none"]
 
 
-def test_networks_are_solved_until_it_is_proved(
+def test_networks_are_solved_until_proved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("checkmate_tiny", "layered"):
@@ -106,7 +106,7 @@ def test_networks_are_solved_until_it_is_proved(
     assert "not proved: 0 of 2" in capsys.readouterr().out
 
 
-def test_traced_points_are_solved_until_it_is_proved(
+def test_traced_points_are_solved_until_proved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformer(2).save(tmp_path / "gpt2_48.json")  # in place of the traced graph
@@ -131,7 +131,7 @@ def test_traced_points_are_solved_until_it_is_proved(
     assert f"not proved: {int(not is_proved(row))} of 1" in capsys.readouterr().out
 
 
-def test_baselines_are_met_at_their_own_peak(results: Path) -> None:
+def test_auto_is_compared_at_the_baselines_peaks(results: Path) -> None:
     found = rows(results, "real")
     reached = {
         row["peak_bytes"] for row in found if row["kind"] == "peer" and row["cost"] is not None
@@ -153,7 +153,7 @@ def test_the_curve_is_compared_with_single_solves(results: Path) -> None:
     }
 
 
-def test_finished_rows_are_kept_and_other_options_start_anew(tmp_path: Path) -> None:
+def test_finished_rows_are_kept_and_other_options_start_over(tmp_path: Path) -> None:
     first = Rows(tmp_path, "set", {"time_limit_s": 1.0}, is_fresh=False)
     assert first.row({"name": "a"}, lambda: {"cost": 1.0})["cost"] == 1.0
     again = Rows(tmp_path, "set", {"time_limit_s": 1.0}, is_fresh=False)
@@ -162,9 +162,7 @@ def test_finished_rows_are_kept_and_other_options_start_anew(tmp_path: Path) -> 
     assert other.row({"name": "a"}, lambda: {"cost": 2.0})["cost"] == 2.0
 
 
-def test_absent_instances_are_said_to_be_absent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_instances_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ["--instances", str(tmp_path / "nowhere"), "--output", str(tmp_path)]
     assert bench.main(["published", *options]) == 2
     assert "--instances or REMAT_INSTANCES" in caplog.text

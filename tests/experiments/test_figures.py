@@ -1,4 +1,4 @@
-"""The parts of the figures' scripts that have a right answer."""
+"""The parts of the figure scripts whose right answer is known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tiled_attention_survives_scores_that_overflow_alone() -> None:
     assert torch.allclose(out, torch.ones_like(out))
 
 
-def test_a_graph_between_two_batches_is_the_traced_one() -> None:
+def test_a_graph_between_two_batches_matches_the_traced_one() -> None:
     def traced(batch: int) -> remat.Graph:
         model = torch.nn.Sequential(
             torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0)
@@ -63,7 +63,7 @@ def test_a_graph_between_two_batches_is_the_traced_one() -> None:
     assert between.cost_s == pytest.approx(real.cost_s)
 
 
-def test_the_leanest_schedule_of_a_heuristic_needs_least() -> None:
+def test_the_leanest_schedule_of_a_heuristic_has_the_least_peak() -> None:
     graph = transformer(6, width=2**12)
     best = leanest("chen-greedy", graph)
     assert best.is_solved
@@ -73,7 +73,7 @@ def test_the_leanest_schedule_of_a_heuristic_needs_least() -> None:
         assert not other.is_solved or other.peak_bytes >= 0.99 * best.peak_bytes
 
 
-def test_known_growth_has_its_exponent() -> None:
+def test_known_growth_gives_its_exponent() -> None:
     powers = {
         "no optimization": 1.0,
         "in place": 1.0,
@@ -93,7 +93,7 @@ def test_a_table_is_markdown() -> None:
     assert table([["a", "1"]], ["x", "y"]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
 
 
-def test_gradients_are_judged_by_inductors_own_rounding() -> None:
+def test_inductors_rounding_is_the_gradients_tolerance() -> None:
     def row(family: str, label: str, off: float) -> dict[str, object]:
         return {"model": "m", "family": family, "label": label, "gradient_difference": off}
 

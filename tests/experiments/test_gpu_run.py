@@ -1,4 +1,4 @@
-"""The run on a GPU, rehearsed on the CPU: every fact is written at once, and a failure is one."""
+"""The GPU run, rehearsed on the CPU: facts are written at once, and a failure is a fact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def facts(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# transformers 5.23 renames it; older ones have the old name alone
+# transformers 5.23 renamed it; older versions only have the old name
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is dep:FutureWarning")
 def test_a_rehearsal_writes_facts_and_no_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -42,9 +42,7 @@ def test_a_rehearsal_writes_facts_and_no_errors(
     assert "remat least" in capsys.readouterr().out
 
 
-def test_a_plan_that_was_made_elsewhere_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_made_elsewhere_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "MODELS", ("gpt2-medium",))
     place, output = Place("cpu", is_tiny=True), tmp_path / "facts.jsonl"
     forecast.write_plans(tmp_path, place, "cpu")

@@ -66,7 +66,7 @@ def test_a_step_that_cannot_be_planned_is_a_row_with_its_error() -> None:
     assert row.aot_eager  # what PyTorch's own compilation does with it
 
 
-def test_a_step_with_a_state_of_its_own_is_not_judged() -> None:
+def test_a_step_with_hidden_state_is_not_judged() -> None:
     noise = torch.Generator().manual_seed(0)
 
     class Noisy(_Tiny):
@@ -121,7 +121,7 @@ def test_a_missing_library_is_skipped_with_its_reason(
     assert third_party_table.load() == {}
 
 
-def test_an_empty_module_stands_in_for_one_that_is_imported_and_not_used() -> None:
+def test_an_empty_module_replaces_an_import_that_is_not_used() -> None:
     program = (
         "from experiments.absent_modules import stand_in_for\n"
         "assert stand_in_for('json', 'no_such_library') == ('no_such_library',)\n"

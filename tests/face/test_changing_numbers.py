@@ -1,7 +1,7 @@
-"""Numbers that change from step to step cost no plan each, and change nothing else.
+"""Numbers that change at every step need no new plan each time, and change nothing else.
 
-A report from a user: a learning schedule inside of a forward, `scale=1 - 0.01 * step`, made
-`checkpoint` capture and plan every step again, for ever, and nothing said so.
+A user's report: a schedule inside a forward, `scale=1 - 0.01 * step`, made `checkpoint` capture and
+plan every step again, forever and without a warning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GLOBAL = Global()
 
 
 class Net(nn.Module):
-    """Counts its calls, and has numbers of its own in attributes, lists and dictionaries."""
+    """Has numbers in attributes, lists and dictionaries, among them a count of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Mathematics(Net):
 
 
 class Scalars(Net):
-    """Numbers in the other arguments of operators."""
+    """Numbers in scalar arguments of operators, such as `alpha`."""
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         self.beta *= 0.7
@@ -113,7 +113,7 @@ class Scalars(Net):
 
 
 class HalfPrecision(Net):
-    """In bfloat16, where a number that became a tensor would be rounded before it is used."""
+    """In bfloat16, where a number turned into a tensor would be rounded before it is used."""
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         self.beta *= 0.913
@@ -142,7 +142,7 @@ class CutAndCounting(Net):
 
 
 class Wrapped(Net):
-    """Calls another's forward with what changes in a container, as a user would."""
+    """Reads its changing numbers from containers that the caller passes."""
 
     def forward(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         scale, settings = options["scales"][1], options["settings"]
@@ -177,7 +177,7 @@ IN_PIECES: list[type[Net]] = [RandomAndCut, CutAndCounting]
         *((make, keep_nothing) for make in (*IN_PIECES, Mathematics, Counter)),
     ],
 )
-def test_a_number_that_changes_costs_one_more_plan(make: type[Net], steps_of: Steps) -> None:
+def test_a_changing_number_costs_one_more_plan(make: type[Net], steps_of: Steps) -> None:
     plain = make()
     model = planned(copy.deepcopy(plain), steps_of)
     assert isinstance(model, Net)
@@ -201,7 +201,7 @@ def test_numbers_in_containers_cost_one_more_plan() -> None:
     assert plans_of(model) == 2
 
 
-def test_no_schedule_is_solved_twice_where_a_number_became_an_input() -> None:
+def test_a_number_that_becomes_an_input_keeps_the_schedule() -> None:
     model = planned(Argument())
 
     for step in range(3):
@@ -211,7 +211,7 @@ def test_no_schedule_is_solved_twice_where_a_number_became_an_input() -> None:
     assert first.solution is second.solution
 
 
-def test_a_plan_beside_gradients_knows_which_number_changed() -> None:
+def test_a_plan_for_accumulation_knows_which_number_changed() -> None:
     plain = Argument()
     model = remat.checkpoint(copy.deepcopy(plain), "200%", costs="flops", plan_cache=False)
 
@@ -222,7 +222,7 @@ def test_a_plan_beside_gradients_knows_which_number_changed() -> None:
             module(X, step).backward()
         assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
-    assert plans_of(model) <= 3  # the first, its number as an input, and beside gradients
+    assert plans_of(model) <= 3  # the first, with the number as an input, with gradients held
 
 
 class Rows(Net):
@@ -260,7 +260,7 @@ class Exponential(Net):
 
 
 @pytest.mark.parametrize("make", [Rows, RowsOfFloat, RowsAfterCut, Loop, DropoutShare, Exponential])
-def test_a_number_that_can_be_no_input_is_right_and_reported_at_the_third_plan(
+def test_a_number_that_cannot_be_an_input_is_reported_at_the_third_plan(
     make: type[Net], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = make()
@@ -307,7 +307,7 @@ def test_a_third_length_is_reported_with_advice(caplog: pytest.LogCaptureFixture
     assert "mark_dynamic" in message
 
 
-def test_nothing_is_reported_of_numbers_that_do_not_change(
+def test_nothing_is_reported_of_a_number_that_becomes_an_input(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = planned(Counter())
@@ -320,7 +320,7 @@ def test_nothing_is_reported_of_numbers_that_do_not_change(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -0.0, 1e100, 2**30, True])
-def test_infinite_and_other_special_numbers_are_computed_with_as_they_are(value: Any) -> None:
+def test_nan_infinity_and_other_special_numbers_stay_exact(value: Any) -> None:
     plain = Argument()
     plain.forward = plain.scaled  # type: ignore[method-assign, assignment]
     model = planned(_with_forward(Argument(), "scaled", plain))
@@ -336,7 +336,7 @@ def _with_forward(model: Net, name: str, like: Net) -> Net:
 
 
 class Unbreakable(Net):
-    """Its number reaches what can't be captured with a symbol, and can with a constant."""
+    """Passes its number to code that is captured with a constant, but not with a symbol."""
 
     def __init__(self, spoil: Callable[[float], float]) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Unbreakable(Net):
         return loss_of(self.body(x) * self.spoil(0.5 + step))
 
 
-def test_where_a_symbol_would_cut_the_graph_each_number_is_captured_alone() -> None:
+def test_each_number_is_captured_alone_if_a_symbol_would_cut_the_graph() -> None:
     plain = Unbreakable(lambda scale: float(f"{scale:.3f}"))
     model = planned(copy.deepcopy(plain))
 

@@ -1,4 +1,4 @@
-"""What a user sees of an error: the cause and the line of the model, without the inside."""
+"""What a user sees of an error: its cause and the model's line, without internal frames."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ model(torch.randn(4, 9))
 LINE_OF_THE_MODEL = 1 + SCRIPT.splitlines().index("        return self.layers(x).sum()")
 
 
-def test_a_wrong_input_shape_is_reported_in_a_few_lines_with_the_line_of_the_model(
+def test_a_wrong_input_shape_is_reported_briefly_with_the_models_line(
     tmp_path: Path,
 ) -> None:
-    """Torch logged 370 lines before it, and the traceback had 60 frames of its inside."""
+    """Torch used to log 370 lines first, and the traceback had 60 internal frames."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "REMAT_PROGRESS": "0"}
     done = subprocess.run(
@@ -52,7 +52,7 @@ def test_a_wrong_input_shape_is_reported_in_a_few_lines_with_the_line_of_the_mod
 
 
 class Impossible(nn.Module):
-    """Fails on its own, in a way that only a run shows."""
+    """Fails when it runs, with or without remat."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Impossible(nn.Module):
         return hidden.view(3, 5)
 
 
-def test_an_error_of_ours_has_no_frames_of_the_inside() -> None:
+def test_our_errors_show_no_internal_frames() -> None:
     for model, budget in ((Impossible(), "90%"), (nn.Linear(8, 8), 16)):
         remat.checkpoint(model, budget, costs="flops", plan_cache=False, time_limit_s=2)
         with pytest.raises(remat.RematError) as caught:
@@ -74,7 +74,7 @@ def test_an_error_of_ours_has_no_frames_of_the_inside() -> None:
         assert caught.value.__cause__ is None
 
 
-def test_a_sequential_model_of_torch_itself_has_no_line_to_name() -> None:
+def test_an_error_in_a_plain_sequential_names_no_line() -> None:
     model = remat.checkpoint(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "90%", costs="flops")
     with pytest.raises(remat.TraceError) as caught:
         model(torch.randn(2, 9))
@@ -84,7 +84,7 @@ def test_a_sequential_model_of_torch_itself_has_no_line_to_name() -> None:
 
 
 class Caller(nn.Module):
-    """Raises what is no failure of a capture."""
+    """Raises an error of its own, which is no failure of the capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Caller(nn.Module):
         return x
 
 
-def test_an_error_of_the_model_stays_its_own() -> None:
+def test_a_models_error_passes_unchanged() -> None:
     model = remat.checkpoint(Caller(), "90%", costs="flops")
     with pytest.raises(KeyError, match="no such expert"):
         model(torch.randn(2, 8))

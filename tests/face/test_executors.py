@@ -12,7 +12,7 @@ from remat.face.executors import Executor
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
-    # torch 2.13's, where `torch.compile` imports Inductor
+    # torch 2.13 warns when `torch.compile` imports Inductor
     pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
         return loss
 
 
-def test_what_is_asked_for_runs() -> None:
+def test_a_named_executor_is_chosen() -> None:
     for name in ("eager", "inductor"):
         assert Executor.chosen(name, "cpu", is_compiled=True).name == name
 
@@ -57,7 +57,7 @@ def test_auto_takes_kernels_where_they_pay(
     assert chosen.name == name and chosen.reason in chosen.text()
 
 
-def test_only_an_open_choice_is_given_up() -> None:
+def test_only_auto_gives_up_kernels() -> None:
     failure = TraceError("the step has a graph break\nand more")
     asked = Executor.chosen("inductor", "cpu", is_compiled=False)
     assert not asked.gives_up_kernels(failure) and asked.name == "inductor"

@@ -1,4 +1,4 @@
-"""A plan stays where something else compiles the module, and where dynamo would leave it plain."""
+"""Planned modules that something else compiles, and steps that dynamo would not compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 class Own(nn.Module):
-    """A class whose forward is no frame of torch's own, as that of `nn.Sequential` is."""
+    """A class whose forward is a user's code, unlike that of `nn.Sequential`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_plan_stays_when_the_module_is_compiled(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @pytest.mark.parametrize("make", [mlp, Own], ids=["of torch", "own"])
-def test_a_planned_part_of_what_is_compiled_stays(make: Callable[[], nn.Module]) -> None:
+def test_a_part_of_a_compiled_module_keeps_its_plan(make: Callable[[], nn.Module]) -> None:
     outer = Outer(make())
     plain, x = copy.deepcopy(outer), torch.randn(64, 32)
     plan(outer.inner)
@@ -103,7 +103,7 @@ def test_a_planned_part_of_what_is_compiled_stays(make: Callable[[], nn.Module])
         assert_same(step(x), plain(x))
 
 
-def test_a_planned_function_stays() -> None:
+def test_a_compiled_function_keeps_its_plan() -> None:
     model, plain, x = mlp(), mlp(), torch.randn(64, 32)
     step = remat.checkpoint(
         lambda x: model(x).square().mean(), "80%", costs="flops", gap=0.2, time_limit_s=5
@@ -116,14 +116,14 @@ def test_a_planned_function_stays() -> None:
     assert remat.report(step).recomputed
 
 
-def test_one_graph_around_a_planned_part_says_why_not() -> None:
+def test_fullgraph_around_a_planned_part_says_why_not() -> None:
     outer = Outer(mlp())
     plan(outer.inner)
     with pytest.raises(Exception, match="remat planned this module"):
         compiled(outer, fullgraph=True)(torch.randn(64, 32))
 
 
-def test_a_planned_part_of_a_planned_module_is_part_of_its_plan() -> None:
+def test_a_planned_part_joins_the_plan_of_the_module_around_it() -> None:
     outer = Outer(mlp())
     plain, x = copy.deepcopy(outer), torch.randn(64, 32)
     plan(outer.inner)
@@ -135,7 +135,7 @@ def test_a_planned_part_of_a_planned_module_is_part_of_its_plan() -> None:
     assert remat.report(outer).breaks == () and not call_of(outer.inner).pieces
 
 
-def test_a_plan_replaces_an_own_compilation_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_replaces_model_compile_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     model.compile(backend="aot_eager")
     with caplog.at_level(logging.WARNING, "remat"):
@@ -145,7 +145,7 @@ def test_a_plan_replaces_an_own_compilation_and_says_so(caplog: pytest.LogCaptur
 
 
 def test_modules_without_a_plan_are_compiled_as_before() -> None:
-    plan(mlp())  # from here on planned modules are told apart
+    plan(mlp())  # from here on, remat tells planned modules from others
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

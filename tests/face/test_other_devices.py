@@ -1,4 +1,4 @@
-"""Devices that are not this machine's: refused where there is no plan for them, and told apart."""
+"""Other devices: refused if remat can't plan for them, and told from one another."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Elsewhere(nn.Module):
         (["cuda:0", "cuda:1"], "spread over 2 GPUs of one process"),
     ],
 )
-def test_what_can_not_be_planned_for_is_refused_at_the_front_door(
-    places: list[str], message: str
-) -> None:
+def test_a_device_remat_cannot_plan_for_is_refused_at_once(places: list[str], message: str) -> None:
     with pytest.raises(remat.TraceError, match=message):
         remat.checkpoint(Elsewhere(*places), "80%", costs="flops")
 
@@ -49,7 +47,7 @@ def test_what_can_not_be_planned_for_is_refused_at_the_front_door(
         ("torch.version.cuda", "12.0"),
     ],
 )
-def test_times_measured_under_other_settings_are_others(
+def test_times_are_kept_apart_by_version(
     setting: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -60,7 +58,7 @@ def test_times_measured_under_other_settings_are_others(
 
 
 @pytest.mark.parametrize("flags", [{"benchmark": True}, {"deterministic": True}])
-def test_times_measured_with_other_flags_of_cudnn_are_others(
+def test_times_are_kept_apart_by_cudnn_flags(
     flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -71,8 +69,8 @@ def test_times_measured_with_other_flags_of_cudnn_are_others(
         assert devices.cuda_settings() != before
 
 
-def test_the_memory_of_a_slice_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of a card (MIG) has its name, and less memory."""
+def test_a_slice_of_a_gpu_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice (MIG) has the name of its card, and less memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 << 30, 10 << 30))
@@ -82,7 +80,7 @@ def test_the_memory_of_a_slice_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("version", "is_left_out"), [("2.12.1+cu130", True), ("2.13.0", False)])
-def test_settings_are_left_out_of_the_log_where_they_can_not_be_written(
+def test_settings_that_cannot_be_written_are_left_out_of_the_log(
     version: str, is_left_out: bool
 ) -> None:
     utils: Any = torch._dynamo.utils

@@ -1,4 +1,4 @@
-"""A module that is planned alone while its step does more: measured, left room for, and said."""
+"""A planned module in a larger step: the rest is measured, given room, and reported."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def function_in_python(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def half_checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What autograd holds is packed by hooks, which compute it where they are asked."""
+    """Hooks pack what autograd saves, and compute it again when it is read."""
     logits: Any = torch.utils.checkpoint.checkpoint(
         ANOTHER, model(x), use_reentrant=False, preserve_rng_state=False
     )
@@ -127,7 +127,7 @@ def run_steps(step: Step, model: nn.Module, x: torch.Tensor) -> None:
 
 
 def whole_peak(step: Step, model: nn.Module, x: torch.Tensor) -> int:
-    """Measured from outside."""
+    """The peak of the whole step, measured from outside."""
     resident_bytes = x.nbytes + sum(p.nbytes for p in model.parameters())
     targets_bytes = TARGETS.nbytes if step in (loss_outside, half_checkpointed) else 0
     measured = remat.measure(lambda: run_step(step, model, x), device="cpu")
@@ -145,10 +145,10 @@ def whole_of(model: nn.Module) -> int | None:
 
 
 @pytest.mark.parametrize("step", [*OUTSIDE, several_calls])
-def test_what_is_measured_is_what_is_held(step: Step) -> None:
-    """The step as a profiler around it sees it.
+def test_the_whole_peak_is_the_true_one(step: Step) -> None:
+    """A profiler around the step sees the same.
 
-    Naive: what autograd saved outside is taken to be held to the end.
+    Naive: what autograd saved outside counts as held to the end.
     """
     model, x = planned(net(), 1 << 30), batch()
     run_step(step, model, x)
@@ -159,7 +159,7 @@ def test_what_is_measured_is_what_is_held(step: Step) -> None:
 
 @pytest.mark.parametrize("step", [*OUTSIDE, several_calls])
 def test_the_whole_step_is_within_its_budget(step: Step, caplog: pytest.LogCaptureFixture) -> None:
-    """Naive: the plan and its measurement belong to one call, and nobody sees the rest."""
+    """Naive: the plan and its measurement cover one call, and the rest is never seen."""
     model, x = planned(net(), 1 << 30), batch()
     run_step(step, model, x)
     budget = int(0.93 * (whole_of(model) or 0))
@@ -181,7 +181,7 @@ def test_the_whole_step_is_within_its_budget(step: Step, caplog: pytest.LogCaptu
 def test_the_plan_knows_when_the_loss_is_computed() -> None:
     """One new plan, whose prediction is what the whole step holds, to the byte.
 
-    Naive: what is held outside comes off the budget throughout, and costs recomputations.
+    Naive: bytes held outside come off the budget at all times, which costs recomputations.
     """
     model, x = planned(net(), 1 << 30), batch()
     run_step(loss_outside, model, x)
@@ -198,7 +198,7 @@ def test_the_plan_knows_when_the_loss_is_computed() -> None:
 
 
 @pytest.mark.parametrize("step", [loss_outside, several_calls])
-def test_the_error_says_what_would_be_needed(step: Step) -> None:
+def test_the_error_names_a_budget_that_suffices(step: Step) -> None:
     model, x = net(), batch()
     least = remat.minimum(remat.trace(model, (x,), costs="flops"), time_limit_s=2.0).peak_bytes
     planned(model, least + 1000)
@@ -225,7 +225,7 @@ def loss_of_any_size(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_other_shapes_get_room_in_proportion(caplog: pytest.LogCaptureFixture) -> None:
-    """Naive: each length is over the budget once, and all lengths are planned again for it."""
+    """Naive: each new length exceeds the budget once, and all lengths are planned again."""
     model, x = planned(net(), 1 << 30), batch()
     run_step(loss_of_any_size, model, x)
     budget = int(0.95 * (whole_of(model) or 0))
@@ -264,8 +264,8 @@ def test_a_step_function_has_nothing_outside(caplog: pytest.LogCaptureFixture) -
     assert not [r for r in caplog.records if "whole step" in r.getMessage()]
 
 
-def test_a_percentage_is_one_of_what_is_outside_as_well() -> None:
-    """Naive: keeping everything is over 100 %, and is planned again with less."""
+def test_a_percentage_includes_what_is_held_outside() -> None:
+    """Naive: keeping everything exceeds 100 %, and is planned again with less."""
     model, x = planned(net(), "100%"), batch()
     run_steps(loss_outside, model, x)
     report = remat.report(model)
@@ -292,8 +292,8 @@ def test_values_and_gradients_stay_the_same() -> None:
     assert remat.report(model).outside_bytes > 0
 
 
-def test_what_accumulates_is_left_room_for_apart() -> None:
-    """Naive: gradients that are there already count as held outside."""
+def test_accumulated_gradients_are_not_outside() -> None:
+    """Naive: gradients of earlier micro-steps count as held outside."""
     model, x = planned(net(), 1 << 30, is_accumulating=True), batch()
     for _ in range(3):
         loss_outside(model, x).backward()
@@ -330,9 +330,9 @@ def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("loss_bytes", [0, 500])
 def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1000 bytes are there before; the forward saves 100, and the backward holds 300 more.
+    """1000 bytes are held before; the forward saves 100, and the backward holds 300 more.
 
-    Blocks are 28 bytes larger than each of these; a plan is not held to that.
+    The blocks of the last two are 28 bytes larger each, which a plan need not predict.
     """
     allocator = Allocator(requested=1000, allocated=1024).install(monkeypatch)
     owner = Allocator()
@@ -401,7 +401,7 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
     assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
 
 
-def test_forwards_that_are_kept_are_no_part_of_the_step() -> None:
+def test_earlier_forwards_that_are_kept_do_not_count() -> None:
     model, x = planned(net(), 1 << 30), batch()
     kept = [model(x), model(x)]
     run_step(loss_outside, model, x)
@@ -437,7 +437,7 @@ class Fails(torch.autograd.Function):
 
 
 def test_an_error_in_the_backward_leaves_nothing() -> None:
-    """Outside of the module, and in one of its own hooks."""
+    """Raised outside of the module, and by remat itself."""
     model, x = planned(net(), 1 << 30), batch()
     with pytest.raises(RuntimeError, match="no gradient"):
         Fails.apply(model(x)).exp().mean().backward()  # type: ignore[no-untyped-call]
@@ -450,8 +450,8 @@ def test_an_error_in_the_backward_leaves_nothing() -> None:
     assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
 
 
-def test_a_step_that_runs_plain_has_no_number() -> None:
-    """Naive: what plain PyTorch held is taken for what is beside the plan."""
+def test_a_step_that_runs_plain_has_no_whole_peak() -> None:
+    """Naive: what plain PyTorch held counts as held outside the plan."""
     model, x = planned(net(), 1 << 30, on_unsupported="plain"), batch()
     loss = loss_outside(model, x)
     loss.backward(retain_graph=True)
@@ -463,7 +463,7 @@ def test_a_step_that_runs_plain_has_no_number() -> None:
     assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
 
 
-def test_a_model_that_dies_leaves_nothing() -> None:
+def test_a_deleted_model_leaves_nothing() -> None:
     model, x = planned(net(), 1 << 30), batch()
     loss = loss_outside(model, x)
     del model
@@ -473,7 +473,7 @@ def test_a_model_that_dies_leaves_nothing() -> None:
 
 
 def test_other_backwards_run_as_before() -> None:
-    """Of another model, in another thread, by `grad`, and one that never meets the module again."""
+    """Another model's: in other threads, by `grad`, and a hundred while a loss is kept."""
     model, x, other = planned(net(), 1 << 30), batch(), nn.Linear(WIDTH, 1)
     loss = loss_outside(model, x)
     threads = [threading.Thread(target=lambda: other(x).sum().backward()) for _ in range(2)]
@@ -504,15 +504,15 @@ def test_a_backward_in_another_thread_is_measured() -> None:
     assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
 
 
-def test_gradients_by_grad_are_measured() -> None:
+def test_a_step_by_autograd_grad_is_measured() -> None:
     model, x = planned(net(), 1 << 30), batch()
     torch.autograd.grad(loss_outside(model, x), list(model.parameters()))
     assert whole_of(model) == pytest.approx(whole_peak(loss_outside, model, x), abs=600)
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_step_of_two_plans_has_no_number(is_broken: bool) -> None:
-    """Each has a budget of its own. Naive: what the other holds is outside of either."""
+def test_a_step_of_two_plans_has_no_whole_peak(is_broken: bool) -> None:
+    """Each plan has its own budget. Naive: each counts the other's memory as outside."""
 
     class Second(nn.Module):
         def __init__(self) -> None:
@@ -532,7 +532,7 @@ def test_a_step_of_two_plans_has_no_number(is_broken: bool) -> None:
     assert remat.report(second).whole_peak_bytes is None
 
 
-def test_a_profiler_of_the_users_is_left_alone() -> None:
+def test_a_users_profiler_is_left_alone() -> None:
     model, x = planned(net(), 1 << 30), batch()
     with torch.profiler.profile() as profiler:
         run_step(loss_outside, model, x)
@@ -543,8 +543,8 @@ def test_a_profiler_of_the_users_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("step", [loss_outside, several_calls])
-def test_a_first_step_inside_of_a_measurement_is_measured(step: Step) -> None:
-    """Naive: the profiler runs already, and the report has no number."""
+def test_a_first_step_inside_a_measurement_is_measured(step: Step) -> None:
+    """Naive: a profiler runs already, so the report has no measured peak."""
     model, x = planned(net(), 1 << 30), batch()
     run_step(step, model, x)
     want = remat.report(model).measured_peak_bytes

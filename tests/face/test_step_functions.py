@@ -1,4 +1,4 @@
-"""Step functions: all that a function calls is one plan, and trains as plain PyTorch does."""
+"""Step functions: one plan for all that a function calls, which trains as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, ROWS = 16, 32
 
 
 def net(last: int = WIDTH, *, width: int = WIDTH) -> nn.Module:
-    """Dropout, batch norm and a skip; what is kept outweighs what is held."""
+    """Dropout and batch norm; activations take more memory than parameters."""
     hidden = 4 * width
     layers: list[nn.Module] = []
     for _ in range(2):
@@ -41,7 +41,7 @@ def rows(seed: int, *size: int) -> torch.Tensor:
 
 @dataclass
 class Setting:
-    """Modules, and functions of them that are called in turn, each with its arguments."""
+    """Modules, and the steps that train them in turn, each with its arguments."""
 
     modules: dict[str, nn.Module]
     steps: list[Callable[..., Any]]
@@ -72,7 +72,7 @@ def siamese() -> Setting:
 
 
 def preference() -> Setting:
-    """The model against a frozen one, under `no_grad`, in helpers of their own."""
+    """A model against a frozen one under `no_grad`, each scored in its own helper."""
     policy = net()
     reference = copy.deepcopy(policy).eval()
 
@@ -127,7 +127,7 @@ def frozen_parts() -> Setting:
 
 
 class Trainer:
-    """No module, but its attributes are."""
+    """Not a module, but its attributes are."""
 
     def __init__(self) -> None:
         self.nets, self.lists = {"up": net(), "down": net()}, [nn.Linear(WIDTH, WIDTH)]
@@ -175,7 +175,7 @@ def modules_as_arguments() -> Setting:
 
 
 class Learner(nn.Module):
-    """A module whose step is another method than its forward, as in Lightning."""
+    """A module whose step is not its forward, as in Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def method_of_a_module() -> Setting:
 
 
 def in_pieces() -> Setting:
-    """What data decides cuts the step."""
+    """A branch on data cuts the step."""
     model, other = net(), net()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -249,9 +249,10 @@ def test_a_planned_function_trains_as_the_plain_one(make: Callable[[], Setting])
 
 
 @pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
-def test_all_that_is_reached_is_counted(make: Callable[[], Setting]) -> None:
-    """Parameters, buffers and inputs of each module that is called, and of no other one; measured
-    from outside the whole step, its loss included, holds what the plan says.
+def test_everything_reached_is_counted(make: Callable[[], Setting]) -> None:
+    """The plan counts parameters, buffers and inputs of called modules, and of no others.
+
+    Measured from outside, the whole step with its loss holds what the plan predicts.
     """
     setting = make()
     step, args = setting.steps[-1], setting.args[-1]
@@ -267,7 +268,7 @@ def test_all_that_is_reached_is_counted(make: Callable[[], Setting]) -> None:
 
     measured = remat.measure(lambda: run_step(planned, setting), device="cpu").peak_bytes
     measured += report.graph.resident_bytes
-    # the loss itself, and the one that its backward begins with; a guess of a workspace
+    # more: the loss and the gradient that its backward starts from; less: an estimated workspace
     predicted = report.solution.peak_bytes
     assert predicted - 3 * rows(1).nbytes <= measured <= predicted + 64
     assert report.measured_peak_bytes is not None
@@ -324,7 +325,7 @@ def test_a_planned_function_keeps_its_signature_and_name() -> None:
 
 
 def test_a_copy_is_plain() -> None:
-    """As that of a planned module: a plan belongs to the tensors it was made for."""
+    """As with a planned module: a plan belongs to the tensors it was made for."""
     trainer = Trainer()
     vars(trainer)["step"] = remat.checkpoint(trainer.step, UNLIMITED, costs="flops")
     trainer.step(rows(1)).backward()
@@ -375,7 +376,7 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(size, WIDTH), torch.empty(size, dtype=torch.long)
 
 
-def test_what_is_no_step_is_refused() -> None:
+def test_what_cannot_be_a_step_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="or a function is needed, and str was given"):
         remat.checkpoint("gpt2", "1GiB")  # type: ignore[type-var]

@@ -1,6 +1,4 @@
-"""Sweeps: the same answers as one by one, in processes and on a cluster, and refused before any
-work.
-"""
+"""Sweeps, in processes and on a cluster, give the answers of single solves."""
 
 from __future__ import annotations
 
@@ -47,11 +45,11 @@ def one_by_one() -> list[list[Solution]]:
     ]
 
 
-def test_processes_answer_as_one_by_one() -> None:
+def test_processes_answer_as_single_solves_do() -> None:
     assert facts(remat.sweep(GRAPHS, BUDGETS, solver=ChenSqrt(), n_jobs=2)) == facts(one_by_one())
 
 
-def test_a_dask_cluster_answers_as_one_by_one(cluster: Client) -> None:
+def test_a_dask_cluster_answers_as_single_solves_do(cluster: Client) -> None:
     with joblib.parallel_config("dask"):
         rows = remat.sweep(GRAPHS, BUDGETS, solver=ChenSqrt())
     assert facts(rows) == facts(one_by_one())
@@ -64,7 +62,7 @@ def test_an_unmet_budget_is_an_answer_and_not_an_error() -> None:
     assert (met.status, unmet.status) == (Status.OPTIMAL, Status.INFEASIBLE)
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_an_empty_sweep_is_empty() -> None:
     assert remat.sweep([], ["50%"]) == []
     assert remat.sweep([chain(3)], []) == [[]]
 

@@ -1,6 +1,4 @@
-"""Will it fit: predicted before any time on a device, against what a real step of training
-holds.
-"""
+"""Will it fit: predictions without the device, against what a real training step holds."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
 
 
 class Dropped(nn.Module):
-    """Its masks of dropout, and the logits' gradient, are where plain PyTorch holds more."""
+    """Plain PyTorch holds more for its dropout masks and for the gradient of its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class Pictures(nn.Sequential):
     ],
     ids=["transformer", "pictures", "mlp"],
 )
-def test_what_plain_pytorch_holds_and_what_keeping_everything_does_have_two_names(
+def test_plain_pytorch_and_keeping_everything_are_told_apart(
     model: nn.Module, x: torch.Tensor
 ) -> None:
     """A user took "keeping everything" for what plain PyTorch holds, which was 7 % more."""
@@ -155,7 +153,7 @@ def test_what_plain_pytorch_holds_and_what_keeping_everything_does_have_two_name
         assert found.plain_bytes > 1.03 * found.keep_all.total
 
 
-def test_what_needs_data_in_plain_pytorch_is_left_out() -> None:
+def test_a_model_that_reads_data_has_no_plain_peak() -> None:
     class Reads(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not torch.compiler.is_compiling() and x.sum() > 1e9:
@@ -198,10 +196,10 @@ def test_another_device_rounds_and_keeps_no_generator_state() -> None:
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dropout_on_a_gpu_keeps_a_byte_an_element(
+def test_dropout_on_a_gpu_keeps_one_byte_per_element(
     dtype: torch.dtype, autocast: torch.dtype | None
 ) -> None:
-    """On a CPU in 16 bits the mask is a factor of 2 bytes."""
+    """On a CPU in 16 bits, the mask is a 2-byte factor."""
     model = nn.Sequential(
         nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Flatten(0)
     ).to(dtype)
@@ -222,17 +220,17 @@ def test_dropout_on_a_gpu_keeps_a_byte_an_element(
     assert masks("cpu") == ([] if is_narrow else [128 * 64, 128 * 64])
 
 
-def test_attention_with_dropout_is_the_fused_kernel_on_a_gpu() -> None:
+def test_attention_with_dropout_uses_the_fused_kernel_on_a_gpu() -> None:
     class Attention(nn.Module):
         def forward(self, q: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
 
     q = torch.randn(1, 2, 256, 16, requires_grad=True)
     found = remat.fits(Attention(), (q,), device="H100", optimizer="none")
-    assert found.keep_all.activations < 2 * 256 * 256 * 4  # no probability of each pair is saved
+    assert found.keep_all.activations < 2 * 256 * 256 * 4  # the attention matrix is not saved
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_the_least_budget_that_fits_is_named() -> None:
     found = remat.fits(Net(), batch_of(64), device="cpu", budget="200KiB", time_limit_s=1.0)
     assert not found and found.solution is None and found.overhead == float("inf")
     assert "does not fit (proved)" in str(found)
@@ -256,7 +254,7 @@ def test_accumulated_gradients_and_a_reserve_are_held_too(fit: remat.Fit) -> Non
 @pytest.mark.parametrize(
     "name", ["sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop"]
 )
-def test_memory_of_optimizers_is_what_they_take(name: str) -> None:
+def test_predicted_optimizer_memory_is_right(name: str) -> None:
     parameters = [nn.Parameter(torch.zeros(48, 32)) for _ in range(3)] + [
         nn.Parameter(torch.zeros(7))
     ]
@@ -272,7 +270,7 @@ def test_memory_of_optimizers_is_what_they_take(name: str) -> None:
         if isinstance(t, torch.Tensor)
     )
     assert state == predicted.state_bytes
-    # scalars of the step
+    # the step's scalars
     assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64
 
 

@@ -1,4 +1,4 @@
-"""Bytes at each kernel, known before any code is written, and who is to blame for them."""
+"""Bytes at each kernel, known before any code is written, and the loops to blame for them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def test_each_kernel_holds_what_it_reads_and_writes() -> None:
     assert loops.bytes_at(loops.alone) == [5 + 10, 10 + 20, 20 + 40]
 
 
-def test_what_only_its_own_kernel_reads_never_exists() -> None:
+def test_a_buffer_within_one_kernel_is_never_held() -> None:
     loops = chain([5, 10, 20, 40])
     assert loops.bytes_at([[0, 1], [2]]) == [5 + 20, 20 + 40]
     assert 1 not in loops.spans([[0, 1], [2]])
 
 
-def test_an_input_that_no_kernel_reads_exists_to_the_end() -> None:
+def test_an_input_that_no_kernel_reads_is_held_to_the_end() -> None:
     loops = (Loop(0, frozenset(), (0,), (2,)), Loop(1, frozenset({0}), (2,), (3,)))
     half = Loops(loops, (5, 100, 10, 20), frozenset({0, 1}), frozenset({3}))
     assert half.bytes_at(half.alone) == [5 + 100 + 10, 100 + 10 + 20]
 
 
-def test_a_loop_writes_over_what_it_is_the_last_to_read() -> None:
+def test_a_loop_overwrites_a_buffer_that_it_reads_last() -> None:
     loops = (
         Loop(0, frozenset(), (), (0,)),
         Loop(1, frozenset({0}), (0,), (1,), overwrites=frozenset({0})),
@@ -47,7 +47,7 @@ def test_a_loop_writes_over_what_it_is_the_last_to_read() -> None:
     assert half.bytes_at(half.alone) == [8, 8, 16]
 
 
-def test_what_two_loops_of_a_kernel_read_is_not_written_over() -> None:
+def test_a_buffer_of_two_independent_readers_is_not_overwritten() -> None:
     loops = (
         Loop(0, frozenset(), (), (0,)),
         Loop(1, frozenset({0}), (0,), (1,), overwrites=frozenset({0})),
@@ -58,7 +58,7 @@ def test_what_two_loops_of_a_kernel_read_is_not_written_over() -> None:
     assert half.bytes_at([[0], [1], [2]]) == [8, 16, 16]
 
 
-def test_what_an_earlier_loop_of_the_kernel_reads_is_written_over() -> None:
+def test_a_buffer_of_an_earlier_reader_is_overwritten() -> None:
     loops = (
         Loop(0, frozenset(), (), (0,)),
         Loop(1, frozenset({0}), (0,), (1,)),
@@ -68,7 +68,7 @@ def test_what_an_earlier_loop_of_the_kernel_reads_is_written_over() -> None:
     assert half.bytes_at([[0], [1, 2]]) == [8, 10]
 
 
-def test_kernels_run_by_their_place_after_what_they_need() -> None:
+def test_kernels_run_in_order_of_place_after_what_they_need() -> None:
     loops = (
         Loop(7, frozenset(), (), (0,)),
         Loop(3, frozenset(), (), (1,)),
@@ -78,7 +78,7 @@ def test_kernels_run_by_their_place_after_what_they_need() -> None:
     assert half.in_order(half.alone) == [[1], [0], [2]]
 
 
-def test_kernels_are_joined_as_far_as_their_buffers_fit_at_once() -> None:
+def test_kernels_are_joined_while_their_buffers_fit_together() -> None:
     half = chain([5, 10, 20, 40])
     assert half.launches(half.alone, limit_bytes=1000) == [half.alone]
     assert half.launches(half.alone, limit_bytes=60) == [[[0], [1]], [[2]]]

@@ -23,7 +23,7 @@ Loop = Callable[[nn.Module, Callable[..., Any]], list[torch.Tensor]]
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, two layers with one weight; returns its loss and what it is of."""
+    """Dropout, batch norm, two layers with one weight; returns its loss and its result."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def in_bfloat16(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("loop", [accumulated, other_sizes, in_bfloat16])
-def test_a_loop_ends_where_that_of_torch_compile_does(loop: Loop) -> None:
+def test_a_loop_ends_as_with_torch_compile(loop: Loop) -> None:
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)

@@ -18,7 +18,7 @@ from tests.support.planned import COMPILES
 
 aten = torch.ops.aten
 pytestmark = COMPILES
-_MULTIPLE = 4  # of float32's sizes that need no padding
+_MULTIPLE = 4  # float32 sizes that are a multiple of it need no padding
 
 
 def both_products(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ def count(module: fx.GraphModule, target: Any) -> int:
     return len(module.graph.find_nodes(op="call_function", target=target))
 
 
-def test_what_two_products_read_is_padded_once() -> None:
+def test_an_operand_of_two_products_is_padded_once() -> None:
     tensors = torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 4)
     joint = traced(both_products, *tensors)
     expected = joint(*tensors)
@@ -89,7 +89,7 @@ def test_only_paddings_of_products_count() -> None:
 
 
 class Head(nn.Module):
-    """Layers and a head of which no size is a multiple of 4; its loss has a long gradient."""
+    """Layers, and a head whose number of classes is no multiple of 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class CutHead(Head):
 
 @pytest.fixture
 def _pads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has Inductor pad products as it does on a GPU where that is quicker."""
+    """Makes Inductor pad products, as it does on a GPU where that is faster."""
 
     def should_pad(match: Any, left: Any, right: Any, op: Any, **_: Any) -> bool:
         del match, op
@@ -127,8 +127,8 @@ def _pads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh_torch", "_pads_on_a_cpu")
 @pytest.mark.parametrize(("make", "budget"), [(Head, "100%"), (Head, "75%"), (CutHead, "100%")])
-def test_a_padded_head_holds_what_its_plan_does(make: type[Head], budget: str) -> None:
-    """Naive: its gradient is held three times, and plans are refused or made again."""
+def test_a_padded_head_holds_what_its_plan_predicts(make: type[Head], budget: str) -> None:
+    """Naive: the gradient of its result is held three times; plans are refused or made again."""
     torch.manual_seed(0)
     model, plain = make(), make()
     plain.load_state_dict(model.state_dict())

@@ -36,9 +36,9 @@ def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list
 
 @pytest.mark.parametrize("name", ["Broken", "Views", "Branches"])
 def test_pieces_compute_what_torch_compile_does(name: str) -> None:
-    """Dropout included, to the bit; from the second step on by the plan of all pieces.
+    """To the bit, dropout included; from the second step on, one plan runs all pieces.
 
-    One more where that has to leave more room between them.
+    From the third step on, if that plan has to leave more room between them.
     """
     model = MODELS[name]()
     plain = copy.deepcopy(model)
@@ -56,11 +56,11 @@ def test_pieces_compute_what_torch_compile_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["InPlace", "Buffer", "ChangesOnOneBranch", "Unused"])
-def test_what_eager_code_changes_is_what_it_is_in_plain_pytorch(name: str) -> None:
+def test_changes_by_eager_code_are_those_of_plain_pytorch(name: str) -> None:
     """`torch.compile` refuses the backward of the first three, and fills zeros in the last."""
 
     model = MODELS[name]().double()
-    model.count = model.count.float()  # Inductor loses changes of a float64 one
+    model.count = model.count.float()  # Inductor loses changes of a float64 buffer
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -103,9 +103,7 @@ def test_a_change_that_inductor_would_lose_is_refused(*, is_cut: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["Broken", "Whole"])
-def test_what_inductor_cant_compile_is_our_own_error(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_failure_of_inductor_is_our_own_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def fails(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("no such kernel\nand twenty lines more")
 
@@ -141,8 +139,8 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("budget", ["100%", "55%"])
-def test_blocks_are_compiled_once_and_hold_what_was_foretold(budget: str) -> None:
-    """What the eager head holds while it runs is not planned: some hundred bytes."""
+def test_blocks_are_compiled_once_and_hold_what_was_predicted(budget: str) -> None:
+    """The plan leaves out what the eager head holds while it runs: some hundred bytes."""
     model, x = Stack(), torch.randn(256, 32)
     plain = copy.deepcopy(model)
     for layer in plain.layers:

@@ -1,4 +1,4 @@
-"""Values that are computed where the plan computes them, and products that stay in their place."""
+"""Values computed where the plan computes them, and products that stay in their place."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def targets(nodes: list[fx.Node]) -> list[object]:
 
 
 def mask_of_random_numbers(x: torch.Tensor) -> torch.Tensor:
-    mask = x @ x > 0.5  # one byte for four
+    mask = x @ x > 0.5  # 1 byte per element, made from 4
     return mask * (x @ x @ x)
 
 
-def test_a_mask_is_computed_before_what_it_is_made_from_is_freed() -> None:
+def test_a_mask_is_computed_before_its_source_is_freed() -> None:
     graph = graph_of(mask_of_random_numbers, torch.randn(8, 8))
-    # and so is what is returned: both of its factors would be held to the end
+    # and so is the result: otherwise both of its factors are held to the end
     assert targets(values_to_realize(graph, frozenset())) == [aten.gt.Scalar, aten.mul.Tensor]
 
 
-def test_what_is_as_large_as_its_source_may_be_computed_by_its_readers() -> None:
+def test_a_value_as_large_as_its_source_may_be_computed_by_its_readers() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (x @ x).exp() @ x @ x
 
     assert values_to_realize(graph_of(function, torch.randn(8, 8)), frozenset()) == []
 
 
-def test_what_is_made_from_resident_inputs_holds_nothing_longer() -> None:
+def test_a_value_of_resident_inputs_may_be_computed_by_its_readers() -> None:
     def function(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (weight > 0) * (x @ x @ x)
 

@@ -90,7 +90,7 @@ def test_the_trainer_trains_as_without_a_plan(tmp_path: Path) -> None:
 
 
 class LossOutside(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """Computes the loss from the logits, as one does for weights of classes or of rows."""
+    """Computes the loss from the logits, as users do to weight classes or rows."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
@@ -99,7 +99,7 @@ class LossOutside(transformers.Trainer):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_loss_of_the_trainer_is_part_of_the_plan(tmp_path: Path, num_micro_batches: int) -> None:
+def test_a_trainers_own_loss_is_part_of_the_plan(tmp_path: Path, num_micro_batches: int) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, logging_steps=1, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=num_micro_batches,
@@ -112,7 +112,7 @@ def test_a_loss_of_the_trainer_is_part_of_the_plan(tmp_path: Path, num_micro_bat
             callback = TrainerPlan(budget, trainer=trainer, costs="flops", gap=0.2)
             trainer.add_callback(callback)
         trainer.train()
-        assert "compute_loss" not in vars(trainer)  # the trainer's own again
+        assert "compute_loss" not in vars(trainer)  # the trainer's own method is back
         return list(model.parameters()), watch.losses, callback
 
     plain, plain_losses, _ = trained("")
@@ -150,7 +150,7 @@ def bytes_between(small: int, large: int) -> int:
     return (least(small) + least(large)) // 2
 
 
-def test_a_trainer_that_searches_its_batch_takes_a_smaller_one(tmp_path: Path) -> None:
+def test_a_trainer_that_searches_a_batch_size_finds_one(tmp_path: Path) -> None:
     budget = bytes_between(7, 8)
     options: Any = {"costs": "flops", "gap": 0.5, "time_limit_s": 3, "reserve_bytes": 0}
     callback = TrainerPlan(budget, **options)
@@ -160,7 +160,7 @@ def test_a_trainer_that_searches_its_batch_takes_a_smaller_one(tmp_path: Path) -
     assert (watch.reports[-1].measured_peak_bytes or 0) <= budget
 
 
-def test_accelerate_knows_a_budget_that_cant_be_met() -> None:
+def test_accelerate_takes_an_unmet_budget_for_oom() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
     graph = remat.trace(model, (torch.ones(256, 8),), costs="flops")
     budget = minimum(graph, time_limit_s=1).peak_bytes * 3 // 2
@@ -176,7 +176,7 @@ def test_accelerate_knows_a_budget_that_cant_be_met() -> None:
     assert len(tried) > 1 and 256 <= tried[-1] < 400
 
 
-def test_lightning_knows_a_budget_that_cant_be_met() -> None:
+def test_lightning_takes_an_unmet_budget_for_oom() -> None:
     from lightning.pytorch.utilities.memory import is_oom_error
 
     with pytest.raises(remat.BudgetError) as error:
@@ -210,8 +210,8 @@ def test_gradient_checkpointing_may_stay_enabled() -> None:
     assert remat.report(model).recomputed == {}
 
 
-def test_peft_with_checkpointing_left_on_is_planned_as_without() -> None:
-    """PEFT hooks the embeddings for it, which cut the step."""
+def test_peft_with_checkpointing_on_is_planned_as_with_it_off() -> None:
+    """For checkpointing, PEFT hooks the embeddings; the hooks would cut the step."""
     peft = pytest.importorskip("peft")
     tokens = torch.stack([row["input_ids"] for row in rows(2)])
 
@@ -287,20 +287,20 @@ def test_lightning_trains_as_without_a_plan(tmp_path: Path) -> None:
 
 
 def test_lightning_plans_all_of_a_training_step(tmp_path: Path) -> None:
-    """What it logs, and reads off its loss, is done as before."""
+    """Logging, and reading the loss, work as before."""
     plain, callback = with_lightning(tmp_path), LightningPlan("85%", costs="flops", gap=0.2)
     module = with_lightning(tmp_path, callback)
     assert module.losses == plain.losses and len(set(module.losses)) == 4
     assert module.trainer.callback_metrics == plain.trainer.callback_metrics
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
-    assert "training_step" not in vars(module)  # the module's own again
+    assert "training_step" not in vars(module)  # the module's own method is back
     report = remat.report(callback.planned)
     assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.budget_bytes
     assert any("mse_loss" in operator.name for operator in report.graph.operators)
 
 
-def test_lightning_says_what_to_name_where_a_step_optimizes_itself(tmp_path: Path) -> None:
+def test_lightning_refuses_manual_optimization_and_says_what_to_name(tmp_path: Path) -> None:
     class Manual(Regression):
         automatic_optimization = False
 
@@ -308,7 +308,7 @@ def test_lightning_says_what_to_name_where_a_step_optimizes_itself(tmp_path: Pat
         with_lightning(tmp_path, LightningPlan("80%"), make=Manual)
 
 
-def test_lightning_names_the_modules_there_are(tmp_path: Path) -> None:
+def test_lightning_names_the_known_modules(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Regression has no module 'net' to plan; it has: model"):
         with_lightning(tmp_path, LightningPlan("80%", module="net"))
 

@@ -91,7 +91,7 @@ def test_pytorchs_own_readers_accept_a_snapshot(
     assert "add_local_files" in _memory_viz.trace_plot(snapshot)
 
 
-def test_a_chrome_trace_has_every_step_once_and_in_time(
+def test_a_chrome_trace_has_every_step_once_and_in_order(
     graph: Graph, schedule: Schedule, tmp_path: Path
 ) -> None:
     save(graph, schedule, tmp_path / "trace.json")
@@ -124,7 +124,7 @@ def test_another_suffix_is_refused(graph: Graph, schedule: Schedule, tmp_path: P
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_live_blocks_are_the_simulated_peak(family: str) -> None:
+def test_live_blocks_sum_to_the_simulated_peak(family: str) -> None:
     graph = FAMILIES[family]()
     schedule = Schedule.keep_all(graph)
     blocks = Blocks.of(graph, schedule)
@@ -135,7 +135,7 @@ def test_live_blocks_are_the_simulated_peak(family: str) -> None:
 @pytest.mark.parametrize(
     "place", [in_time_order, greedy_by_size, lambda blocks: search(blocks, time_limit_s=0.2)]
 )
-def test_placed_blocks_never_overlap_and_fill_no_less_than_what_is_live(
+def test_placed_blocks_never_overlap_and_take_at_least_the_live_bytes(
     place: Any, graph: Graph, schedule: Schedule
 ) -> None:
     blocks = Blocks.of(graph, schedule)

@@ -1,6 +1,6 @@
 """The HTML report.
 
-What it says is what the simulator says, and a real browser draws it without a network.
+Its numbers are the simulator's, and a real browser draws it without a network.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_without_recomputations_the_reason_says_so(graph: Graph) -> None:
     } == {"nothing has to be recomputed"}
 
 
-def test_the_page_needs_no_network_and_says_the_numbers(
+def test_the_page_needs_no_network_and_shows_the_numbers(
     page: Path, graph: Graph, curve: list[Solution]
 ) -> None:
     text = page.read_text()
@@ -138,7 +138,7 @@ def test_the_page_needs_no_network_and_says_the_numbers(
         assert expected in text
 
 
-def test_names_from_outside_cant_break_the_page(tmp_path: Path) -> None:
+def test_html_in_a_name_cant_break_the_page(tmp_path: Path) -> None:
     graph = Graph.from_arrays([1, 1, 1], [8, 8, 8], [(0, 1), (1, 2)], first_backward=2)
     plan = make_solver("keep-all").solve(graph, budget_bytes=100)
     Report(graph, plan).save(tmp_path / "a.html", title="<script>alert(1)</script>")
@@ -172,7 +172,7 @@ def test_parameters_are_told_from_buffers() -> None:
     assert kinds.count(ValueKind.INPUT) == 1
 
 
-def test_our_own_code_is_no_source_line() -> None:
+def test_our_own_code_is_never_a_source_line() -> None:
     import torch
 
     traced = remat.trace(
@@ -234,7 +234,7 @@ def test_a_real_browser_draws_the_page_without_a_network(page: Path, graph: Grap
 
 
 @needs_browser
-def test_a_page_that_fails_or_asks_for_the_network_is_seen(tmp_path: Path) -> None:
+def test_errors_and_network_requests_of_a_page_are_seen(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text(
         "<img src='http://127.0.0.1:9/a.png'>"
         "<script>console.error('bad', 3); setTimeout(() => { window.done = 1; throw "

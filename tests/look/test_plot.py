@@ -1,4 +1,4 @@
-"""Pictures: what they show is what the numbers say, and they write in every format."""
+"""Pictures: they show what the numbers say, and can be written in every format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def solutions_of(graph: Graph) -> list[Solution]:
     ]
 
 
-def test_a_timeline_is_the_simulation_over_its_cost() -> None:
+def test_a_timeline_shows_the_simulation_over_its_cost() -> None:
     graph = FAMILIES["chain"]()
     timeline = Timeline.of_schedule("all", graph, Schedule.keep_all(graph))
     assert timeline.edges[-1] == graph.cost_s
@@ -132,7 +132,7 @@ def test_extreme_graphs_can_be_drawn(family: str, picture: str, tmp_path: Path) 
     assert (tmp_path / "picture.svg").stat().st_size > 1000
 
 
-def test_nothing_to_draw_is_drawn_as_nothing() -> None:
+def test_an_empty_picture_can_be_drawn() -> None:
     assert plot_memory([]).axes
     assert plot_tradeoff([]).axes
 

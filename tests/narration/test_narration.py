@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_on_a_terminal_one_line_is_rewritten_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_one_line_is_rewritten_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with stage("planning") as told:
@@ -54,7 +54,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_taken_off(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("quick")
-def test_where_it_is_redirected_there_are_lines_of_the_innermost_stage(
+def test_redirected_output_has_lines_of_the_innermost_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = io.StringIO()
@@ -82,7 +82,7 @@ def test_stages_of_less_than_a_second_are_not_shown(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("variable", [("RANK", "1"), ("REMAT_PROGRESS", "0")])
-def test_other_ranks_and_those_who_turn_it_off_are_shown_nothing(
+def test_other_ranks_and_users_who_turn_it_off_see_nothing(
     variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
@@ -104,7 +104,7 @@ def test_without_a_stderr_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     StatusLine().show("planning", 2.0)
 
 
-def test_the_thread_ends_with_the_last_stage_and_begins_again() -> None:
+def test_the_thread_ends_with_the_last_stage_and_starts_again() -> None:
     for _ in range(2):
         with stage("one"), stage("two"):
             assert _tellers() == 1
@@ -159,7 +159,7 @@ def test_a_script_that_trains_shows_how_far_planning_is(monkeypatch: pytest.Monk
     assert "remat: capturing the training step" in terminal.getvalue()
 
 
-def test_a_solver_that_tells_keeps_who_asked_before() -> None:
+def test_a_second_progress_callback_keeps_the_first() -> None:
     heard: list[str] = []
     solver = remat.make_solver("auto", progress=lambda moment: heard.append("first"))
     graph = transformer(1)

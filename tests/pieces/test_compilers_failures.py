@@ -1,4 +1,4 @@
-"""What torch's compiler can't run is refused in a sentence; errors of the model stay its own."""
+"""What torch's compiler can't run is refused in one sentence; model errors pass unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Jacobian(Net):
         return hidden + found.sum()
 
 
-def test_what_the_wrappers_of_a_piece_cant_do_is_refused_with_its_line() -> None:
+def test_a_call_that_aotautograd_cant_do_is_refused_with_its_line() -> None:
     Jacobian()(torch.randn(3, 4)).backward()  # plain PyTorch can
     model = Jacobian()
     checkpoint(model)
@@ -61,7 +61,7 @@ def test_what_the_wrappers_of_a_piece_cant_do_is_refused_with_its_line() -> None
         assert "@torch.compiler.disable" in str(said.value)
 
 
-def test_an_error_of_dynamos_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_dynamo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.pgo import FrameStateSizeEntry
 
     monkeypatch.setattr(FrameStateSizeEntry, "is_size_dynamic", None)
@@ -79,7 +79,7 @@ class Raises(Net):
 
 
 class Looks(nn.Module):
-    """An operator of a piece fails for its data."""
+    """An operator of a piece fails on its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +109,7 @@ class Multiplies(Net):
     ],
     ids=["between", "data", "shapes"],
 )
-def test_an_error_of_the_model_is_what_it_is_in_plain_pytorch(
-    model: nn.Module, x: torch.Tensor
-) -> None:
+def test_an_error_of_the_model_is_that_of_plain_pytorch(model: nn.Module, x: torch.Tensor) -> None:
     with pytest.raises(Exception, match=r".") as plain:
         model(x)
     checkpoint(model)
@@ -120,7 +118,7 @@ def test_an_error_of_the_model_is_what_it_is_in_plain_pytorch(
 
 
 class Penalized(Net):
-    """Returns a tensor whose graph an inner gradient has freed, beside the loss."""
+    """Returns, beside the loss, a tensor whose graph an inner gradient has freed."""
 
     def forward(self, x: torch.Tensor) -> Any:
         torch._dynamo.graph_break()
@@ -149,7 +147,7 @@ def test_a_graph_freed_during_the_forward_holds_nothing() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_what_torch_gives_to_no_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_saved_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(node: Any) -> NoReturn:
         del node
         raise RuntimeError("Output 0 of Slice is a view that was changed in place. It is forbidden")
@@ -161,7 +159,7 @@ def test_what_torch_gives_to_no_backward_is_refused(monkeypatch: pytest.MonkeyPa
         model(torch.randn(3, 4))
 
 
-def test_saved_tensors_are_those_that_exist() -> None:
+def test_saved_tensors_are_gone_after_the_backward() -> None:
     x = torch.randn(3, requires_grad=True)
     y = x.exp()
     assert [t.shape for t in saved_tensors(y.grad_fn)] == [(3,)]

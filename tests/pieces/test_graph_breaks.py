@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
-    """Naive: what a later piece changes is read again; a piece's plan is that of its first run."""
+    """Naive: a backward reads what a later piece changed; a piece keeps its first plan."""
     model, plain = MODELS[name](), MODELS[name]()
     plain.load_state_dict(model.state_dict())
     planned(model, keep_nothing)
@@ -83,7 +83,7 @@ class Noted(nn.Module):
 
 @on_both_executors
 def test_nothing_of_a_step_stays_after_it(executor: str) -> None:
-    """Naive: what is compiled keeps the tensors that it was captured with, and their history."""
+    """Naive: compiled code keeps the tensors it was captured with, and their history."""
     model = remat.checkpoint(Noted(), "1MiB", executor=executor, costs="flops")
     inputs = []
     for _ in range(3):
@@ -100,9 +100,9 @@ def test_nothing_of_a_step_stays_after_it(executor: str) -> None:
     ("name", "budget", "num_steps"), [("Broken", "70%", 3), ("Views", "90%", 5)]
 )
 def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: int) -> None:
-    """Naive: each piece has a budget of its own, in which it keeps everything.
+    """Naive: each piece has the budget to itself, and keeps everything within it.
 
-    What runs between them is forgotten.
+    What runs between the pieces is left out.
     """
     model, x = MODELS[name](), batch(0).requires_grad_()
     remat.checkpoint(model, budget, costs="flops", time_limit_s=1.0)
@@ -124,7 +124,7 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
             simulate(run.step.graph, own).peak_bytes <= report.solution.budget_bytes
             for run, own in zip(joined.runs, alone, strict=True)
         )
-        # that is how wrong it is
+        # together they exceed it
         assert (
             simulate(joined.graph, composed(joined, alone)).peak_bytes
             > report.solution.budget_bytes
@@ -156,7 +156,7 @@ def test_a_trace_goes_through_the_breaks_and_its_plan_runs(traced: remat.Graph) 
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_a_trace_of_what_needs_data_says_so() -> None:
+def test_a_trace_that_needs_data_is_refused() -> None:
     with pytest.raises(
         remat.TraceError, match=r"remat\.checkpoint finds them in the first real step"
     ):
@@ -204,7 +204,7 @@ def test_an_error_between_pieces_leaves_nothing_behind() -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_steps_in_pieces_that_overlap() -> None:
+def test_steps_in_pieces_may_overlap() -> None:
     """Each backward runs the halves of its own forward, though another forward came between."""
     model = Broken()
     plain = copy.deepcopy(model)
@@ -220,9 +220,7 @@ def test_steps_in_pieces_that_overlap() -> None:
 
 
 def test_gradients_of_earlier_steps_count_in_pieces() -> None:
-    """Naive: the plan of the first step, which found no gradients, serves those that add to
-    them.
-    """
+    """Naive: the plan of the first step, made without gradients, serves later steps too."""
     model, x = Broken(), batch(0)
     planned(model, keep_nothing)
     budgets = []
@@ -235,10 +233,10 @@ def test_gradients_of_earlier_steps_count_in_pieces() -> None:
     assert budgets == [UNLIMITED, UNLIMITED - held, UNLIMITED - held]
 
 
-def test_what_is_reserved_on_a_gpu_is_not_the_steps() -> None:
-    """What was there before the step, such as optimizer state, is no part of its measured peak.
+def test_reserved_gpu_memory_is_no_part_of_the_step() -> None:
+    """The measured peak leaves out what was held before the step, such as optimizer state.
 
-    Naive: a step may hold the reserve too.
+    Naive: a step may use the reserve too.
     """
     model, x = Broken(), batch(0)
     remat.checkpoint(
@@ -252,12 +250,12 @@ def test_what_is_reserved_on_a_gpu_is_not_the_steps() -> None:
     model(x)
     assert runner.plan.unplanned_bytes == 0
     runner.plan.meter.peak_bytes = UNLIMITED - 4096 + 100
-    # planned again, below the peak of the one plan that is given
+    # planned again, with less than the one given plan needs
     with pytest.raises(remat.ScheduleError, match="exceeds the budget"):
         model(x)
 
 
-def test_a_graph_of_pieces_that_is_kept_is_refused() -> None:
+def test_retain_graph_through_pieces_is_refused() -> None:
     model, x = Broken(), batch(0)
     planned(model, keep_nothing)
     for _ in range(2):
@@ -266,9 +264,7 @@ def test_a_graph_of_pieces_that_is_kept_is_refused() -> None:
 
 
 class Beside:
-    """While it is entered, another thread is inside of `step`, where that runs what `meets`
-    returned.
-    """
+    """While entered, keeps another thread inside `step`, in a function that `meets` wrapped."""
 
     def __init__(self) -> None:
         self.is_inside, self.may_end = threading.Event(), threading.Event()
@@ -292,12 +288,12 @@ class Beside:
         self.thread.join()
 
 
-def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(
+def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Naive: `fullgraph=True`, below which dynamo compiles nothing, in any thread.
+    """Naive: under the other thread's `fullgraph=True`, dynamo compiles nothing in any thread.
 
-    The pieces ran plain, and held as much.
+    The pieces ran plain, and held as much as plain PyTorch.
     """
     model, beside = Broken(), Beside()
     plain = copy.deepcopy(model)
@@ -318,9 +314,9 @@ def test_a_step_in_pieces_beside_a_whole_one_in_another_thread(
 
 
 def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
-    """Another thread is in a user's own function of `fullgraph=True`.
+    """Another thread is in a user's function compiled with `fullgraph=True`.
 
-    Naive: the step runs plain, and above its budget.
+    Naive: the step runs plain, above its budget.
     """
     model, x, beside = Broken(), batch(0), Beside()
     planned(model, keep_nothing)(x).backward()
@@ -334,7 +330,7 @@ def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
 
 
 class LoopOfOperators(nn.Module):
-    """A break within a loop, and nothing in it that dynamo could compile by itself."""
+    """A break in a loop whose body has nothing that dynamo compiles by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,9 +344,7 @@ class LoopOfOperators(nn.Module):
 
 
 def test_a_step_without_any_piece_says_why() -> None:
-    """Naive: at first "nothing to differentiate", then plain steps, above the budget, that nobody
-    notices.
-    """
+    """Naive: first "nothing to differentiate", then plain steps, silently above the budget."""
     model = planned(LoopOfOperators(), keep_nothing)
     for _ in range(2):
         with pytest.raises(

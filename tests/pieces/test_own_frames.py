@@ -1,6 +1,4 @@
-"""Steps that are cut inside of torch's own modules, whose frames dynamo does not compile, are
-planned all the same.
-"""
+"""Steps cut inside torch's own modules, whose frames dynamo does not compile, are planned."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def encoder(num_layers: int = 3) -> nn.Module:
 
 
 class InALoop(nn.Module):
-    """A break within a loop leaves the forward to plain Python, and what it calls are torch's own
-    modules.
-    """
+    """A break in a loop leaves the forward to plain Python; it calls torch's own modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +63,7 @@ def assert_equal_steps(model: nn.Module, plain: nn.Module, **options: Any) -> No
 
 @pytest.mark.parametrize("make", [encoder, InALoop])
 def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> None:
-    """An encoder looks at its mask.
+    """An encoder reads its mask, which cuts the step.
 
     Naive: dynamo compiles no frame of torch's files, finds no piece, and the step is refused.
     """
@@ -82,7 +78,7 @@ def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> Non
 
 
 def test_an_encoder_in_pieces_keeps_its_budget() -> None:
-    """Half of what plain PyTorch holds beyond the parameters is met."""
+    """The budget is the parameters and half of what plain PyTorch holds beside them."""
     model = encoder()
     x, mask = torch.randn(4, LENGTH, WIDTH), nn.Transformer.generate_square_subsequent_mask(LENGTH)
     held = remat.measure(lambda: model(x, mask=mask).sum().backward(), device="cpu").peak_bytes
@@ -114,8 +110,9 @@ def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: b
 
 
 def test_between_steps_modules_are_as_they_were() -> None:
-    """Naive: a `forward` left on the instance is bound to it, and a shallow copy, as `DataParallel`
-    makes, would run the original.
+    """Naive: a `forward` stays on the instance, and is bound to it.
+
+    A shallow copy, such as `DataParallel` makes, would then run the original.
     """
     model = planned(encoder(), keep_nothing, differentiate="all")
     before = [dict(vars(part)) for part in model.modules()]
@@ -132,7 +129,7 @@ def test_between_steps_modules_are_as_they_were() -> None:
     pickle.dumps(model)
 
 
-def test_a_forward_of_the_users_own_stays() -> None:
+def test_a_users_own_forward_stays() -> None:
     """A `forward` set on an instance, as hooks of libraries do, is what runs."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     model[0].forward = own = lambda x: x
@@ -154,9 +151,9 @@ def test_scripted_modules_are_left_alone() -> None:
 
 
 def test_steps_of_threads_may_share_modules() -> None:
-    """The frames go with the last of the steps that use them.
+    """The last step that uses the frames removes them.
 
-    Naive: with the first one's end the other's module is plain.
+    Naive: the first step to end removes them, and the other's module is plain.
     """
     shared = nn.Sequential(nn.Linear(2, 2))
     frames, may_end, is_inside = (

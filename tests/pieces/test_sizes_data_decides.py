@@ -1,4 +1,4 @@
-"""Sizes that data decides, sparse and nested tensors: pieces end there, or one sentence says so."""
+"""Sizes that data decides, sparse and nested tensors: they cut the step or are refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_sizes_that_are_known_do_not_cut_the_step() -> None:
 
 
 class MaskedGradient(torch.autograd.Function):
-    """Keeps the positive part of a gradient, and counts it by selecting it."""
+    """Selects the positive part of a gradient, whose size the data decides."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a step in pieces held, measured from inside, is what a measurement from outside sees."""
+"""The peak of a step in pieces, measured from inside, is the one measured from outside."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 class Gap(Base):
-    """Eager operators between two pieces, whose backward of several nodes holds more than the rest
-    of the step.
-    """
+    """Eager operators between two pieces; their backward holds more than the rest of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +64,9 @@ class ReturnsAnObject(Gap):
     ],
 )
 def test_the_measured_peak_is_that_of_a_step(make: Callable[[], Base]) -> None:
-    """Naive: what eager nodes allocate and release within the backward is not seen, or gradients
-    that went stay counted.
+    """Naive: what eager nodes hold only within the backward is not seen.
+
+    Or gradients that were freed stay counted.
     """
     model, x = make(), batch(0).requires_grad_()
     planned(model, keep_nothing)
@@ -77,7 +76,7 @@ def test_the_measured_peak_is_that_of_a_step(make: Callable[[], Base]) -> None:
     assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
 
 
-def test_what_eager_nodes_hold_in_their_backward_is_left_room_for() -> None:
+def test_plans_leave_room_for_the_backward_of_eager_nodes() -> None:
     """Naive: the step holds twice its budget, and nobody sees it."""
     model, x = Gap(), batch(0).requires_grad_()
     peak_bytes = peak_of_a_step(model, x)
@@ -91,10 +90,10 @@ def test_what_eager_nodes_hold_in_their_backward_is_left_room_for() -> None:
     assert peak_of_a_step(model, x) <= budget_bytes
 
 
-def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
+def test_a_percentage_includes_what_gaps_hold() -> None:
     """Keeping everything is 100 %.
 
-    Naive: it is that of the graph, and what gaps hold beside it makes 100 % too little.
+    Naive: 100 % is the peak of the graph alone, which is too little with what gaps hold.
     """
     model, x = Gap(), batch(0).requires_grad_()
     remat.checkpoint(model, "100%", costs="flops", time_limit_s=1.0)
@@ -107,10 +106,10 @@ def test_a_percentage_is_one_of_what_gaps_hold_as_well() -> None:
     assert peak_of_a_step(model, x) == report.solution.budget_bytes + report.unplanned_bytes
 
 
-def test_gradients_that_are_there_do_not_count() -> None:
-    """They are left room for apart.
+def test_gradients_of_earlier_steps_do_not_count() -> None:
+    """The plan leaves room for them separately.
 
-    Naive: `.grad` of an earlier step is taken for one that this backward made.
+    Naive: `.grad` of an earlier step counts as one that this backward made.
     """
     model, x = Gap(), batch(0).requires_grad_()
     planned(model, keep_nothing)
@@ -127,8 +126,9 @@ def test_gradients_that_are_there_do_not_count() -> None:
 
 
 def test_what_made_an_input_is_not_part_of_the_step() -> None:
-    """Naive: autograd's graph goes on behind the input, and what another model keeps for its
-    backward counts as this one's.
+    """Naive: autograd's graph goes on behind the input, and all of it is measured.
+
+    What another model keeps for its backward then counts as this step's.
     """
     maker, peaks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
     for x in (maker(batch(0)), maker(batch(0)).detach().requires_grad_()):
@@ -165,7 +165,7 @@ class FailsBetween(Gap):
 def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler ends with the node that failed, and the next step is measured.
 
-    Naive: it runs on, and the next one can't begin.
+    Naive: the profiler runs on, and the next one can't start.
     """
     model, x = FailsBetween(), batch(0).requires_grad_()
     planned(model, keep_nothing)
@@ -184,7 +184,7 @@ def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
     """Of two forwards the last is measured.
 
-    Naive: the first one's backward is, beside what the second one holds.
+    Naive: the backward of the first is measured, with what the second holds.
     """
     model, x = Broken(), batch(0).requires_grad_()
     planned(model, keep_nothing)
@@ -199,7 +199,7 @@ def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
     assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
 
 
-def test_a_profiler_of_the_users_is_left_alone() -> None:
+def test_a_users_profiler_is_left_alone() -> None:
     model, x = Gap(), batch(0)
     planned(model, keep_nothing)
     loss_of(model(x)).backward()

@@ -1,7 +1,7 @@
-"""Gradients that accumulate: one budget in every micro-step, and each byte under its own name.
+"""Gradients that accumulate: one budget for all micro-steps, each byte under its own name.
 
-A report from a user: "95%" held in the first micro-step and was a `BudgetError` in the second, of
-bytes "reserved" by nobody; the report's budget was another one in every micro-step.
+A user's report: "95%" held in the first micro-step and was a `BudgetError` in the second, which
+named bytes that nobody had reserved; the report gave another budget in every micro-step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_percentage_is_of_all_micro_steps(
         assert second.keep_all_bytes == first.keep_all_bytes + GRADIENT_BYTES
 
 
-def test_what_all_of_it_needs_is_what_plain_pytorch_measures_beside_its_gradients() -> None:
+def test_keeping_everything_includes_the_accumulated_gradients() -> None:
     model = remat.checkpoint(Net(), "100%", is_accumulating=True, **OPTIONS)
 
     first, second = rooms_of(model, 2)
@@ -96,8 +96,8 @@ def test_what_all_of_it_needs_is_what_plain_pytorch_measures_beside_its_gradient
     assert remat.report(model).solution.overhead == 0
 
 
-def test_what_is_said_to_accumulate_must_fit_from_the_first_step_on() -> None:
-    """A budget between what the first micro-step needs and what the second does: in none."""
+def test_announced_accumulation_must_fit_from_the_first_step() -> None:
+    """A budget that the first micro-step could meet, but not the second, is refused at once."""
     least = remat.fits(
         Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5
     ).minimum_bytes
@@ -115,7 +115,7 @@ def test_what_is_said_to_accumulate_must_fit_from_the_first_step_on() -> None:
 def test_a_percentage_that_held_without_gradients_holds_with_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody said that gradients would accumulate, and the share of them leaves no room."""
+    """Accumulation was not announced, and a percentage of the gradients would not hold them."""
     least = remat.fits(
         Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5
     ).minimum_bytes
@@ -161,7 +161,7 @@ def test_a_report_in_percent_says_of_what() -> None:
 
 
 def test_a_reserve_counts_the_same_everywhere() -> None:
-    """The reserve is part of what a percentage is of, in `solve` as in `checkpoint`."""
+    """A percentage counts the reserve, in `solve` as in `checkpoint`."""
     graph = remat.trace(Net(), (X,), costs="flops")
     reserve_bytes = 1_000_000
     solved = remat.solve(graph, "90%", reserve_bytes=reserve_bytes)
@@ -174,7 +174,7 @@ def test_a_reserve_counts_the_same_everywhere() -> None:
     assert planned == int(0.9 * (keep_all_bytes() + reserve_bytes)) - reserve_bytes
 
 
-def test_parameters_that_are_frozen_have_no_gradients() -> None:
+def test_frozen_parameters_have_no_gradients() -> None:
     model = Net()
     model[0].requires_grad_(False)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)

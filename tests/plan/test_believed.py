@@ -1,4 +1,4 @@
-"""Nothing of a plan's file is believed: its numbers are those of the simulator."""
+"""Nothing in a plan's file is trusted: its numbers are those of the simulator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_true(graph: Graph, solution: Solution) -> None:
 
 
 @pytest.mark.parametrize("lie", LIES, ids=json.dumps)
-def test_a_lie_of_a_file_is_found_out_by_each_that_reads_it(
+def test_every_reader_corrects_a_false_number_in_a_file(
     lie: dict[str, Any], tmp_path: Path
 ) -> None:
     path = lying(tmp_path, lie)
@@ -71,7 +71,7 @@ def test_a_lie_of_a_file_is_found_out_by_each_that_reads_it(
     assert_true(GRAPH, found)
 
 
-def test_a_bound_is_that_of_its_costs() -> None:
+def test_a_bound_that_cannot_hold_is_replaced() -> None:
     stated = replace(PLAN, is_bound_stated=True, lower_bound_s=GRAPH.cost_s + 1)
     assert stated.on(GRAPH).lower_bound_s == GRAPH.cost_s + 1
     slower = GRAPH.with_costs([3.0] * GRAPH.num_operators)
@@ -86,7 +86,7 @@ def test_what_was_proved_here_stays_proved(tmp_path: Path) -> None:
     kept = remat.solve(GRAPH, "100%", solver="keep-all")
     kept.save(tmp_path / "plan.json")
     again = Solution.load(tmp_path / "plan.json").on(GRAPH)
-    assert (again, again.is_bound_stated) == (kept, False)  # nothing costs less than each once
+    assert (again, again.is_bound_stated) == (kept, False)  # each once is the least cost
 
 
 def test_a_plan_above_its_own_budget_is_refused(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_cached_plan_of_another_budget_is_made_again(tmp_path: Path) -> None:
 
 
 def test_wrap_refuses_a_schedule_above_its_own_budget(tmp_path: Path) -> None:
-    """730,384 bytes were held where the file's budget was 547,791 and its peak said less."""
+    """A step held 730,384 bytes; the file's budget was 547,791, and its peak even less."""
     graph = remat.trace(Net(), (batch(64),))
     plan = remat.solve(graph, "100%", solver="keep-all")
     lie = {"budget_bytes": plan.peak_bytes * 3 // 4, "peak_bytes": plan.peak_bytes // 2}

@@ -1,4 +1,4 @@
-"""What a GPU has is the budget where none is given; here the GPU's answers are made up."""
+"""Without a budget, a GPU's free memory is the budget; the GPU's answers are made up here."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What cuBLAS keeps on a device of each type."""
+    """The bytes that cuBLAS keeps on a device of each type."""
     sizes = {"cpu": 0, "cuda": 0}
     monkeypatch.setattr(planner, "library_bytes", lambda device_type: sizes[device_type])
     return sizes
 
 
 def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
-    """Makes torch say of a card of 80 GiB what is given, that it is free otherwise."""
+    """Makes torch report a card with these numbers; the others are of a free card of 80 GiB."""
     total = words.get("total", 80 * GIB)
     answers = {
         "mem_get_info": (words.get("free", total), total),
@@ -56,7 +56,7 @@ def planned_there(
     [
         ({}, 0, 75 * GIB),
         ({"free": 60 * GIB}, 0, 55 * GIB),
-        # what torch reserved and does not use is there, and so is what the step holds already
+        # what torch reserved and does not use counts, and so does what the step already holds
         ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 0, 65 * GIB),
         ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 3 * GIB, 68 * GIB),
         # a share of the card, 20 GiB, of which this process holds 15 and uses 5
@@ -66,7 +66,7 @@ def planned_there(
             15 * GIB - 20 * GIB // 16,
         ),
         ({"total": 4 * GIB}, 0, 4 * GIB - 512 * MIB),  # a small card keeps 512 MiB
-        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # the same plan for a byte less or more
+        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # rounded: the same plan a byte lower
     ],
 )
 def test_without_a_budget_the_budget_is_what_the_gpu_has_free(
@@ -86,7 +86,7 @@ def test_a_full_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh_torch")
 def test_the_first_step_is_planned_for_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at once: optimizer state that comes after the first step is in the reserve."""
+    """The card is read once: the reserve holds optimizer state made after the first step."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0)), torch.randn(4, 8)
     planned_there(monkeypatch, model, reserve_bytes=GIB)
     say(monkeypatch, free=60 * GIB)
@@ -125,10 +125,10 @@ def test_a_step_in_pieces_is_planned_for_what_the_card_had_before_it(
 
 @pytest.mark.usefixtures("fresh_torch")
 @pytest.mark.parametrize("budget", [None, "1GiB", "100%"])
-def test_what_cublas_keeps_is_no_room_for_the_plan(
+def test_the_plan_may_not_use_what_cublas_keeps(
     budget: str | None, monkeypatch: pytest.MonkeyPatch, kept: dict[str, int]
 ) -> None:
-    """Whatever the budget is, it is of all that the device counts."""
+    """A budget covers all that the device counts, whichever way it is given."""
     found = []
     for kept_bytes in (0, 64 * MIB):
         kept["cuda"] = kept_bytes
@@ -147,7 +147,7 @@ def test_what_cublas_keeps_is_no_room_for_the_plan(
 
 
 def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product forward and backward, of which nothing else is left."""
+    """A product, forward and backward, leaves nothing else behind."""
     held = {"bytes": 5 * MIB}
     runs = []
 
@@ -179,7 +179,7 @@ def test_the_product_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_cpu_needs_a_budget(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once where there is no GPU; at the first step where the model might have gone to one."""
+    """Refused at once without a GPU; with one, at the first step, as the model might move."""
     message = r'a budget is needed on a CPU.*budget="8GiB" or budget="60%"'
     model = nn.Linear(4, 4)
     with monkeypatch.context() as while_asked:
@@ -202,8 +202,8 @@ def test_the_backend_needs_a_budget_on_a_cpu() -> None:
         compiled(torch.randn(2, 4)).sum()
 
 
-def test_state_that_is_there_is_not_kept_free_on_the_card_again() -> None:
-    """As in a training that is resumed; a budget that was given is of all the state."""
+def test_existing_optimizer_state_gets_no_room_again() -> None:
+    """As when training resumes. A budget that was given includes all the state."""
     layer = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(layer.parameters())
     to_come = state_bytes_of(optimizer)
@@ -216,13 +216,13 @@ def test_state_that_is_there_is_not_kept_free_on_the_card_again() -> None:
     assert bytes_to_keep_free(optimizer, of_card=False) == to_come
 
 
-def test_a_solver_has_no_card_to_ask() -> None:
+def test_a_solver_needs_a_budget() -> None:
     graph = remat.trace(nn.Linear(4, 4), (torch.randn(2, 4),), costs="flops")
     with pytest.raises(TypeError, match="NoneType"):
         remat.solve(graph, None)  # type: ignore[arg-type]
 
 
-def test_ranks_agree_on_the_card_that_has_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_least_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     bindings: Any = torch._C._distributed_c10d
     store = bindings.HashStore()
     monkeypatch.setattr(distributed, "is_distributed", lambda: True)

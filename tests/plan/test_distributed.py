@@ -1,5 +1,4 @@
-"""Several ranks: what is planned trains as what is not, by one plan, solved once, within one budget
-a rank.
+"""Ranks train as without a plan: by one plan, solved once, within a budget per rank.
 
 The checks themselves are in `distributed_checks.py`, which torchrun starts once for 2 ranks and
 once for 4."""
@@ -61,13 +60,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (2, "a_function_over_several_ddps", 0.0),
         (2, "ddp_through_inductor", 0.0),
         (2, "fsdp_through_inductor", 0.0),
-        # four gradients are summed in the order of their place in a bucket, which is another one
-        # here
+        # four ranks' gradients are summed in an order that depends on their place in a bucket,
+        # which is another place here
         (4, "ddp", 1e-4),
         (4, "fsdp_sharded_first", 0.0),
     ],
 )
-def test_training_is_that_of_plain_ranks(
+def test_ranks_train_as_without_a_plan(
     found: Any, num_ranks: int, name: str, tolerance: float
 ) -> None:
     results = found(num_ranks)
@@ -76,7 +75,7 @@ def test_training_is_that_of_plain_ranks(
     assert result["difference"] <= tolerance
     assert result["plans"] == 1, "every rank runs the same plan"
     assert result["overhead"] > 0
-    # gloo releases what it sends in threads of its own, at times of its own
+    # gloo frees what it sends in its own threads, some time later
     in_flight = 0.25 if name == "tensor_parallel" else 0.1
     assert result["measured"] <= 1 + in_flight
 
@@ -90,7 +89,7 @@ def test_a_collective_is_never_computed_again(found: Any) -> None:
     assert found(2)["a_collective_runs_once"]["collectives"] == [1, 1]
 
 
-def test_a_rank_with_a_smaller_batch_keeps_nobody_waiting(found: Any) -> None:
+def test_a_rank_with_a_smaller_batch_keeps_no_rank_waiting(found: Any) -> None:
     result = found(2)["a_smaller_last_batch_on_one_rank"]
     assert result["difference"] == 0.0
     assert result["solved"] == [0, 1]

@@ -1,4 +1,4 @@
-"""A rank that fails while it plans: the others are told why, soon, and a new try starts afresh."""
+"""A rank fails while it plans: the others soon learn why, and a new try starts afresh."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def outcomes(scenario: str) -> list[list[tuple[str, float]]]:
     return [[tuple(json.loads(line)) for line in text.splitlines()] for text in outputs]
 
 
-def test_a_failure_is_told_once_and_tried_again() -> None:
-    """Naive: it is stored, and what every later try gets."""
+def test_a_failure_is_reported_once_and_tried_again() -> None:
+    """Naive: the failure is stored, and every later try gets it."""
     waiting, planning = outcomes("memory")
     assert planning[0][0] == "MemoryError: no room for the model"
     assert waiting[0][0].startswith(

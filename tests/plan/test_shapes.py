@@ -50,9 +50,10 @@ def plan_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("remat/plans-v1/*.json"))
 
 
-def test_loops_with_a_smaller_last_batch(solved: list[float]) -> None:
-    """Naive: "80%" of a small batch is less than parameters and gradients alone, and the last step
-    of an epoch fails.
+def test_a_smaller_last_batch_keeps_the_budget(solved: list[float]) -> None:
+    """Naive: "80%" of a small batch is less than parameters and gradients alone.
+
+    The last step of an epoch then fails.
     """
     model = Net()
     plain = copy.deepcopy(model)
@@ -116,9 +117,9 @@ def test_a_damaged_plan_is_made_again(
 def test_a_plan_that_does_not_fit_its_step_is_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Naive: what lies under the key is believed.
+    """Naive: the file under the key is trusted.
 
-    A file that was copied or edited then exceeds the budget.
+    A copied or edited file then exceeds the budget.
     """
     graph = remat.trace(Net(), (batch(64),), costs="flops")
     keep_all = remat.solve(graph, "100%")
@@ -162,7 +163,7 @@ def test_nothing_is_written_without_a_plan_cache(tmp_path: Path) -> None:
     assert plan_files(tmp_path) == []
 
 
-def test_a_folder_that_cant_be_written_is_no_reason_to_fail(
+def test_a_folder_that_cant_be_written_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "remat").write_text("a file where the folder should be")
@@ -186,7 +187,7 @@ def test_declared_sizes_are_planned_for_at_their_largest(solved: list[float]) ->
     assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
 
 
-def test_a_largest_size_that_can_not_fit_is_told_at_the_first_call() -> None:
+def test_a_largest_size_that_cannot_fit_is_refused_at_the_first_call() -> None:
     """Naive: a small first batch fits, and training stops hours later at a long one."""
     largest = remat.minimum(remat.trace(Net(), (batch(4096),))).peak_bytes
     model, x = checkpointed(Net(), largest // 4), batch(2)
@@ -195,10 +196,8 @@ def test_a_largest_size_that_can_not_fit_is_told_at_the_first_call() -> None:
         model(x)
 
 
-def test_a_wrong_shape_says_so_and_changes_nothing() -> None:
-    """Naive: torch.compile's failure is taken for a graph break, and from then on all steps run in
-    pieces.
-    """
+def test_a_wrong_shape_is_refused_and_changes_nothing() -> None:
+    """Naive: torch.compile's failure counts as a graph break; later steps run in pieces."""
     model = Net()
     plain = copy.deepcopy(model)
     checkpointed(model)

@@ -76,7 +76,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
     assert abs(own_bytes - report.solution.peak_bytes) <= 0.01 * report.solution.peak_bytes
 
 
-def test_a_plan_of_everything_is_not_planned_again_for_the_blocks_of_the_allocator() -> None:
+def test_a_plan_that_keeps_everything_is_not_remade_for_allocator_blocks() -> None:
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 520, device="cuda")[:, :512].contiguous()
     remat.checkpoint(model, "100%", **_QUICKLY)
@@ -128,7 +128,7 @@ def test_without_a_budget_the_budget_is_what_the_gpu_has_free() -> None:
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_recurrent_layers_in_cudnn_are_refused(executor: str) -> None:
-    """And planned where torch's own kernels run them."""
+    """They are planned where torch's own kernels run them."""
     x = torch.randn(3, 2, 4, device="cuda")
     for layer in (nn.LSTM, nn.GRU, nn.RNN):
         torch._dynamo.reset()

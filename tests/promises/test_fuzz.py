@@ -37,7 +37,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_no_damaged_file_is_believed_or_ends_in_a_traceback(fuzzer: Fuzzer) -> None:
+def test_no_damaged_file_is_trusted_or_ends_in_a_traceback(fuzzer: Fuzzer) -> None:
     outcome = fuzzer.run(range(FILES))
     assert not outcome.wrong, "\n".join(outcome.wrong)
     for kind in ("plain", "graph", "schedule", "plan", "curve"):
@@ -48,7 +48,7 @@ def test_no_damaged_file_is_believed_or_ends_in_a_traceback(fuzzer: Fuzzer) -> N
 
 
 @pytest.mark.usefixtures("quiet")
-def test_the_fuzzer_finds_a_reader_that_believes(
+def test_the_fuzzer_finds_a_trusting_reader(
     fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Solution, "on", lambda self, graph: self)
@@ -56,9 +56,7 @@ def test_the_fuzzer_finds_a_reader_that_believes(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_the_fuzzer_finds_a_rule_that_is_gone(
-    fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fuzzer_finds_a_missing_rule(fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch) -> None:
     for rule in ("size_fault", "cost_fault", "texts_fault"):
         monkeypatch.setattr(limits, rule, lambda value: "")
     assert fuzzer.run(range(150)).wrong
@@ -76,13 +74,13 @@ def test_the_fuzzer_finds_an_error_of_several_lines(
     assert any("lines" in line for line in fuzzer.run(range(30)).wrong)
 
 
-def test_a_file_is_damaged_the_same_way_again(fuzzer: Fuzzer) -> None:
+def test_damage_to_a_file_is_reproducible(fuzzer: Fuzzer) -> None:
     for kind, content in fuzzer.seeds.items():
         both = [damage.damaged(content, random.Random(f"{SEED}:{kind}")) for _ in range(2)]
         assert both[0] == both[1]
 
 
-def test_the_documents_name_the_files_that_were_tried() -> None:
+def test_the_documents_state_how_many_files_were_tried() -> None:
     result = json.loads(RESULT.read_text())
     assert (result["wrong"], result["cases"]) == (0, [])
     for kind in damage.KINDS:

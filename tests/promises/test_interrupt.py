@@ -25,7 +25,7 @@ from remat.tracers.synthetic import random_layered
 from tests.support.training_script import TRAINING
 
 LIMIT_S = 60.0
-SOON_S = 20.0  # a busy machine finishes the piece that it is computing
+SOON_S = 20.0  # a busy machine first finishes what it is computing
 SCRIPT = """
 import sys, time
 from remat.core.graph import Graph
@@ -44,9 +44,9 @@ print("answer", solution.status, solution.peak_bytes, solution.cost_s, flush=Tru
 
 @pytest.fixture(autouse=True)
 def interrupts() -> Iterator[None]:
-    """Interrupts as a program on a terminal has them.
+    """Handles interrupts as a program on a terminal does.
 
-    What a shell starts in the background ignores them, and its children too.
+    A program that a shell starts in the background ignores them, and so do its children.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -94,7 +94,7 @@ def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes
 
 
 def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
-    """Its progress, on a terminal of its own, says when there is something to print."""
+    """Its progress, on a terminal of its own, tells when there is an answer to print."""
     path, graph, budget = problem(tmp_path, 150)
     terminal, end = os.openpty()
     command = [
@@ -146,7 +146,7 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
 
     Returns the exit status, what it printed, its errors, and the plans that it left.
     """
-    # the plan may be there before the second one, which has to stop the training then
+    # the second Ctrl-C may come after planning, and has to stop the training then
     num_steps = 2 if interrupts == 1 else 10**9
     command = [sys.executable, "-c", TRAINING, str(LIMIT_S), str(num_steps)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
@@ -158,7 +158,7 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
         for _ in range(interrupts):
             process.send_signal(signal.SIGINT)
             time.sleep(0.2)
-        # two that arrive during one call of a library are one to Python: press until it ends
+        # Python sees two that arrive during one library call as one: press until it ends
         began = time.monotonic()
         while interrupts > 1 and process.poll() is None and time.monotonic() - began < SOON_S:
             process.send_signal(signal.SIGINT)
@@ -166,12 +166,12 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
         finally:
-            process.kill()  # otherwise a failure would wait for ever
+            process.kill()  # otherwise a failure would wait forever
     return process.returncode, output, errors, list(cache.rglob("plans-*/*"))
 
 
 def test_an_interrupted_plan_is_used_and_not_kept(tmp_path: Path) -> None:
-    """Naive: it is stored, and later jobs that have the time get it as well."""
+    """Naive: it is stored, and later jobs that have time to plan get it too."""
     status, output, errors, plans = training(tmp_path, 1)
     assert status == 0, errors
     assert "interrupted by Ctrl-C; not kept for later jobs" in output
@@ -197,7 +197,7 @@ def test_only_the_first_interrupt_is_heeded() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_handler_of_the_program_stays() -> None:
+def test_the_programs_own_handler_stays() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
@@ -209,7 +209,7 @@ def test_a_handler_of_the_program_stays() -> None:
     assert heard == [signal.SIGINT]
 
 
-def test_other_threads_have_no_handler_to_set() -> None:
+def test_other_threads_set_no_handler() -> None:
     results: list[bool] = []
 
     def work() -> None:

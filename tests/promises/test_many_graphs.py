@@ -1,7 +1,7 @@
 """Every solver on random graphs of up to 7 operators, against brute force.
 
-Few graphs by default; `REMAT_EXAMPLES=10000 pytest tests/promises/test_many_graphs.py` runs as many
-as it says (`experiments/many_graphs.py` does, and writes down what came of it)."""
+Few graphs by default; `REMAT_EXAMPLES=10000 pytest tests/promises/test_many_graphs.py` runs 10,000
+(`experiments/many_graphs.py` does so, and records the results)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The exact optimum is known at each point.
 
-The graphs are small enough for the MILP to prove its optimum, and with it the least budget there
-is, so that `bound <= optimum <= cost` can be asked of everyone."""
+The graphs are small enough for the MILP to prove the optimum and the least budget, so that
+`bound <= optimum <= cost` is checked for every solver."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def optimum(family: str, budget_bytes: int) -> Solution:
 
 
 def _solve(solver: str, graph: Graph, budget_bytes: int) -> Solution | None:
-    """The solution, or None where the graph is outside the method's class, which only some may
-    say.
-    """
+    """The solution, or None if the graph is outside the class of a `SPECIAL` method."""
     if solver not in SPECIAL:
         return make_solver(solver, time_limit_s=1.0).solve(graph, budget_bytes=budget_bytes)
     try:
@@ -121,7 +119,7 @@ def test_pulp_finds_the_same_optimum_at_the_minimum(family: str) -> None:
 
 @pytest.mark.parametrize("family", SMALL)
 @pytest.mark.parametrize("solver", SOLVER_NAMES)
-def test_one_byte_below_the_minimum_nobody_has_a_schedule(solver: str, family: str) -> None:
+def test_one_byte_below_the_minimum_no_solver_has_a_schedule(solver: str, family: str) -> None:
     budget_bytes = least_budget(family) - 1
     solution = _solve(solver, GRAPHS[family], budget_bytes)
     assert solution is None or not solution.is_solved

@@ -2,8 +2,8 @@
 
 A planned step is the plain one to the bit, or refused in one clear error.
 
-`experiments/coverage.py` does the same for all of them, at three budgets; here is a sample that is
-quick."""
+`experiments/coverage.py` does the same for all of them, at three budgets; this is a quick sample.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from remat.solvers.core.on_demand import steps_on_demand
 from remat.torch_border.kernels import FakeTensorMode
 from tests.support.planned import UNLIMITED, planned
 
-# One a family, the cheapest to trace; and those whose causes of failure were found and repaired.
+# One per family, the cheapest to trace, and those whose causes of failure were fixed.
 SAMPLE = (
     "Bloom",  # a custom autograd function, whose backward AOTAutograd does not mark
     "SqueezeBERT",
@@ -58,28 +58,26 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 
 def keep_half(graph: remat.Graph) -> Sequence[int]:
-    """Recomputes every other value, random ones too: whatever is replayed wrongly shows."""
+    """Recomputes every other value, random ones too, so that a wrong replay shows."""
     return steps_on_demand(graph, [value for value in range(len(graph.values)) if value % 2])
 
 
 def assert_is_plain(plain: Workload) -> None:
-    """The step that keeps half leaves the plain step's loss, gradients, buffers and random state,
-    twice.
-    """
+    """Two steps that keep half leave the plain loss, gradients, buffers and random state."""
     mine = Workload(planned(copy.deepcopy(plain.model), keep_half), plain.kwargs)
     assert all(is_same_step(mine, plain, seed) for seed in (1, 2))
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("name", SAMPLE)
-def test_an_architecture_is_the_plain_one(name: str) -> None:
+def test_planned_architectures_equal_plain_ones(name: str) -> None:
     assert_is_plain(ARCHITECTURES[name].make())
 
 
 def test_a_part_of_transformers_may_be_imported_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A report: where nothing had imported `transformers.modeling_utils`, no model was planned."""
+    """A report: no model was planned unless `transformers.modeling_utils` was imported."""
     monkeypatch.setitem(
         sys.modules, "transformers.utils.output_capturing", ModuleType("output_capturing")
     )
@@ -89,15 +87,13 @@ def test_a_part_of_transformers_may_be_imported_without_the_others(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_of_torch_nn_is_the_plain_one(name: str) -> None:
+def test_planned_torch_nn_modules_equal_plain_ones(name: str) -> None:
     pytest.importorskip("expecttest", reason="PyTorch's module database needs expecttest")
     assert_is_plain(dict(module_cases())[f"{name}, 0"]())
 
 
 class Interpolated(nn.Module):
-    """Bilinear up and down, which AOTAutograd computes from indices unless told otherwise, between
-    batch norms.
-    """
+    """Interpolates up and down, which AOTAutograd computes from indices unless told otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +121,7 @@ class Recurrent(nn.Module):
         return self.layers(x)[0].pow(2).mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:TF32")  # said where oneDNN is turned off
+@pytest.mark.filterwarnings("ignore:TF32")  # warned when oneDNN is turned off
 def test_an_lstm_in_onednn_is_refused_and_torchs_own_is_planned() -> None:
     x = torch.randn(3, 2, 4)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -136,13 +132,13 @@ def test_an_lstm_in_onednn_is_refused_and_torchs_own_is_planned() -> None:
 
 
 def test_an_lstm_in_cudnn_is_refused() -> None:
-    """Fake tensors say that what it keeps has no bytes."""
+    """Fake tensors report no bytes for what cuDNN keeps."""
     with pytest.raises(remat.TraceError, match="LSTM on a GPU runs in cuDNN"):
         remat.trace(Recurrent(), (torch.randn(3, 2, 4),), device="H100")
 
 
-def test_a_recurrent_cell_whose_gates_are_no_whole_vectors_is_refused() -> None:
-    """Captured, gates lie in memory otherwise than plain PyTorch's.
+def test_a_recurrent_cell_with_gates_of_partial_vectors_is_refused() -> None:
+    """A capture lays the gates out in memory differently from plain PyTorch.
 
     Gradients differed in the last bit.
     """
@@ -221,10 +217,8 @@ CALLS: dict[Any, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("transposed", [(-1, -2), (1, 3), (1, 2)])
 @pytest.mark.parametrize("operator", CALLS, ids=str)
-def test_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, int]) -> None:
-    """The layouts that fake tensors are given, against what the kernel returns for a first argument
-    that is no row after row.
-    """
+def test_fake_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, int]) -> None:
+    """The first argument is not contiguous."""
     first, *rest = CALLS[operator]
     first = (
         first.transpose(*transposed[: first.dim()]).contiguous().transpose(*transposed)
@@ -260,10 +254,10 @@ def test_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[int, 
     ids=["copy", "slice", "select", "diagonal"],
 )
 @pytest.mark.parametrize("part", ["middle", "first rows", "last row", "columns", "repeated"])
-def test_what_copies_a_view_copies_all_its_memory(
+def test_copying_a_view_copies_all_the_memory_it_spans(
     operator: Callable[[torch.Tensor], torch.Tensor], part: str
 ) -> None:
-    """Circular padding is made of these; their fakes are as large as what the view spans."""
+    """Circular padding uses these operators, whose fakes are as large as what the view spans."""
     whole = torch.randn(6, 8)
     views = {
         "middle": whole[1:3, 2:5],

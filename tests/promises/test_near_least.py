@@ -1,6 +1,6 @@
 """At budgets around the least one, under short limits: an answer or a `BudgetError`, nothing else.
 
-Few graphs here; `experiments/near_least.py` solves thousands and writes down what came of them.
+Few graphs here; `experiments/near_least.py` solves thousands and records the results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_budget_near_the_least_ends_in_an_answer_or_a_budget_error(seed: int) 
 
 
 def test_a_budget_that_no_heuristic_meets_is_met() -> None:
-    """A report: there was no schedule at 23, and the least known budget was 25."""
+    """A report: no schedule was found at 23, and the least known budget was 25."""
     solution = remat.solve(LEAST_OF_EIGHT, 23, time_limit_s=5.0)
     assert (solution.cost_s, solution.status) == (60.0, remat.Status.OPTIMAL)
 
@@ -47,7 +47,7 @@ def test_a_budget_that_no_heuristic_meets_is_met() -> None:
     assert error.value.minimum_bytes == 22
 
 
-def test_a_budget_that_no_stage_can_meet_is_told_by_the_scout_and_leaves_the_stages() -> None:
+def test_the_scout_reports_a_budget_no_stage_can_meet_and_leaves_the_stages() -> None:
     """Infinite bounds were once compared as `inf - 1e-6 * inf`, and no stage was the best."""
     graph = random_layered(16, seed=3, width=2)
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
@@ -66,14 +66,14 @@ def test_a_budget_that_no_stage_can_meet_is_told_by_the_scout_and_leaves_the_sta
     assert seen
 
 
-def test_no_bound_of_a_search_is_infinite() -> None:
+def test_a_search_refuses_infinite_bounds() -> None:
     search = Search(LEAST_OF_EIGHT, budget_bytes=30, gap=0.0, time_limit_s=1.0)
     for bound_s in (math.inf, math.nan):
         with pytest.raises(AssertionError, match="no bound"):
             search.raise_bound(bound_s)
 
 
-def test_where_states_run_out_the_bound_is_that_of_the_best_state_left() -> None:
+def test_at_the_limit_of_states_the_bound_is_that_of_the_best_state_left() -> None:
     found = states.cheapest(LEAST_OF_EIGHT, budget_bytes=23, deadline=math.inf, most_states=60)
     assert found.steps is None
     assert not found.is_finished
@@ -85,7 +85,7 @@ def test_where_states_run_out_the_bound_is_that_of_the_best_state_left() -> None
     assert (late.steps, late.is_finished, late.least) == (None, False, 0.0)
 
 
-def test_graphs_too_large_for_it_are_refused_by_name_and_left_alone_by_auto() -> None:
+def test_exhaustive_search_refuses_large_graphs_and_auto_skips_it() -> None:
     graph = random_layered(60, seed=0)
     with pytest.raises(remat.SolverError, match="graphs of some 20 operators"):
         remat.solve(graph, "90%", solver="exhaustive")

@@ -69,7 +69,7 @@ def same_as_plain(
     """Returns a check that two planned steps leave what the plain ones do.
 
     Through Inductor, a model that draws random numbers is compared with `torch.compile`, which
-    draws others than plain PyTorch.
+    draws other numbers than plain PyTorch.
     """
 
     def check() -> None:
@@ -107,10 +107,9 @@ class Dropouts(nn.Module):
 
 @on_both_executors
 def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
-    """Naive: a recomputed dropout draws a new mask, as `activation_memory_budget` of PyTorch 2.13
-    does.
+    """Naive: a recomputed dropout draws a new mask, or a recomputed kernel makes new seeds.
 
-    Inductor's kernels draw from seeds; naive: a recomputation makes new seeds.
+    `activation_memory_budget` of PyTorch 2.13 draws new masks.
     """
 
     def draw_anew(
@@ -130,9 +129,7 @@ def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch, executor: str) -> 
 def test_a_buffer_is_read_as_it_was_before_it_changed(
     monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
-    """Naive: the recomputation reads the buffer itself, as Inductor's defaults do (PyTorch
-    2.13).
-    """
+    """Naive: the recomputation reads the changed buffer, as by Inductor's default (2.13)."""
     check = same_as_plain(ChangedBuffer, torch.randn(4, 8), executor=executor)
     assert_only_naive_is_wrong(
         check, monkeypatch, (rewrite._Writer, "_replacements", lambda *_: {})
@@ -156,7 +153,7 @@ class Counted(nn.Module):
 
 
 def repeat_changes(graph: remat.Graph) -> list[int]:
-    """Every change of a buffer twice, with what it is changed to, where the graph allows it."""
+    """Repeats each change of a buffer, with its new value, where the graph allows it."""
     steps: list[int] = []
     for index, op in enumerate(graph.operators):
         steps.append(index)
@@ -167,11 +164,9 @@ def repeat_changes(graph: remat.Graph) -> list[int]:
 
 @on_both_executors
 def test_buffers_change_once_a_step(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
-    """Naive: what changes a buffer may be computed again like anything else, from the buffer as it
-    is then.
-    """
+    """Naive: a change of a buffer may be computed again, from the changed buffer."""
     check = same_as_plain(Counted, torch.randn(4, 8), repeat_changes, executor)
-    if executor == "inductor":  # which lets no operator of a half see what another one changed
+    if executor == "inductor":  # no operator of a half sees what another changed
         check()
         return
     assert_only_naive_is_wrong(
@@ -184,7 +179,7 @@ def test_buffers_change_once_a_step(monkeypatch: pytest.MonkeyPatch, executor: s
 
 @torch.library.custom_op("remat_tests::ticket", mutates_args=())
 def ticket(x: torch.Tensor) -> torch.Tensor:
-    """Another number at each call: an effect, and not deterministic."""
+    """Adds another number at each call: an effect, and not deterministic."""
     _TICKETS.append(len(_TICKETS))
     return x + len(_TICKETS)
 
@@ -213,7 +208,7 @@ class TakesTickets(nn.Module):
 def test_a_custom_operator_runs_once(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     """Naive: every operator may be computed again.
 
-    Its effect would happen twice, its second result be another one.
+    Its effect would happen twice, and its second result would differ.
     """
 
     def check() -> None:
@@ -253,7 +248,7 @@ class Reduces(nn.Module):
 def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     """Naive: every operator may be computed again.
 
-    Ranks whose plans differ would then wait for each other for ever.
+    Ranks whose plans differ would then wait for each other forever.
     """
 
     def check() -> None:
@@ -272,7 +267,7 @@ def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch, executor: str) 
 
 
 class Scatters(nn.Module):
-    """Adds rows of one tensor where an index says: on CUDA by atomics, in an order of their own."""
+    """Adds rows of one tensor where an index says; CUDA uses atomics, in no fixed order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +282,7 @@ class Scatters(nn.Module):
 def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive: every operator may be computed again.
 
-    The gradient is then of other values than the loss. The reason is on the node.
+    The gradient would then belong to other values than the loss. The node states the reason.
     """
     args = (torch.randn(4, 8), torch.tensor([0, 1, 1, 2]))
     on_cpu = remat.trace(Scatters(), args, costs="flops", device="cpu")
@@ -359,9 +354,7 @@ def test_the_step_stays_within_the_simulated_peak(monkeypatch: pytest.MonkeyPatc
 
 
 class Aliases(nn.Module):
-    """Returns its input, a view of it, a copy that changes nothing, and one parameter's view
-    through tied layers.
-    """
+    """Returns its input, a view of it, and copies that change nothing; its layers are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +411,7 @@ def test_outputs_share_memory_where_plain_ones_do(
 
 
 class Sines(nn.Module):
-    """Its backward takes the cosine of what it saved, in the memory of what it saved."""
+    """Its backward writes the cosine of what it saved over what it saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +426,7 @@ class Sines(nn.Module):
 def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     """Naive: the backward runs as often as it is asked to.
 
-    What its first run wrote over, autograd takes for a mistake of the user's.
+    Autograd then blames the user for values that the first run overwrote.
     """
 
     def check() -> None:
@@ -460,7 +453,7 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch, executor:
 
 
 class TwoLosses(nn.Module):
-    """Two losses with a body in common, and a head each."""
+    """Two losses with a shared body and one head each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,11 +465,12 @@ class TwoLosses(nn.Module):
 
 
 @on_both_executors
-def test_what_no_loss_of_a_backward_leads_to_has_no_gradient(
+def test_the_head_of_the_other_loss_has_no_gradient(
     monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
-    """Naive: autograd puts zeros for the other loss, and its head gets gradients of zeros, which
-    the weight decay of an optimizer makes a change of.
+    """Naive: autograd puts zeros for the other loss, and its head gets gradients of zeros.
+
+    An optimizer's weight decay would then change the head.
     """
 
     def check() -> None:

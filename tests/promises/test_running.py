@@ -353,7 +353,7 @@ class Many(nn.Module):
         hidden, other = self.linear(x).tanh().sin() * scale, self.other(x).sin()
         return {
             "hidden": hidden,
-            # at most two gradients meet in a tensor: of three, nobody says which are added first
+            # at most two gradients meet in a tensor: the order of adding three is not defined
             "part": other[0],
             "best": hidden.argmax(-1),
             "input": x,
@@ -404,7 +404,7 @@ def test_keywords_go_in_and_a_dataclass_comes_out() -> None:
     assert_same(model(x, labels=labels).logits, plain(x, labels=labels).logits)
 
 
-def test_a_gradient_for_the_logits_beside_a_loss_is_refused_with_the_remedy() -> None:
+def test_a_gradient_for_the_logits_beside_a_loss_is_refused_with_advice() -> None:
     model, x = planned(WithLogits()), torch.randn(4, 8)
     out = model(x)
     with pytest.raises(remat.TraceError, match='differentiate="all"'):
@@ -499,8 +499,8 @@ def test_evaluation_and_no_grad_run_the_plain_module() -> None:
 def test_autocast_is_part_of_the_step() -> None:
     """Without dropout.
 
-    In bfloat16 on the CPU, torch's fused dropout, which is traced, rounds its scale otherwise than
-    the unfused one.
+    In bfloat16 on the CPU, torch's fused dropout, which is traced, and the unfused one round the
+    scale differently.
     """
     model, x = MLP(dropout=0.0), torch.randn(4, 8)
     plain = copy.deepcopy(model)
@@ -515,7 +515,7 @@ def test_autocast_is_part_of_the_step() -> None:
     assert_same(*ends)
 
 
-def test_a_new_shape_gets_its_own_plan_and_an_old_one_keeps_its() -> None:
+def test_a_new_shape_gets_its_own_plan_and_old_shapes_keep_theirs() -> None:
     model, x = MODELS["mlp"]()
     plain = copy.deepcopy(model)
     planned(model)
@@ -535,14 +535,14 @@ class InnerCheckpoint(nn.Module):
         return loss
 
 
-def test_a_model_that_checkpoints_already_is_the_plain_one() -> None:
+def test_a_model_that_checkpoints_already_equals_the_plain_one() -> None:
     model, x = InnerCheckpoint(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     assert_same_steps(planned(model), plain, x)
 
 
 class Hooked:
-    """Counts what hooks of a module and of its submodule are called with."""
+    """Hooks a module, a submodule and a parameter, and counts the calls of the module's hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: Counter[str] = Counter()
@@ -582,19 +582,16 @@ def test_a_checkpointed_module_pickles() -> None:
 
 
 class Guarded(MLP):
-    """Has something that is not to be pickled, as modules of users do.
-
-    All else of it is, whatever it is.
-    """
+    """Leaves one attribute out of its pickle, as modules of users do, and keeps all others."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"}
 
 
-def test_a_module_that_says_itself_what_is_copied_and_pickled() -> None:
-    """Naive: the plan is copied with it, and runs the module that it was made for.
+def test_a_module_that_says_itself_what_it_pickles_has_plain_copies() -> None:
+    """Naive: the plan is copied too, and runs the original module.
 
-    And it does not pickle.
+    It does not pickle either.
     """
     model, x = Guarded(), torch.randn(4, 8)
     planned(model)(x).backward()
@@ -723,7 +720,7 @@ def test_only_modules_and_functions_are_planned() -> None:
         remat.trace(number, (torch.randn(2),))
 
 
-def test_tracing_changes_nothing_of_the_model() -> None:
+def test_tracing_leaves_the_model_unchanged() -> None:
     model, x = MODELS["buffers"]()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     parameters = dict(model.named_parameters())
@@ -745,7 +742,7 @@ def test_the_plan_of_a_trace_is_the_plan_of_the_step(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
     model, x = MODELS[name]()
-    # tensors larger than the 5,056 bytes of a generator's state on their way
+    # tensors so large that the 5,056 bytes of a generator's state do not show
     x = x.repeat(64, *[1] * (x.dim() - 1))
     planned(model, SCHEDULES[schedule])(x).backward()
     model.zero_grad(set_to_none=True)
@@ -775,7 +772,7 @@ class _Registers(nn.Module):
 
 
 def test_a_buffer_that_a_forward_registers_is_held_from_then_on() -> None:
-    """With x-transformers' ALiBi the peak was that of the model before its first forward."""
+    """With x-transformers' ALiBi, the predicted peak left such a buffer out."""
     model, x = _Registers(), torch.randn(256, 16)
     remat.checkpoint(model, "100%", costs="roofline", plan_cache=False)
     for _ in range(3):

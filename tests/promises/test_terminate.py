@@ -48,7 +48,7 @@ def graph(tmp_path: Path) -> Path:
 
 @contextmanager
 def begun(*args: str, cache: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, which is over once the test is."""
+    """Starts a process in a group of its own, which is killed when the test ends."""
     environment = {**os.environ, **({"XDG_CACHE_HOME": str(cache)} if cache else {})}
     with subprocess.Popen(
         [sys.executable, *args],
@@ -66,7 +66,7 @@ def begun(*args: str, cache: Path | None = None) -> Iterator[subprocess.Popen[st
 
 
 def members(group: int) -> list[str]:
-    """The processes of a group that run, by what Linux knows of each."""
+    """The names of the group's running processes, from `/proc`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -80,7 +80,7 @@ def members(group: int) -> list[str]:
 
 
 def terminate(process: subprocess.Popen[str]) -> int:
-    """Sends SIGTERM to the one process, and returns the exit status as a shell has it."""
+    """Sends SIGTERM to the one process, and returns the exit status as a shell reports it."""
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SOON_S)

@@ -85,7 +85,7 @@ def assert_same_loop(
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With an `eps` that keeps rounding out of the sign of gradients that are zero."""
+    """AdamW, with an `eps` so large that rounding errors of zero gradients have no effect."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=0.1, eps=1e-2)
 
@@ -109,8 +109,9 @@ def test_accumulated_and_clipped_gradients_train_the_same(executor: str, set_to_
 
 
 def test_gradients_of_earlier_steps_count() -> None:
-    """Naive: the plan of the first step, which found no gradients, serves those that add to them,
-    and their peak is above the budget.
+    """Naive: the plan of the first step, made without gradients, serves later steps too.
+
+    Their peak is then above the budget.
     """
     model, x = Net(64), torch.randn(256, 64)
     graph = remat.trace(model, (x,), costs="flops")
@@ -127,8 +128,9 @@ def test_gradients_of_earlier_steps_count() -> None:
 
 
 class Untied(nn.Module):
-    """Where a weight has two uses in each of several forwards, nobody says in which order the
-    gradients of all are added.
+    """Uses each weight once per forward.
+
+    With two uses in each of several forwards, the order of adding the gradients is not defined.
     """
 
     def __init__(self) -> None:
@@ -141,10 +143,10 @@ class Untied(nn.Module):
 
 
 @on_both_executors
-def test_several_forwards_before_a_backward(executor: str) -> None:
+def test_several_forwards_may_precede_a_backward(executor: str) -> None:
     """Each keeps its own values and its own random state.
 
-    Naive: the last forward's serve them all.
+    Naive: those of the last forward serve them all.
     """
 
     def loop(model: nn.Module) -> list[float]:
@@ -158,9 +160,7 @@ def test_several_forwards_before_a_backward(executor: str) -> None:
 
 @on_both_executors
 def test_evaluation_in_between_runs_the_plain_model(executor: str) -> None:
-    """Naive: the plan of training runs in evaluation too, with its dropout, and moves the running
-    statistics.
-    """
+    """Naive: evaluation runs the training plan, with dropout, and moves running statistics."""
 
     def loop(model: nn.Module) -> list[float]:
         optimizer, seen = adam(model), []
@@ -268,7 +268,7 @@ def test_a_state_dict_is_saved_and_loaded(tmp_path: Path, executor: str) -> None
     assert_same(*ends, executor=executor)
 
 
-def test_an_unplanned_module_pickles_and_copies_before_and_after_it_is_planned() -> None:
+def test_a_module_pickles_and_copies_before_and_after_it_is_planned() -> None:
     model = Net()
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     train(planned(model))
@@ -293,7 +293,7 @@ def fail_on(x: torch.Tensor) -> Any:
 
 @on_both_executors
 def test_an_exception_between_forward_and_backward_leaves_nothing(executor: str) -> None:
-    """Naive: what the forward saved is kept at the module until the backward comes for it."""
+    """Naive: the module keeps what the forward saved until the backward reads it."""
     model, x = planned(Net(64), keep_all, executor=executor), torch.randn(512, 64)
     model(x).backward()
     model.zero_grad()
@@ -319,9 +319,7 @@ def test_an_exception_between_forward_and_backward_leaves_nothing(executor: str)
 def test_an_exception_in_the_backward_leaves_nothing_and_the_next_step_is_right(
     executor: str,
 ) -> None:
-    """Naive: recomputation leaves the generator where it was set to, or a half-done backward counts
-    as done.
-    """
+    """Naive: recomputation leaves the generator changed, or half a backward counts as done."""
 
     def loop(model: nn.Module) -> torch.Tensor:
         x = batches(1)[0].requires_grad_()
@@ -363,10 +361,10 @@ def test_a_deleted_model_is_gone(executor: str) -> None:
 
 
 @on_both_executors
-def test_threads_with_a_model_each(executor: str) -> None:
-    """Each thread's dropout, replayed, is its own forward's.
+def test_threads_replay_their_own_dropout(executor: str) -> None:
+    """Each thread replays the dropout of its own forward.
 
-    The loss's derivative along the gradient shows it.
+    Weight times gradient is the loss only if the mask is the same.
 
     Naive: recomputation sets the one generator that all threads draw from, and another thread draws
     from it in between."""
@@ -425,16 +423,13 @@ for thread in threads: thread.join()
 def test_threads_do_not_wait_for_each_other_for_good() -> None:
     """Naive: `torch.get_rng_state` holds the generator's mutex while garbage is collected.
 
-    At once, this test hangs.
+    This test then hangs at once.
     """
     subprocess.run([sys.executable, "-c", THREADS_THAT_COLLECT], check=True, timeout=60)
 
 
 class Masked(nn.Module):
-    """Linear in its weight, so that weight times gradient is the loss.
-
-    Of one mask, and of no other.
-    """
+    """Linear in its weight, so that weight times gradient is the loss, of the same mask only."""
 
     def __init__(self) -> None:
         super().__init__()

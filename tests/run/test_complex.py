@@ -1,4 +1,4 @@
-"""Complex numbers: to the bit, and within the prediction, as real ones."""
+"""Complex numbers: equal to the bit and within the prediction, as real ones are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_spectrum(h: torch.Tensor) -> torch.Tensor:
     return power
 
 
-# What reads a spectrum, with conjugate and negative bits set and resolved in several places.
+# Readers of a spectrum, which set and resolve conjugate and negative bits in several places.
 READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a conjugate is multiplied": lambda h: of_spectrum(h * h.conj()),
     "from polar": lambda h: of_spectrum(torch.polar(h.abs(), h.angle())),
@@ -81,18 +81,18 @@ def assert_is_plain(plain: nn.Module, x: torch.Tensor, steps_of: Any) -> nn.Modu
 
 @pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("reader", READERS)
-def test_marks_of_conjugates_and_negatives_are_kept(reader: str, steps_of: Any) -> None:
-    """Naive: a copy that resolves such a mark is taken for one that changes nothing, and goes."""
+def test_conjugate_and_negative_bits_are_kept(reader: str, steps_of: Any) -> None:
+    """Naive: a copy that resolves such a bit is dropped as one that changes nothing."""
     assert_is_plain(Reads(READERS[reader]), torch.randn(8, 16, 64), steps_of)
 
 
 @pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_filter_of_frequencies_is_the_plain_one(steps_of: Any) -> None:
-    """Naive: the product writes over its input, and rounds otherwise than the plain one."""
+def test_a_filter_of_frequencies_equals_the_plain_one(steps_of: Any) -> None:
+    """Naive: the product overwrites its input, and rounds differently from the plain one."""
     assert_is_plain(Spectral(), torch.randn(32, 64, 64), steps_of)
 
 
-def test_sums_of_complex_numbers_may_write_over_an_input_and_products_not() -> None:
+def test_complex_sums_may_overwrite_an_input_and_products_may_not() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -178,8 +178,8 @@ def test_the_workspace_of_complex_elementwise_operators_is_the_allocators(
 
 @pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("reads", ["clone", "a copying cast", "a sum", "a product"])
-def test_what_reads_an_inference_tensor_is_kept(reads: str, steps_of: Any) -> None:
-    """Autograd can't keep such an input for the backward; what is made from it, it can."""
+def test_readers_of_an_inference_tensor_are_kept(reads: str, steps_of: Any) -> None:
+    """Autograd can't save an inference tensor for the backward, but it can save results of it."""
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "clone": lambda x: x.clone(),
         "a copying cast": lambda x: x.to(torch.float32, copy=True),

@@ -1,4 +1,4 @@
-"""Peaks on CUDA, requested, allocated and reserved; here the allocator's answers are made up."""
+"""Peaks on CUDA: requested, allocated, reserved. The allocator's answers are made up here."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_measure_gives_three_peaks_of_the_callable_alone(allocator: Allocator) -
     measured = remat.measure(fn, device="cuda")
 
     assert measured.peak_bytes == 10 * MIB
-    assert measured.cuda_peaks == CudaPeaks(9 * MIB, 10 * MIB, 60 * MIB)  # 20 were free inside
+    assert measured.cuda_peaks == CudaPeaks(9 * MIB, 10 * MIB, 60 * MIB)  # 20 were free before
     assert allocator.calls.index("empty_cache") < len(allocator.calls) - 1
     assert remat.measure(lambda: None, device="cpu").cuda_peaks is None
 
 
 def test_the_peak_of_a_step_leaves_out_what_others_hold(allocator: Allocator) -> None:
-    """The device's own peak, 115 MiB, has the optimizer's state and other models in it."""
+    """The device's own peak, 115 MiB, includes the optimizer's state and other models."""
     meter = FirstStepMeter("cuda", resident_bytes=7 * MIB, num_results=1)
     saved = torch.ones(3)
 
@@ -60,7 +60,7 @@ def test_the_peak_of_a_step_leaves_out_what_others_hold(allocator: Allocator) ->
     assert meter.cuda_peaks == CudaPeaks(19 * MIB, 22 * MIB, 47 * MIB)
 
 
-def test_the_peak_of_a_step_in_pieces_does_too(allocator: Allocator) -> None:
+def test_the_peak_in_pieces_leaves_out_the_rest_too(allocator: Allocator) -> None:
     meter = StepMeter("cuda", resident_bytes=7 * MIB)
     layer, token = nn.Linear(2, 2), torch.ones(1)
 
@@ -86,7 +86,7 @@ def test_the_peak_of_a_step_in_pieces_does_too(allocator: Allocator) -> None:
         (117 * MIB, "expandable_segments:True", False),
     ],
 )
-def test_another_setting_is_advised_where_much_is_reserved_in_vain(
+def test_another_setting_is_advised_if_much_reserved_memory_is_unused(
     reserved: int, setting: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)

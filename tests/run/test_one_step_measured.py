@@ -1,4 +1,4 @@
-"""What is measured is one step, whatever came before it: the number is right, or there is none."""
+"""The measured peak is that of one step, whatever came before it, or there is none."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.planned import UNLIMITED, Given, keep_nothing
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
-    # torch 2.13's, where `torch.compile` imports Inductor
+    # torch 2.13 warns when `torch.compile` imports Inductor
     pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]
 WIDTH, ROWS = 32, 128
 
 
 class Interrupts:
-    """Raises what Ctrl-C raises, in the half that it is told to."""
+    """Raises what Ctrl-C raises, in the half that `where` names."""
 
     where = ""
 
@@ -146,11 +146,12 @@ def true_peak(model: nn.Module) -> int:
         (ctrl_c_in_the_second_of_two, True),
     ],
 )
-def test_the_number_is_that_of_a_step(
+def test_the_peak_is_that_of_one_step(
     history: Callable[[nn.Module, torch.Tensor], None], has_break: bool
 ) -> None:
-    """Naive: the bytes of a forward that had no backward are added to another step's, and what
-    that one releases is not seen.
+    """Naive: the bytes of a forward without backward are added to another step's.
+
+    When they are freed, nothing sees it.
     """
     model = planned(has_break=has_break)
     if has_break:
@@ -163,7 +164,7 @@ def test_the_number_is_that_of_a_step(
 
 @pytest.mark.parametrize("has_break", [False, True])
 def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
-    """Of two forwards the second was measured, and the first one's backward is not its own."""
+    """Of two forwards the second is measured; the backward of the first is not its own."""
     model = planned(has_break=has_break)
     if has_break:
         model(batch()).backward()
@@ -178,17 +179,17 @@ def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 def test_a_forward_without_backward_makes_no_new_plan() -> None:
-    """Naive: the wrong number is believed, and a new plan with less memory is slower for good."""
+    """Naive: the wrong peak leads to a new plan with less memory, which stays slower."""
     model = planned(executor="inductor")
     ctrl_c_in_the_second_of_two(model, batch())
     train(model)
     assert measured(model) == pytest.approx(true_peak(model), abs=64)
 
 
-def test_an_interrupted_steps_garbage_is_not_this_ones() -> None:
-    """What an error left in a cycle is collected some time, and not within a measured step.
+def test_garbage_of_an_interrupted_step_does_not_count() -> None:
+    """What an error left in a cycle is collected some time, but not within a measured step.
 
-    Naive: it is taken for memory that this step gave back.
+    Naive: it counts as memory that this step freed.
     """
 
     def meter_of(is_interrupted: bool) -> int | None:
@@ -200,7 +201,7 @@ def test_an_interrupted_steps_garbage_is_not_this_ones() -> None:
             raise KeyboardInterrupt
 
         def forward(args: list[torch.Tensor]) -> list[torch.Tensor]:
-            made: list[object] = [[] for _ in range(100_000)]  # collections are due by their number
+            made: list[object] = [[] for _ in range(100_000)]  # so many that a collection is due
             made.clear()
             return [torch.empty(4), torch.empty(1024)]
 

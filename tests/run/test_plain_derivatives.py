@@ -1,7 +1,7 @@
-"""Derivatives that look at their data: products, of factors with zeros and without.
+"""Derivatives that depend on their data: products of factors with and without zeros.
 
-Found with pytorch-msssim: on the tensors of a trace torch takes the form for zeros, which rounds
-otherwise, and for `cumprod` is a loop over its elements.
+Found with pytorch-msssim: on the tensors of a trace, torch takes the form for zeros, which rounds
+differently and, for `cumprod`, loops over the elements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lower precision: autocast, loss scaling, parameters in bfloat16, products in float8.
 
-And that casts are what plans compute again.
+Plans compute casts again before anything else.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tens
     "steps_of", [keep_nothing, repeat_anything(3)], ids=["keep nothing", "repeat"]
 )
 @pytest.mark.parametrize("autocast", AUTOCASTS, ids=str)
-def test_training_under_autocast_is_the_plain_one(autocast: dict[str, Any], steps_of: Any) -> None:
+def test_autocast_training_equals_plain_training(autocast: dict[str, Any], steps_of: Any) -> None:
     """In float16 the first scale overflows: a step is skipped and the scale halved, by both."""
     plain, x = Net(), torch.randn(2, 6, 16)
     model = planned(copy.deepcopy(plain), steps_of)
@@ -219,9 +219,7 @@ class ThroughFloat8(torch.autograd.Function):
 
 
 class Float8CastsNet(nn.Module):
-    """Casts alone: activations rounded to float8, on weights that are frozen in float8, beside
-    trained ones.
-    """
+    """Casts alone: activations rounded to float8, and trained weights plus a float8 one."""
 
     frozen: torch.Tensor
 
@@ -270,9 +268,9 @@ class Attentive(nn.Module):
 
 
 def test_casts_of_the_forward_are_computed_again_before_anything_else() -> None:
-    """They are the cheapest, and what they are made from is there anyway.
+    """They are the cheapest, and their sources are held anyway.
 
-    A parameter, or what a softmax keeps for its backward.
+    A source is a parameter, or what a softmax saves for its backward.
     """
     model, x = Attentive(), torch.randn(1024, 256)
     with torch.autocast("cpu", torch.bfloat16):

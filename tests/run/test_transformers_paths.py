@@ -1,4 +1,4 @@
-"""What `transformers` does otherwise while it is compiled is captured as plain PyTorch runs it."""
+"""What `transformers` does differently when compiled is captured as plain PyTorch runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = {
 
 
 def decoder(kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
-    """A decoder with grouped heads, whose plain attention is another kernel than a masked one."""
+    """A decoder with grouped heads, whose attention runs another kernel with a mask."""
     torch.manual_seed(0)
     settings = {**SMALL, "num_key_value_heads": 2, "use_cache": False, **config}
     made = transformers.AutoConfig.for_model(kind, **settings)

@@ -1,4 +1,4 @@
-"""Steps whose backward runs twice, or is differentiated itself: refused in our words, or plain."""
+"""A backward that runs twice or is differentiated: refused in our words, or run plain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.planned import (
 )
 
 pytestmark = [
-    # torch's own: what dynamo looks at, and what it makes of a custom function
+    # torch's own: about what dynamo reads, and how it handles a custom function
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
@@ -52,7 +52,7 @@ class TwoLosses(nn.Module):
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("steps_of", [keep_all, keep_nothing])
 def test_two_backwards_are_refused(is_shared: bool, steps_of: Steps) -> None:
-    """Naive: autograd's own error, which advises retain_graph=True, and that is refused as well."""
+    """Naive: autograd's own error advises retain_graph=True, which is refused as well."""
     model = planned(TwoLosses(is_shared=is_shared), steps_of)
     for _ in range(2):
         first, second = model(torch.randn(4, 8))
@@ -125,7 +125,7 @@ def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalized_within(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The penalty at something that was computed itself."""
+    """The penalty at an input that is itself computed."""
     given = x.clone().requires_grad_()
     mixed = given.sin()
     (slope,) = torch.autograd.grad(model(mixed), mixed, create_graph=True)
@@ -186,10 +186,10 @@ def plain_where_needed(model: Any, steps_of: Steps = keep_nothing, **options: An
 @pytest.mark.parametrize("run", ASKED)
 @pytest.mark.parametrize("make", [Changes, Tied])
 @pytest.mark.parametrize("steps_of", [keep_all, keep_nothing])
-def test_unsupported_steps_are_those_of_plain_pytorch(
+def test_unsupported_steps_equal_those_of_plain_pytorch(
     make: Callable[[], nn.Module], run: Callable[..., Any], steps_of: Steps
 ) -> None:
-    """Between planned ones, of which each is captured once."""
+    """Planned steps run in between, and are captured once."""
     model = make()
     plain = copy.deepcopy(model)
     plain_where_needed(model, steps_of)
@@ -216,7 +216,7 @@ def two_backwards(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 class Checkpointed(Changes):
-    """A region that is computed again in the backward draws there what it drew before."""
+    """A region recomputed in the backward draws there what it drew before."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch_checkpoint(self._hidden, x, use_reentrant=False)
@@ -248,7 +248,7 @@ class InLowPrecision(Tied):
 
 
 class Draws(Tied):
-    """Noise beside dropout, and none of it where nothing is asked for."""
+    """Draws noise, and hard samples by Gumbel softmax."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.randn_like(x) * torch.rand(8)
@@ -263,7 +263,7 @@ def spectral() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [Checkpointed, Attends, InLowPrecision, Draws, spectral])
-def test_other_models_are_those_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
+def test_other_models_equal_those_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     model = make()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -319,7 +319,7 @@ def jacobians(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("run", [third_derivatives, jacobians])
-def test_other_derivatives_are_those_of_plain_pytorch(run: Callable[..., Any]) -> None:
+def test_other_derivatives_equal_those_of_plain_pytorch(run: Callable[..., Any]) -> None:
     model = Field()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -328,7 +328,7 @@ def test_other_derivatives_are_those_of_plain_pytorch(run: Callable[..., Any]) -
         assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
 
 
-def test_second_derivatives_agree_with_differences() -> None:
+def test_second_derivatives_agree_with_finite_differences() -> None:
     model = plain_where_needed(Field().double())
     x = torch.randn(2, 8, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(model, x)
@@ -343,10 +343,10 @@ def with_its_slope(model: nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("run", [with_its_slope, learned_to_learn])
-def test_losses_of_a_result_and_its_gradient_agree_but_for_last_bits(
+def test_losses_of_a_result_and_its_gradient_agree_up_to_rounding(
     run: Callable[..., Any],
 ) -> None:
-    """Plain PyTorch sums both gradients on the way, and here at the parameters: other last bits."""
+    """Plain PyTorch sums both gradients on the way; here they are summed at the parameters."""
     model = Field()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -364,7 +364,7 @@ def test_many_gradients_at_once_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_callbacks_hand_the_option_on() -> None:
+def test_callbacks_pass_the_option_on() -> None:
     pytest.importorskip("lightning.pytorch")
     integration = pytest.importorskip("remat.lightning")
     body = nn.Module()
@@ -387,7 +387,7 @@ class WithLogits(Tied):
 
 
 def test_logits_beside_the_loss_are_passed_on() -> None:
-    """They are passed on as they are, and have no gradient unless that is asked for."""
+    """They are unchanged, and have no gradient unless that is asked for."""
 
     def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         loss, logits = model(x)
@@ -411,7 +411,7 @@ def test_logits_beside_the_loss_are_passed_on() -> None:
 
 
 def test_two_losses_with_graphs_of_their_own_have_the_plain_gradients() -> None:
-    """A parameter that the first does not reach has no gradient, rather than zeros."""
+    """A parameter that the first loss does not reach has no gradient, rather than zeros."""
     model = TwoLosses()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -484,7 +484,7 @@ def gan_losses(critic: nn.Module, generator: nn.Module) -> list[float]:
     return found
 
 
-def test_a_gan_trains_as_plain_pytorch() -> None:
+def test_a_gan_trains_as_in_plain_pytorch() -> None:
     critic, generator = Changes(), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     plain = copy.deepcopy(critic)
     plain_where_needed(critic)
@@ -554,7 +554,7 @@ def penalized_once(model: nn.Module, x: torch.Tensor) -> Any:
 def test_autocast_is_as_it_was_in_the_forward() -> None:
     """Naive: the forward runs again in float32.
 
-    Or casts the weight for each reader, and rounds otherwise.
+    Or it casts the weight for each reader, and rounds differently.
     """
     model = Tied()
     plain = copy.deepcopy(model)
@@ -574,8 +574,8 @@ def test_autocast_is_as_it_was_in_the_forward() -> None:
         assert_same(left_by(model, run, x, seed), left_by(plain, run, x, seed))
 
 
-def test_outputs_may_be_no_scalars() -> None:
-    """One may be changed in place, and a gradient may be no expanded one."""
+def test_outputs_need_not_be_scalars() -> None:
+    """An output may be changed in place, and its gradient need not be an expanded scalar."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -600,11 +600,11 @@ def test_hooks_of_parameters_run_once() -> None:
     x = torch.randn(4, 8)
     for run in (retained, penalized_once, hessian_product, planned_step):
         got, want = left_by(model, run, x, 0), left_by(plain, run, x, 0)
-        torch.testing.assert_close(got, want)  # gradients of a leaf with hooks are summed before
+        torch.testing.assert_close(got, want)  # a leaf's gradients are summed before its hooks run
 
 
 def test_an_input_may_be_made_with_a_parameter_of_the_model() -> None:
-    """Naive: the gradient of the weight is counted again along the way that made the input."""
+    """Naive: the weight's gradient counts twice, once through the graph of the input."""
     model = Tied()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -622,7 +622,7 @@ def test_an_input_may_be_made_with_a_parameter_of_the_model() -> None:
 
 @pytest.mark.parametrize("run", [retained, penalized_once])
 def test_a_tensor_changed_in_between_is_noticed(run: Callable[..., Any]) -> None:
-    """As in plain PyTorch, and where the plan saved a copy as well."""
+    """As in plain PyTorch, and also where the plan saved a copy."""
     model = plain_where_needed(Changes())
 
     def changing(x: torch.Tensor) -> torch.Tensor:
@@ -685,7 +685,7 @@ def peak_of(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def test_planned_steps_stay_within_the_budget() -> None:
-    """Copies of buffers and random state are part of it; without the option there are none."""
+    """The budget includes copies of buffers and random state, which only the option makes."""
     x = torch.randn(256, 32)
     budget_bytes = remat.solve(remat.trace(deep(), (x,), costs="flops"), "80%").budget_bytes
     for_plans = []
@@ -703,7 +703,7 @@ def test_planned_steps_stay_within_the_budget() -> None:
     assert for_plans == [budget_bytes, budget_bytes - kept_bytes]
 
 
-def test_without_the_option_there_is_no_other_node() -> None:
+def test_only_the_option_adds_an_autograd_node() -> None:
     x = torch.randn(4, 8)
     name = "CompiledFunctionBackward"
     assert planned(Tied())(x).grad_fn.name() == name
@@ -711,7 +711,7 @@ def test_without_the_option_there_is_no_other_node() -> None:
 
 
 def test_nothing_is_kept_after_the_only_backward() -> None:
-    """Naive: the batch lives on as long as its loss, beside the next one."""
+    """Naive: the batch lives as long as its loss, beside the next batch."""
     model = plain_where_needed(Changes())
     x = torch.randn(4, 8)
     batch = weakref.ref(x)
@@ -742,7 +742,7 @@ def test_blocks_are_refused() -> None:
         remat.checkpoint(model, UNLIMITED, blocks=[model[0]], on_unsupported="plain")
 
 
-def test_a_plan_of_a_file_without_room_for_copies_is_refused() -> None:
+def test_a_plan_from_a_file_without_room_for_copies_is_refused() -> None:
     x = torch.randn(4, 8)
     graph = remat.trace(Changes(), (x,), costs="flops")
     solution = remat.solve(graph, remat.solve(graph, "100%").peak_bytes)
@@ -790,7 +790,7 @@ class Custom(ChangesItsInput):
         return loss
 
 
-def test_what_can_not_run_plain_is_refused_and_says_why() -> None:
+def test_steps_that_cannot_run_plain_say_why() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     changing = plain_where_needed(ChangesItsInput())
     with pytest.raises(remat.TraceError, match="changes an input that needs a gradient"):
@@ -826,7 +826,7 @@ def test_steps_in_pieces_are_refused_and_say_why() -> None:
             model(torch.randn(4, 8)).backward(retain_graph=True)
 
 
-def test_inductor_runs_such_steps_plain_too() -> None:
+def test_inductor_runs_unsupported_steps_plain_too() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1), Sum())
     plain = copy.deepcopy(model)
     options: Any = {"costs": "flops", "plan_cache": False, "on_unsupported": "plain"}

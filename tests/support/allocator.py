@@ -1,4 +1,4 @@
-"""The allocator of a GPU that is not there."""
+"""A fake allocator, of a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Allocator:
-    """Counts in three ways, as `torch.cuda.memory_stats` says it."""
+    """Counts requested, allocated and reserved bytes, as `torch.cuda.memory_stats` does."""
 
     def __init__(self, **held: int) -> None:
         self.held = {"requested": 0, "allocated": 0, "reserved": 0, **held}

@@ -1,4 +1,4 @@
-"""Steps that `torch.compile` cuts into pieces, each in another way, and what one of them leaves."""
+"""Steps that `torch.compile` cuts into pieces in different ways, and what a step leaves."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Prints(Base):
 
 
 class Loop(Base):
-    """A break within a loop: dynamo gives the frame up, its other operators run eagerly.
+    """A break within a loop: dynamo gives up the frame, whose other operators run eagerly.
 
     Blocks share their compiled code.
     """
@@ -84,9 +84,7 @@ class Loop(Base):
 
 
 class InPlace(Base):
-    """What a piece handed over, and what another one read, is changed afterwards, by a piece and by
-    an eager operator.
-    """
+    """A piece and an eager operator change what earlier pieces returned and read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
@@ -117,7 +115,7 @@ class Buffer(Base):
 class Skips(Base):
     """Two pieces read what a third made: its gradient is a sum.
 
-    A parameter that two pieces read.
+    Two pieces also read the same parameters.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,9 +140,9 @@ class Hooked(Base):
 
 
 class Random(Base):
-    """Random numbers in pieces, and one that becomes a Python number.
+    """Random numbers in several pieces, among them a scalar.
 
-    A piece whose backward computes nothing.
+    The backward of one piece computes nothing.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,9 +155,7 @@ class Random(Base):
 
 
 class Views(Base):
-    """Eager operators take part of what a piece made, keep a tensor for their own backward, and
-    hold for a moment what no graph knows.
-    """
+    """Eager operators slice a piece's result, save a tensor, and hold a large temporary."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[1](self.blocks[0](x))
@@ -172,7 +168,7 @@ class Views(Base):
 class ViewAfterwards(Base):
     """A piece reads what it was given, and later a view of it.
 
-    A sum may not be made in its memory in between.
+    A sum in between must not overwrite its memory.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +179,7 @@ class ViewAfterwards(Base):
 
 
 class Branches(Base):
-    """Which block runs is decided by the data."""
+    """The data decide which block runs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.blocks[0](x)
@@ -192,9 +188,9 @@ class Branches(Base):
 
 
 class ChangesOnOneBranch(Base):
-    """One way of two changes what the first piece made and saved.
+    """One of two branches changes what the first piece made and saved.
 
-    Naively, it would copy only what changed in the step before.
+    Naive: only what changed in the step before is copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +202,7 @@ class ChangesOnOneBranch(Base):
 
 
 class ManyResults(Base):
-    """A loss beside what a piece before it made, which gets no gradient of its own."""
+    """Returns a loss and an earlier piece's result, which gets no gradient of its own."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.blocks[0](x)
@@ -227,9 +223,9 @@ class Checked(Base):
 
 
 class Unused(Base):
-    """A result that the loss does not need, of a head that has no other.
+    """A block whose only result the loss does not need.
 
-    Its gradient is none, not zeros.
+    Its gradients are None, not zeros.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -270,7 +266,7 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Runs a step; its loss, gradients and buffers, and the next random number."""
+    """Runs a step; returns its loss, gradients and buffers, and the next random number."""
     model.zero_grad()
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
@@ -295,7 +291,7 @@ def runner_of(model: nn.Module) -> Piecewise:
 
 
 def peak_of_a_step(model: nn.Module, x: torch.Tensor) -> int:
-    """Measured from outside: allocated in a step, and what is there before it."""
+    """The peak of a step, measured from outside, with what is held before it."""
     model.zero_grad()
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
     return remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes + held

@@ -1,6 +1,6 @@
 """Run by torchrun from `test_distributed.py`.
 
-Checks that several ranks make together, their outcomes as JSON.
+Checks that several ranks make together; their outcomes are JSON files.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(plain: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """The largest relative difference between the ranks' losses and gradients, 0.0 where all are
-    equal to the bit.
-    """
+    """The largest relative difference of losses and gradients, 0.0 if equal to the bit."""
     pairs = zip(plain, found, strict=True)
     return max(
         float((a - b).abs().max() / a.abs().max()) if a.numel() and not torch.equal(a, b) else 0.0
@@ -152,7 +150,7 @@ def compared(
     ours: Callable[[nn.Module], nn.Module],
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """Trains both, and says what the ranks found."""
+    """Trains both, and returns what the ranks found."""
     expected, before = train(plain(copy.deepcopy(base)), seed=seed), Counting.count[0]
     model = ours(copy.deepcopy(base))
     differs = difference(expected, train(model, seed=seed))
@@ -203,7 +201,7 @@ def fsdp() -> dict[str, Any]:
 
 
 def ddp_through_inductor() -> dict[str, Any]:
-    torch._dynamo.config.optimize_ddp = False  # or plain DDP is cut at its buckets
+    torch._dynamo.config.optimize_ddp = False  # otherwise plain DDP is cut at its buckets
     return compared(
         Net(),
         lambda m: torch.compile(DistributedDataParallel(m)),  # type: ignore[arg-type, return-value]
@@ -305,7 +303,7 @@ def number_of_collectives() -> int:
 
 
 def a_smaller_last_batch_on_one_rank() -> dict[str, Any]:
-    """Its rank plans it alone: no other rank is waited for."""
+    """Its rank plans it alone, and waits for no other rank."""
     sizes = [BATCH, BATCH, 21 if dist.get_rank() == dist.get_world_size() - 1 else BATCH]
     base, before = Net(), Counting.count[0]
     expected = train(DistributedDataParallel(copy.deepcopy(base)), sizes)

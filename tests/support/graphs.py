@@ -46,9 +46,7 @@ def random_training_graph(seed: int, least: int = 4, most: int = 9) -> Graph:
 
 
 def with_a_crowded_loss(graph: Graph) -> Graph:
-    """The graph whose first operator of the backward takes as much workspace as half of what the
-    forward writes.
-    """
+    """Gives the first operator of the backward a workspace of half of what the forward writes."""
     boundary = graph.num_forward
     written = sum(
         graph.values[v].size_bytes for op in graph.operators[:boundary] for v in op.writes

@@ -1,4 +1,4 @@
-"""Solves at budgets around the least one, under short limits: what may come of them.
+"""Solves problems at budgets around the least one, under short limits, and checks them.
 
 `test_near_least.py` looks at a few, `experiments/near_least.py` at thousands.
 """
@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[int, int], Graph]] = {
         count // 2, span=2 + seed % 3, size=1 + seed % 9
     ),
 }
-"""By name, what makes a graph of about so many operators."""
+"""Functions, by name, that make a graph of about so many operators from a seed."""
 LIMITS_S = 0.2, 0.5, 1.0, 3.0
 _SHARES_OF_LIMITS = 8, 4, 2, 1
 _BOUNDS = (
@@ -56,21 +56,21 @@ _BOUNDS = (
 
 
 class Problem:
-    """A random graph, a budget from 0.9 to 1.1 of its least, and a limit, all of a seed."""
+    """A random graph, a budget from 0.9 to 1.1 of its least, and a limit, all from one seed."""
 
     def __init__(self, seed: int) -> None:
-        """Makes them."""
+        """Draws them."""
         draw = random.Random(seed)
         self.seed, self.kind = seed, draw.choice(list(KINDS))
         self.graph = KINDS[self.kind](draw.randint(4, 48), draw.randrange(2**20))
         self.limit_s = draw.choices(LIMITS_S, _SHARES_OF_LIMITS)[0]
-        self.is_exhausted = draw.random() < 0.5  # where it is small; else as a large one is
+        self.is_exhausted = draw.random() < 0.5  # if small; otherwise solved as a large one
         self.budget_bytes = max(
             1, round(minimum(self.graph, time_limit_s=5.0).peak_bytes * draw.uniform(0.9, 1.1))
         )
 
     def __repr__(self) -> str:
-        """What makes it again."""
+        """Names the seed that makes it again."""
         return (
             f"Problem({self.seed}): {self.graph.num_operators} operators of {self.kind!r}, "
             f"{self.budget_bytes:,} bytes, {self.limit_s} s"
@@ -78,7 +78,7 @@ class Problem:
 
 
 def outcome(problem: Problem) -> str:
-    """Solves a problem and returns what came of it: a status, or the error's name and status.
+    """Solves a problem and returns the outcome: a status, or the error's name and status.
 
     Raises:
         AssertionError: a bound is NaN, or the schedule is not valid.
@@ -113,7 +113,7 @@ def _checked_status(problem: Problem, solution: Solution, told: Sequence[float])
 
 @contextmanager
 def _checked_bounds() -> Iterator[None]:
-    """Looks at each bound on the way: none is NaN."""
+    """Checks that no bound on the way is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in _BOUNDS:
             patch.setattr(owner, name, _checked(getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""Oracles: slow, plain and exact answers that the fast code is held against.
+"""Oracles: slow, plain and exact answers that the fast code is compared with.
 
 Nothing here shares code with the simulator, the validator or a solver.
 """
@@ -18,8 +18,9 @@ State = TypeVar("State")
 
 
 def naive_bytes_at(graph: Graph, steps: Sequence[int]) -> list[int]:
-    """Returns the bytes at every step, asking of every computation at every step whether it is
-    still needed; O(S^3).
+    """Returns the bytes at every step; O(S^3).
+
+    Asks at every step whether each computed value is still needed.
     """
     size = _sizes(graph, _repeated(steps))
     held = [graph.resident_bytes] * len(steps)
@@ -121,7 +122,7 @@ def least_cost(
     moves: Callable[[State], Iterable[tuple[State, float]]],
     is_end: Callable[[State], bool],
 ) -> float | None:
-    """Returns the least cost of any way from `start` to an end, by Dijkstra; None where none is."""
+    """Returns the least cost from `start` to an end, by Dijkstra; None if there is no path."""
     best = {start: 0.0}
     ticket = itertools.count(1)  # states are not ordered: ties go to the earlier one
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
@@ -169,9 +170,7 @@ def _moves(
 
 
 def minimum_bytes(graph: Graph) -> int:
-    """Returns the smallest budget that any schedule in fixed order fits, by bisection over
-    `brute_force`.
-    """
+    """Returns the smallest budget that any fixed-order schedule fits, by bisection."""
     low, high = (
         -1,
         max(naive_bytes_at(graph, range(graph.num_operators)), default=graph.resident_bytes),
@@ -184,9 +183,7 @@ def minimum_bytes(graph: Graph) -> int:
 
 
 def revolve_advances(num_values: int, num_slots: int) -> int:
-    """Returns the fewest advances that give `num_values` chain values in reverse, from Bellman's
-    equation.
-    """
+    """Returns the fewest advances that reverse `num_values` chain values (Bellman's equation)."""
     table = [[0] * (num_slots + 1) for _ in range(num_values + 1)]
     for values in range(2, num_values + 1):
         table[values][1] = values * (values - 1) // 2

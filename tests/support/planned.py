@@ -29,11 +29,11 @@ COMPILES = [
     pytest.mark.skipif(
         shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"
     ),
-    # torch 2.13's, where `torch.compile` imports Inductor
+    # torch 2.13 warns when `torch.compile` imports Inductor
     pytest.mark.filterwarnings("ignore:.torch.jit"),
-    # of `torch.compile` alone where it cuts a step
+    # `torch.compile` alone warns where it cuts a step
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    # torch 2.11's, of itself
+    # torch 2.11 warns about its own code
     pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning"),
 ]
 on_both_executors = pytest.mark.parametrize(
@@ -63,9 +63,7 @@ def keep_nothing(graph: remat.Graph) -> Sequence[int]:
 
 
 def repeat_anything(seed: int) -> Steps:
-    """Anything that was computed is computed again at any time, in the forward too, and many
-    times.
-    """
+    """Computes anything again at any time, in the forward too, and many times."""
 
     def steps(graph: remat.Graph) -> Sequence[int]:
         chance = random.Random(seed)
@@ -83,7 +81,7 @@ def repeat_anything(seed: int) -> Steps:
     return steps
 
 
-# whatever is computed again, a planned step is the plain one
+# under each of these, a planned step equals the plain one
 SCHEDULES = {
     "all kept": keep_all,
     "nothing kept": keep_nothing,
@@ -122,7 +120,7 @@ def call_of(model: nn.Module) -> PlannedCall:
 
 
 def assert_same(got: Any, want: Any, *, executor: str = "eager") -> None:
-    """Equal to the bit; through Inductor, whose kernels a plan changes, to rounding."""
+    """Equal to the bit; through Inductor up to rounding, as a plan changes its kernels."""
     rtol, atol = (1e-4, 1e-5) if executor == "inductor" else (0.0, 0.0)
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 

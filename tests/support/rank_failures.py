@@ -1,6 +1,6 @@
-"""Run by `test_rank_failures.py`, a process a rank: what becomes of a plan where a rank fails.
+"""Run by `test_rank_failures.py`, one process per rank: ranks plan while one fails.
 
-Prints what each try ended with, one JSON document a line.
+Prints the outcome of each try, one JSON document per line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def killed() -> remat.Solution:
 
 
 def stopped() -> remat.Solution:
-    """Answers after the others gave up: it was stopped, and goes on."""
+    """Is stopped, continues, and answers after the others gave up."""
     if os.fork() == 0:
         time.sleep(TIMEOUT_S)
         os.kill(os.getppid(), signal.SIGCONT)
@@ -68,11 +68,11 @@ def main(scenario: str, rank: int, port: int) -> None:
     )
     fails = {"memory": no_memory, "killed": killed, "lost": killed, "stopped": stopped}[scenario]
     if rank != planner:
-        time.sleep(1.0)  # the planner is the first that asks
+        time.sleep(1.0)  # so that the planner asks first
     tell(fails if rank == planner else solve)
     tell(solve)
     tell(solve)
-    if scenario == "stopped":  # the store stays until both are through
+    if scenario == "stopped":  # the store stays until both are done
         rank_store("tests").set(str(rank), "")
         rank_store("tests").wait(["0", "1"], timedelta(seconds=60))
 

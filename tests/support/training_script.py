@@ -1,4 +1,4 @@
-"""A script that trains a planned model, as a user starts it; interrupted and ended by signals."""
+"""A script that trains a planned model, which tests interrupt and end by signals."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ def node_of(
     *shapes: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> torch.fx.Node:
-    """The first node that calls `target` when `function` is traced on fake tensors of these
-    shapes.
-    """
+    """The first node that calls `target` in a trace of `function` on fake tensors."""
     with FakeTensorMode():
         graph = make_fx(function)(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
     found: torch.fx.Node = next(node for node in graph.nodes if node.target == target)
@@ -75,7 +73,7 @@ def test_operators_have_their_textbook_flops(
 
 
 @pytest.mark.parametrize("groups", [1, 6])
-def test_convolution_backward_costs_one_forward_a_gradient(groups: int) -> None:
+def test_convolution_backward_costs_one_forward_per_gradient(groups: int) -> None:
     def backward(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Any:
         return aten.convolution_backward(
             grad,
@@ -116,9 +114,7 @@ def test_roofline_is_arithmetic_or_traffic_and_a_launch() -> None:
 
 
 def test_drawing_random_numbers_takes_longer_than_moving_them() -> None:
-    """Naive: a dropout costs its memory traffic, and plans compute masks again for nearly
-    nothing.
-    """
+    """Naive: a dropout costs its memory traffic, and plans recompute masks almost for free."""
     dropout = node_of(
         aten.native_dropout.default, lambda x: aten.native_dropout(x, 0.5, True), (1 << 20,)
     )
@@ -307,7 +303,7 @@ def test_profile_estimates_what_cannot_be_run_alone(caplog: pytest.LogCaptureFix
     assert "can't be run alone" in caplog.text
 
 
-def test_a_broken_cache_is_ignored_and_written_anew(
+def test_a_broken_cache_is_ignored_and_rewritten(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "cache.json"

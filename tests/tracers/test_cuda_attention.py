@@ -1,4 +1,4 @@
-"""Steps are traced for a card that is not there with the kernels that it chooses."""
+"""A step traced for a card that is not there has the kernels that the card chooses."""
 
 from __future__ import annotations
 

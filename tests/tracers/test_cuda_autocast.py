@@ -1,6 +1,6 @@
 """Autocast as CUDA does it, on a CPU: compared with torch's own on fake tensors of a GPU.
 
-Their forwards can be asked for without a GPU; their backwards can't.
+Without a GPU, torch runs forwards on them, but no backwards.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class Types(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         dtypes = [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if func.namespace == "aten":  # `prim.device` is a fake tensor's question
+        if func.namespace == "aten":  # fake tensors call `prim.device`
             self.found.append((str(func), dtypes))
         return result
 
 
 @contextmanager
 def autocast_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """What `torch.autocast` sets, which without a GPU refuses to for one."""
+    """Sets what `torch.autocast` sets, which refuses to for a GPU that is not there."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)
@@ -130,15 +130,15 @@ def test_types_are_those_of_a_gpu(name: str, dtype: torch.dtype) -> None:
         (found, here) = types_on("cpu", dtype, CALLS[name])
 
     assert found == wanted
-    if name not in ("attention", "batch norm"):  # other kernels
+    if name not in ("attention", "batch norm"):  # the GPU has other kernels
         assert here == on_gpu
 
 
 def test_the_cpu_casts_as_before_afterwards() -> None:
-    """Torch's own kernels are back: those that were replaced, and those that there were none of."""
+    """Torch's own kernels are back, and the kernels that it did not have are gone."""
 
     def types() -> dict[str, Any]:
-        refused = ("dot of both", "scatter")  # two types are refused where none is cast
+        refused = ("dot of both", "scatter")  # mixed types are refused if neither is cast
         calls = {name: call for name, call in CALLS.items() if name not in refused}
         return {name: types_on("cpu", torch.bfloat16, call) for name, call in calls.items()}
 
@@ -184,7 +184,7 @@ class Attentive(nn.Module):
 @pytest.mark.usefixtures("fresh_torch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_step_for_a_card_holds_what_its_autocast_makes(dtype: torch.dtype) -> None:
-    """On a CPU the norm and the softmax keep the lower type, of 2 bytes an element."""
+    """On a CPU the norm and the softmax keep the lower type, of 2 bytes per element."""
     args = (torch.randn(1024, 64),)
     card, cpu = (
         remat.fits(

@@ -1,5 +1,4 @@
-"""The layouts that a step is traced with are those that kernels return, and in place is no
-different.
+"""A traced step has the layouts that kernels return, in place or not.
 
 `experiments/fake_kernels.py` looks at all of torch's operator database; here is a sample of it.
 """
@@ -26,7 +25,7 @@ from remat.tracers.replay import results_of
 from tests.support.planned import assert_same, keep_all, keep_nothing, planned
 
 aten = torch.ops.aten
-# What the whole search lists, by operator of the database; the sample is drawn from the others.
+# Operators of the database with results that the whole search lists.
 KNOWN = ("nn.functional.hardtanh", "nn.functional.elu", "logit", "nn.functional.logsigmoid")
 
 
@@ -38,7 +37,7 @@ def wrong(rows: dict[str, Row], kinds: tuple[str, ...]) -> dict[str, str]:
     return {n: row.example for n, row in rows.items() if any(row.differ[kind] for kind in kinds)}
 
 
-def test_the_search_finds_what_torch_promises_and_its_kernels_do_not_keep() -> None:
+def test_the_search_finds_promises_that_torchs_kernels_do_not_keep() -> None:
     found = searched(set(KNOWN), (torch.float32,))
     assert wrong(found.promises, PROMISES[:1]).keys() >= {
         "aten.hardtanh_backward.default",
@@ -49,14 +48,14 @@ def test_the_search_finds_what_torch_promises_and_its_kernels_do_not_keep() -> N
     assert not wrong(found.promises, PROMISES[1:])
 
 
-def test_the_search_finds_complex_products_that_round_otherwise_in_place() -> None:
+def test_the_search_finds_complex_products_that_round_differently_in_place() -> None:
     found = searched({"mul", "add"}, (torch.complex64,))
     assert any("mul" in form for form in wrong(found.in_place, (str(torch.complex64),)))
     assert not wrong(found.in_place, ("allowed",))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_any_operators_are_traced_as_their_kernels_lay_out(dtype: torch.dtype) -> None:
+def test_operators_are_traced_with_the_layouts_of_their_kernels(dtype: torch.dtype) -> None:
     """The seed is fixed, so that the sample does not change from run to run."""
     names = sorted({info.name for info in operators()})
     found = searched(set(random.Random(7).sample(names, 15)), (dtype,))
@@ -106,7 +105,7 @@ def test_a_layout_found_at_smaller_sizes_is_that_of_the_call(
 
 
 def test_kernels_are_not_misled_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: a smaller batch beside the lengths of all samples, beyond which the kernel reads."""
+    """Naive: a smaller batch gets the lengths of all samples, and the kernel reads beyond it."""
     probabilities = torch.randn(50, 16, 20).log_softmax(2)
     targets, lengths = torch.ones(16, 30, dtype=torch.int64), ([50] * 16, [30] * 16)
     loss, alpha = aten._ctc_loss.default(probabilities, targets, *lengths)
@@ -120,8 +119,8 @@ def test_kernels_are_not_misled_about_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     layouts_of.cache_clear()
 
 
-def test_what_is_too_large_to_run_is_looked_at_in_small() -> None:
-    """Eight gigabytes a tensor, and nothing of that size is allocated."""
+def test_a_call_too_large_to_run_is_run_at_a_smaller_size() -> None:
+    """Each tensor would take eight gigabytes; nothing of that size is allocated."""
     rows = TensorSpec((1 << 12, 1 << 10, 1 << 9), (1 << 19, 1 << 9, 1), torch.float32)
     swapped = replace(rows, stride=(1 << 9, 1 << 21, 1))
     args = (swapped, 1.0, 1.0, 1.0, False, rows)
@@ -138,7 +137,7 @@ def test_autocast_around_the_trace_casts_nothing() -> None:
 
 
 class Behind(nn.Module):
-    """Something behind a linear layer, and a transposition behind it."""
+    """An operator after a linear layer, and a transposition after it."""
 
     def __init__(self, operator: Any) -> None:
         super().__init__()
@@ -165,7 +164,7 @@ BEHIND: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BEHIND)
 @pytest.mark.usefixtures("fresh_torch")
-def test_a_view_behind_any_activation_can_be_made(name: str) -> None:
+def test_a_view_after_any_activation_can_be_made(name: str) -> None:
     """Naive: the gradient's view is traced for strides that its kernel does not return."""
     plain, x = Behind(BEHIND[name]), torch.randn(30, 2, 16)
     for steps_of in (keep_all, keep_nothing):
@@ -179,7 +178,7 @@ def test_a_view_behind_any_activation_can_be_made(name: str) -> None:
         assert_same(*ends)
 
 
-def test_the_committed_search_found_nothing_that_is_traced_otherwise() -> None:
+def test_the_committed_search_found_nothing_traced_wrongly() -> None:
     record = json.loads(RESULTS.read_text())
     assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
     promises, forms = record["promises"].values(), record["in_place"].values()

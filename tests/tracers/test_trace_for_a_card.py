@@ -1,4 +1,4 @@
-"""The graph of a step as a card would run it, traced where there is none."""
+"""The graph of a step as a card would run it, traced without the card."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ X = torch.randn(7, 33)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_the_graph_is_the_one_that_fits_plans(autocast: torch.dtype | None) -> None:
+def test_the_graph_is_the_one_that_remat_fits_plans(autocast: torch.dtype | None) -> None:
     traced = remat.trace(Net(), (X,), device="H100", autocast=autocast)
 
     assert traced == Question.of(Net(), device="H100", autocast=autocast).trace((X,))
@@ -65,12 +65,12 @@ def test_costs_may_be_those_of_another_card_or_none() -> None:
         ({"autocast": torch.bfloat16}, "name a device"),
     ],
 )
-def test_what_can_not_be_traced_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         remat.trace(Net(), (X,), **options)
 
 
-def test_the_command_takes_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_command_takes_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "import torch\n\ndef make():\n    return torch.nn.Linear(3, 3), (torch.randn(2, 3),)\n"
     (tmp_path / "small_factory.py").write_text(source)
     monkeypatch.chdir(tmp_path)

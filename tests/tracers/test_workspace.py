@@ -239,7 +239,7 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
         with torch.no_grad():
             held, real_storages = allocated(run)
         if workspace_bytes(call, "cpu") != held:
-            wrong.append(f"{call}: {workspace_bytes(call, 'cpu')} was said, {held} was held")
+            wrong.append(f"{call}: {workspace_bytes(call, 'cpu')} was predicted, {held} was held")
         if real_storages != storages(node.meta["val"]) and "batch_norm" not in str(call.target):
             wrong.append(
                 f"{call}: storages of {real_storages} bytes, fake ones of "
@@ -250,10 +250,8 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
 
 @pytest.mark.parametrize("shape", [(4, 10), (64, 16), (8, 4, 6, 6)])
 @pytest.mark.parametrize("has_weight", [True, False])
-def test_workspace_of_batch_norm_with_and_without_a_weight(
-    shape: tuple[int, ...], *, has_weight: bool
-) -> None:
-    """It depends on the machine's kernels where there is no weight, or one number a channel."""
+def test_batch_norm_workspace_is_predicted(shape: tuple[int, ...], *, has_weight: bool) -> None:
+    """It depends on the machine's kernels without a weight, or with one number per channel."""
     norm = {
         2: nn.BatchNorm1d(shape[1], affine=has_weight),
         4: nn.BatchNorm2d(shape[1], affine=has_weight),
@@ -276,9 +274,7 @@ def test_workspace_of_batch_norm_with_and_without_a_weight(
 
 
 def test_batch_norm_in_bfloat16_saves_half_of_what_its_fake_says() -> None:
-    """The one operator of those models whose outputs are not as large as its fake's (torch
-    2.13).
-    """
+    """The only operator of these models whose outputs and fake outputs differ in size (2.13)."""
     one = torch.ones(16, dtype=torch.bfloat16)
     image = torch.ones(2, 16, 4, 4, dtype=torch.bfloat16)
     real = aten._native_batch_norm_legit_functional(image, one, one, one, one, True, 0.1, 1e-5)
@@ -295,7 +291,7 @@ FLOAT, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
 def call_of(target: Any, *args: Any) -> Call:
     """The call of `target` where `tensor` specs stand for tensors.
 
-    Outputs as the fake kernels say.
+    Its outputs are those of the fake kernels.
     """
     fakes = tree_map_only(TensorSpec, on_meta, args)
     outputs = [TensorSpec.of(t) for t in tree_leaves(target(*fakes)) if isinstance(t, torch.Tensor)]
@@ -426,7 +422,7 @@ def test_only_onednn_and_rare_operators_are_run() -> None:
     assert without == {"no formula", "convolution", "product in bfloat16"}
 
 
-def test_large_convolutions_are_continued_from_smaller_batches(
+def test_large_convolutions_are_extrapolated_from_smaller_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = call_of(

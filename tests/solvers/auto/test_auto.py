@@ -195,7 +195,7 @@ def test_annealing_never_leaves_the_regions() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: str) -> None:
+def test_every_family_is_solved_at_the_least_a_middle_and_the_full_budget(family: str) -> None:
     graph = FAMILIES[family]()
     least, ceiling = minimum(graph), keep_all_bytes(graph)
     solver = Auto(rounds=1, time_limit_s=0.6)
@@ -213,7 +213,7 @@ def test_every_family_at_the_least_budget_the_middle_and_without_limit(family: s
 
 
 @pytest.mark.parametrize("family", ["chain_with_skips", "unet", "random_layered"])
-def test_a_schedule_for_the_least_budget_is_there_before_models_may_take_all_of_the_time(
+def test_the_least_budget_has_a_schedule_before_models_may_take_the_time(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     graph = FAMILIES[family]()
@@ -237,7 +237,7 @@ def test_the_least_budget_is_always_met() -> None:
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_eviction_fits_or_says_none(rule: Rule) -> None:
+def test_eviction_fits_or_returns_none(rule: Rule) -> None:
     graph = chain(30)
     for budget in range(3, 40, 9):
         steps = steps_with_eviction(graph, budget, rule)
@@ -251,7 +251,7 @@ def test_eviction_fits_or_says_none(rule: Rule) -> None:
     seed=st.integers(0, 100_000),
     chances=st.lists(st.sampled_from([0.0, 0.3, 0.7]), min_size=1, max_size=3),
 )
-def test_eviction_from_a_plan_is_the_plan_where_that_fits_and_fits_where_it_does_not(
+def test_eviction_returns_a_plan_that_fits_and_repairs_one_that_does_not(
     seed: int, chances: list[float]
 ) -> None:
     graph, rng = random_layered(12, seed=seed), random.Random(seed)
@@ -297,7 +297,7 @@ def test_eviction_repairs_a_plan_that_needs_a_tenth_too_much(graph: Graph) -> No
     assert all(simulation.peak_bytes <= needed * 9 // 10 for simulation in fitting)
 
 
-def test_where_the_compiler_would_take_too_long_it_runs_in_python(
+def test_the_search_runs_in_python_if_compiling_would_take_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiled, "is_ready", lambda function: False)
@@ -328,10 +328,10 @@ def test_one_seed_gives_one_answer() -> None:
 @pytest.mark.parametrize(
     ("graph", "share", "is_far"), [(random_step(40, seed=1), 0.77, False), (chain(30), 0.14, True)]
 )
-def test_runs_start_from_the_best_first_where_the_budget_is_far_below(
+def test_far_below_keep_all_runs_start_from_the_schedule_that_fits(
     graph: Graph, share: float, is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And on a small graph the second set of runs begins without it."""
+    """On a small graph the second set of runs starts without it."""
     budget = int(share * keep_all_bytes(graph))
     starts: list[list[list[int]]] = []
     run = Restarts.run
@@ -392,7 +392,7 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
 
 
 @pytest.mark.parametrize(("time_limit_s", "is_planned"), [(5.0, False), (100.0, True)])
-def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(
+def test_segments_are_not_planned_under_the_limit_of_a_point_of_a_curve(
     time_limit_s: float, is_planned: bool
 ) -> None:
     graph = chain(300)
@@ -406,11 +406,11 @@ def test_segments_are_not_planned_in_the_time_of_a_point_of_a_curve(
 
 def test_a_large_graph_is_answered_within_the_time_limit() -> None:
     graph = transformer(60)
-    minimum(chain(4))  # the compiler, once a machine, has its own limit
+    minimum(chain(4))  # compiles once per machine, under its own limit
     budget = int(0.75 * keep_all_bytes(graph))
     solution = Auto(time_limit_s=2.0).solve(graph, budget_bytes=budget)
     assert solution.is_solved
-    assert solution.wall_s < 2.2 + 0.3  # 10 %, and a machine that does something else
+    assert solution.wall_s < 2.2 + 0.3  # 10 % more, on a busy machine
 
 
 def test_progress_is_reported_and_never_gets_worse() -> None:
@@ -426,7 +426,7 @@ def test_progress_is_reported_and_never_gets_worse() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_improvement_carries_who_made_it(threads: int) -> None:
+def test_every_improvement_names_its_technique(threads: int) -> None:
     graph = random_layered(40, seed=0, is_training=True)
     told: list[Progress] = []
     solver = Auto(gap=0.0, rounds=1, time_limit_s=4.0, threads=threads, progress=told.append)
@@ -441,7 +441,7 @@ def test_every_improvement_carries_who_made_it(threads: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_switched_off_finds_and_proves_nothing(name: str) -> None:
+def test_a_technique_that_is_off_finds_and_proves_nothing(name: str) -> None:
     graph = random_layered(24, seed=3, is_training=True)
     told: list[Progress] = []
     solver = Auto(gap=0.0, rounds=1, time_limit_s=1.0, without=(name,), progress=told.append)
@@ -451,7 +451,7 @@ def test_what_is_switched_off_finds_and_proves_nothing(name: str) -> None:
     assert all(name not in (p.found_by, p.proved_by) for p in told)
 
 
-def test_an_unknown_technique_is_refused_with_those_there_are() -> None:
+def test_an_unknown_technique_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'trees'.*tree"):
         Auto(without=("trees",))
 
@@ -463,7 +463,7 @@ def test_bad_options_are_refused() -> None:
         Auto(time_limit_s=0.0)
 
 
-def test_the_options_are_the_name() -> None:
+def test_a_solver_is_named_by_its_options() -> None:
     graph = chain(4)
     solution: Solution = QUICK.solve(graph, budget_bytes=keep_all_bytes(graph))
     assert solution.solver == repr(QUICK)

@@ -55,7 +55,7 @@ def test_the_curve_is_monotone_and_valid(graph: Graph) -> None:
     check(graph, budgets[::-1], frontier_solutions(graph, budgets[::-1], QUICK))
 
 
-def test_its_bounds_are_below_the_optimum_at_every_budget() -> None:
+def test_bounds_are_below_the_optimum_at_every_budget() -> None:
     graph = random_layered(6, seed=1, width=2)
     budgets = spread(graph, 6)
     for solution in frontier_solutions(graph, budgets, QUICK):
@@ -66,9 +66,9 @@ def test_its_bounds_are_below_the_optimum_at_every_budget() -> None:
 
 
 def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for and taken, not what a busy machine takes.
+    """Counts time that is both allowed and taken: a busy machine makes no difference.
 
-    A share of the time limit each, and one limit for second looks.
+    Each budget gets a share of the time limit, and all second looks get one limit.
     """
     allowed: list[float] = []
     improve = Auto.improve
@@ -122,9 +122,7 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the peak of keeping everything there is one answer, and below a budget proved
-    infeasible none.
-    """
+    """Above the keep-all peak there is one answer; below a budget proved infeasible, none."""
     asked: list[int] = []
     improve = Auto.improve
 
@@ -193,7 +191,7 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
     )
 
 
-def test_stages_of_models_with_integers_are_not_taken_over() -> None:
+def test_stages_of_models_with_integers_are_not_reused() -> None:
     graph = random_step(12, seed=1)
     shared, budget = Shared(graph), minimum(graph).peak_bytes
     refinement = shared.refinement(budget)

@@ -1,4 +1,4 @@
-"""Offers to a search: what does not fit is repaired where that may be better."""
+"""Schedules offered to a search are repaired if they do not fit and may be better."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from remat.tracers.synthetic import transformer
 
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
-    """Near the least budget of a graph.
-
-    All that reserves give there is the schedule that keeps everything.
-    """
+    """A search near the least budget, where reserves only give the keep-all schedule."""
     graph = transformer(4)
     monkeypatch.setattr(starting, "is_compiled", lambda: True)
     monkeypatch.setattr(
@@ -41,7 +38,7 @@ def test_reserves_that_do_not_fit_are_repaired(search: Search) -> None:
     )
 
 
-def test_what_costs_more_than_the_best_is_not_repaired(
+def test_a_costlier_schedule_is_not_repaired(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starting, "repaired", lambda *_, **__: pytest.fail("repaired"))

@@ -1,6 +1,6 @@
 """The closed-form families as starts.
 
-`auto` is never above one of them, and the least budget never above theirs.
+`auto` never costs more than one of them, and the least budget is never above theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GRAPH = chain(12)
 UNLIMITED = 1 << 60
 
 
-def test_auto_takes_a_family_over_where_nothing_else_is_found() -> None:
+def test_auto_adopts_a_familys_schedule_if_it_finds_nothing_else() -> None:
     found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
     assert found.schedule is not None
     others = tuple(name for name in NAMES if name != "families")

@@ -1,6 +1,4 @@
-"""Every heuristic on every family of graphs, the closed forms on chains, and what each method
-promises.
-"""
+"""Every heuristic on every graph family, closed forms on chains, each method's promises."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def family(name: str) -> Graph:
 
 
 def solve(name: str, graph: Graph, budget_bytes: int) -> Solution | None:
-    """The solution, or None where the graph is outside the method's class, which general methods
-    never say.
-    """
+    """The solution, or None if the graph is outside the class of a method not in `GENERAL`."""
     try:
         return make_solver(name).solve(graph, budget_bytes=budget_bytes)
     except SolverError:
@@ -97,7 +93,7 @@ def check(graph: Graph, solution: Solution, budget_bytes: int) -> None:
 
 @pytest.mark.parametrize("graph_name", FAMILIES)
 @pytest.mark.parametrize("name", HEURISTICS)
-def test_every_heuristic_on_every_family_at_every_kind_of_budget(
+def test_every_heuristic_is_valid_on_every_family_and_kind_of_budget(
     name: str, graph_name: str
 ) -> None:
     graph = family(graph_name)
@@ -118,11 +114,11 @@ def test_every_heuristic_on_every_family_at_every_kind_of_budget(
             graph.cost_s,
         )
     else:
-        # a bisection found what the grid had not
+        # a bisection may find what the grid missed
         assert below.status is Status.NO_SOLUTION or below.peak_bytes < least
 
 
-def test_the_matrix_has_no_empty_row() -> None:
+def test_every_heuristic_solves_some_family() -> None:
     for name in HEURISTICS:
         assert any(solve(name, family(graph_name), UNLIMITED) for graph_name in FAMILIES)
 
@@ -208,7 +204,7 @@ def test_sqrt_segments_hold_two_square_roots_for_less_than_one_more_forward(
 
 
 @pytest.mark.parametrize("method", ["chen", "ap", "linear"])
-def test_greedy_reaches_what_sqrt_reaches_or_less_on_a_chain(method: str) -> None:
+def test_greedy_costs_hardly_more_than_sqrt_on_a_chain(method: str) -> None:
     graph = chain(64)
     sqrt = make_solver(f"{method}-sqrt").solve(graph, budget_bytes=UNLIMITED)
     greedy = make_solver(f"{method}-greedy").solve(graph, budget_bytes=sqrt.peak_bytes + 1)
@@ -216,9 +212,7 @@ def test_greedy_reaches_what_sqrt_reaches_or_less_on_a_chain(method: str) -> Non
     assert greedy.cost_s <= sqrt.cost_s + 8
 
 
-def test_articulation_points_carry_a_residual_network_where_skips_hide_stages_from_nothing() -> (
-    None
-):
+def test_every_segment_method_solves_a_residual_network() -> None:
     graph = diamond(12)
     peak_bytes, cost_s = keep_all(graph)
     for name in SEGMENTS:
@@ -227,7 +221,7 @@ def test_articulation_points_carry_a_residual_network_where_skips_hide_stages_fr
         assert solution.cost_s > cost_s
 
 
-def test_methods_for_sequences_say_so_of_other_graphs() -> None:
+def test_methods_for_sequences_refuse_other_graphs() -> None:
     with pytest.raises(SolverError, match="sequence of stages"):
         make_solver("chen-sqrt").solve(
             Graph.from_arrays([1] * 4, [1] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)]),
@@ -237,7 +231,7 @@ def test_methods_for_sequences_say_so_of_other_graphs() -> None:
         make_solver("revolve").solve(chain_with_skips(9), budget_bytes=UNLIMITED)
 
 
-def test_a_long_skip_leaves_articulation_points_nothing_and_the_order_everything() -> None:
+def test_under_a_long_skip_only_the_linear_order_finds_a_schedule() -> None:
     length = 30
     parents = [[i - 1] if i else [] for i in range(length - 1)] + [[0, length - 2]]
     graph = training_step(parents, [1.0] * length, [1] * length)
@@ -287,7 +281,7 @@ def test_revolve_computes_exactly_as_many_forward_operators_as_the_closed_form(l
         assert solution.schedule is not None
         forward = sum(graph.operators[i].phase is Phase.FORWARD for i in solution.schedule.steps)
         assert forward == revolve_closed_form(num_values, num_slots)
-        # slots but the start; a value, its gradient and the next of each
+        # slots without the start; a value, its gradient and the next of each
         assert solution.peak_bytes <= num_slots + 3
 
 
@@ -316,7 +310,7 @@ def test_revolve_passes_pinned_operators() -> None:
 # the builder
 
 
-def test_what_could_not_be_computed_again_is_kept() -> None:
+def test_values_that_cannot_be_computed_again_are_kept() -> None:
     graph = transformer(2)
     kept = values_always_kept(graph)
     for op in graph.operators:
@@ -346,7 +340,7 @@ def test_on_demand_computes_nothing_more_than_twice(graph: Graph, seed: int) -> 
     assert steps_on_demand(graph, range(len(graph.values))) == list(range(graph.num_operators))
 
 
-def test_the_forwards_end_is_found_where_a_plain_graph_does_not_tell_it() -> None:
+def test_the_end_of_the_forward_is_found_without_phases() -> None:
     for length in (1, 2, 9, 36):
         assert forward_length(chain(length, has_phases=False)) in (length, length + 1)
         assert forward_length(chain(length)) == length + 1
@@ -441,7 +435,7 @@ def test_recompute_attention_finds_modules_where_there_are_no_targets() -> None:
     assert all(".attn." in name for name in names)
 
 
-def test_recompute_attention_is_honest_about_what_it_cannot_find() -> None:
+def test_recompute_attention_says_why_it_finds_nothing() -> None:
     with pytest.raises(SolverError, match="names its target or its module"):
         make_solver("recompute-attention").solve(chain(5), budget_bytes=UNLIMITED)
     graph = transformer(1)
@@ -478,7 +472,7 @@ def test_a_block_that_runs_twice_is_two_segments() -> None:
     assert recomputed(graph, solution) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
 
-def test_stages_of_blocks_make_a_depth_and_a_blocks_own_sequential_does_not() -> None:
+def test_blocks_in_stages_set_the_depth_and_a_sequential_in_a_block_does_not() -> None:
     graph = transformer(2)
     one_depth = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert {"blocks.0.attn.qkv", "blocks.0.mlp.0", "blocks.0.mlp.1"} <= recomputed(graph, one_depth)
@@ -561,7 +555,7 @@ def test_knapsack_variants_trade_and_stay_within_the_byte_budget() -> None:
         assert solution.cost_s > cost_s
 
 
-def test_a_star_is_cheap_to_keep_whatever_the_method() -> None:
+def test_no_method_lowers_the_peak_of_a_star() -> None:
     graph = star(6)
     for name in GENERAL:
         solution = make_solver(name).solve(graph, budget_bytes=UNLIMITED)

@@ -1,6 +1,7 @@
 """Checkpoints of two levels.
 
-Valid, few over the forward's end, and lower peaks than one level where the loss leaves little room.
+Their schedules are valid, keep few values at the forward's end, and have lower peaks than one level
+where the loss leaves little room.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_where_the_loss_leaves_little_room_two_levels_need_less_than_one() -> No
     assert lowest_peak(graph, Nested()) < lowest_peak(graph, ChenGreedy())
 
 
-def test_a_stage_is_computed_again_once_a_level() -> None:
+def test_a_stage_is_computed_again_once_per_level() -> None:
     graph = chain(36)
     times = [
         max(steps.count(op) for op in range(graph.num_forward))

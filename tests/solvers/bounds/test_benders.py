@@ -1,6 +1,7 @@
 """Benders decomposition.
 
-Never above the exact optimum, above each of its models, and given up where it bounds less.
+Its bound is never above the exact optimum, and above those of its models. It is given up where it
+bounds less.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
     assert found[-1] > found[0]
 
 
-def test_with_the_faintest_cuts_too_no_bound_is_above_a_schedule_that_fits(
+def test_with_barely_violated_cuts_no_bound_is_above_a_schedule_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_VIOLATION", 1e-9)
@@ -82,7 +83,7 @@ def test_with_the_faintest_cuts_too_no_bound_is_above_a_schedule_that_fits(
         assert bound_s <= known.cost_s * (1 + 1e-9)
 
 
-def test_a_schedule_is_offered_and_the_bound_of_a_search_raised() -> None:
+def test_it_raises_the_bound_of_a_search() -> None:
     search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=20)
     schedule = Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule
     assert schedule is not None
@@ -102,7 +103,7 @@ def test_it_is_given_up_where_its_relaxation_stays_far_below_a_known_bound() -> 
     assert benders.best_s < cost_s * (1 - 1e-4)
 
 
-def test_how_near_the_cutoff_is_does_not_make_it_give_up() -> None:
+def test_a_near_cutoff_does_not_make_it_give_up() -> None:
     """With ten minutes for ResNet-50 at 5 GB it was given up at once.
 
     The bound was near a cutoff half a percent below the cost.

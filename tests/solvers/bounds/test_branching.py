@@ -1,4 +1,4 @@
-"""The tree of kept and computed again.
+"""The tree of branches that keep a value or compute it again.
 
 No schedule falls between its leaves, and no bound is above the optimum.
 """
@@ -51,7 +51,7 @@ def grow(tree: Branching, cutoff_s: float, rounds: int) -> list[float]:
 
 
 def value_of(graph: Graph, steps: list[int], choice: Choice) -> float:
-    """What a schedule says of a choice, read off its steps alone."""
+    """The value of a choice in a schedule, from its steps alone."""
     first_run = {op: position for position, op in reversed(list(enumerate(steps)))}
     begin = first_run[choice.first - 1] + 1
     if choice.last >= 0:
@@ -108,11 +108,8 @@ def test_no_bound_is_above_the_optimum_and_its_schedule_is_in_one_leaf(
                 break
 
 
-def test_where_it_ends_nothing_cheaper_is_left() -> None:
-    """Graphs on which the first relaxation is below the optimum.
-
-    The tree says of most that nothing is cheaper.
-    """
+def test_a_finished_tree_mostly_proves_the_optimum() -> None:
+    """On graphs whose first relaxation is below the optimum."""
     opened = closed = 0
     for seed in range(25):
         graph = random_training_graph(seed, 5, 8)
@@ -130,7 +127,7 @@ def test_where_it_ends_nothing_cheaper_is_left() -> None:
 
 @pytest.fixture(scope="module")
 def grown() -> tuple[Branching, list[float]]:
-    """A tree of sixteen rounds, which several tests look at, and its bound after each."""
+    """A tree of sixteen rounds, shared by several tests, and its bound after each round."""
     tree = tree_of(GRAPH, TIGHT)
     return tree, grow(tree, 2 * GRAPH.cost_s, 16)
 
@@ -148,7 +145,7 @@ def test_it_rises_above_refined_relaxations_and_never_falls(
     assert found[-1] > max(refined)
 
 
-def test_leaves_are_refined_each_for_itself(grown: tuple[Branching, list[float]]) -> None:
+def test_each_leaf_is_refined_by_itself(grown: tuple[Branching, list[float]]) -> None:
     tree, _ = grown
     windows = {leaf.windows for _, _, leaf in tree.leaves}
     assert len(windows) > 1
@@ -156,9 +153,7 @@ def test_leaves_are_refined_each_for_itself(grown: tuple[Branching, list[float]]
 
 
 def test_a_refined_leaf_bounds_no_less(grown: tuple[Branching, list[float]]) -> None:
-    """But for what moments and cuts by rounding say, of which a model gets some of those that its
-    points violate.
-    """
+    """Up to 2 %: a model gets only some of the moment rows and cuts that its points violate."""
     tree, _ = grown
     for _, _, leaf in tree.leaves[:4]:
         before = relaxed(tree, leaf.windows, leaf.fixed)
@@ -176,7 +171,7 @@ def relaxed(
     return tree._model(windows).solve(fixed, rounds=200, deadline=time.perf_counter() + 60).bound
 
 
-def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for(
+def test_stages_that_read_a_fixed_or_half_kept_value_are_asked_for(
     grown: tuple[Branching, list[float]],
 ) -> None:
     """Values have other indices than the operators that write them."""
@@ -203,10 +198,7 @@ def test_stages_that_read_what_is_fixed_or_half_kept_are_asked_for(
 
 
 def test_the_first_stages_are_chosen_from_the_whole_backward() -> None:
-    """The stage that bounds most is found, whatever a schedule would ask for.
-
-    None that was tried would have bounded more.
-    """
+    """The stage with the largest bound is among them, whatever a schedule would ask for."""
     tree = Branching(Refinement(GRAPH, budget_bytes=TIGHT))
     first = forward_length(GRAPH)
     grow(tree, 2 * GRAPH.cost_s, 1)
@@ -249,7 +241,7 @@ def test_the_tree_ends_where_it_is_too_large() -> None:
 def test_a_tree_is_grown_where_the_limit_leaves_time_for_it(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, is_grown: bool
 ) -> None:
-    """Else stages chosen by what they bound are all there is, as for a point of a curve."""
+    """With less, as for a point of a curve, only stages chosen by their bound are used."""
     grown = list[Search]()
     monkeypatch.setattr(
         raising, "raise_bound_by_branching", lambda search, *_, **__: grown.append(search)
@@ -279,5 +271,5 @@ def test_the_bound_of_a_search_is_raised_only_with_a_cutoff() -> None:
 
 
 def minimum_cost_s() -> float:
-    """Of the schedule of the least budget, which fits."""
+    """The cost of the schedule of the least budget, which fits."""
     return simulate(GRAPH, Schedule.from_steps(GRAPH, minimum(GRAPH).steps)).cost_s

@@ -1,6 +1,6 @@
 """Even stages tile the backward, and their windows are unions of them.
 
-Programs that go on from the last basis.
+Programs may start from the last basis.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_every_two_neighbours_are_in_a_window_of_two() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_relaxations_that_go_on_from_the_last_basis_give_the_same_bounds(seed: int) -> None:
+def test_relaxations_that_start_from_the_last_basis_give_the_same_bounds(seed: int) -> None:
     random = np.random.default_rng(seed)
     programs = [Program(), Program()]
     programs[1].starts_from_last = True

@@ -33,7 +33,7 @@ def deadline() -> float:
 
 
 def least_weight(graph: Graph, first: int, weight: list[float], price: list[float]) -> float:
-    """The problem of `min_cut`, over all sets of recomputations."""
+    """Solves the problem of `MinCut` by trying all sets of recomputations."""
     free = [j for j in range(graph.num_operators) if graph.operators[j].is_recomputable]
     made = {v: j for j, op in enumerate(graph.operators) for v in op.writes}
     read_later = {v for op in graph.operators[first:] for v in op.reads} | set(graph.outputs)

@@ -1,6 +1,6 @@
 """Refined window models.
 
-Never above the exact optimum, and better than one window where transients bind.
+Their bounds are never above the exact optimum, and better than one window's where transients bind.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ def test_refinement_sees_what_one_window_does_not() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
-    """With every operator of the backward a stage of its own, all moment rows are looked at.
-
-    The bound stays one.
-    """
+    """With each operator of the backward as a stage, all moment rows are checked."""
     graph = random_training_graph(seed, 5, 6)
     budget = minimum(graph).peak_bytes
     boundaries = [0, *range(graph.num_forward, graph.num_operators + 1)]
@@ -82,7 +79,7 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [93, 392])
 def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) -> None:
-    """What the point keeps half of is then not enough to see where the model fails."""
+    """The values that the point half keeps then do not show where the model fails."""
     graph = random_training_graph(seed, 6, 14)
     floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + 0.25 * (ceiling - floor))
@@ -101,10 +98,8 @@ def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) ->
         ).bound_s <= best.cost_s * (1 + 1e-9)
 
 
-def test_two_stages_do_not_take_each_others_place_for_good() -> None:
-    """Naive: one of two operators is made a stage where the other was given up, in turn, and it
-    never ends.
-    """
+def test_two_stages_do_not_replace_each_other_forever() -> None:
+    """Naive: two operators become stages in turn, each when the other is given up."""
     cost = [9, 20, 9, 20, 1, 5, 20, 9, 20, 2, 9, 9]
     size = [13, 13, 8, 1, 1, 5, 3, 1, 13, 3, 13, 1]
     edges = [
@@ -133,7 +128,7 @@ def test_two_stages_do_not_take_each_others_place_for_good() -> None:
     assert refinement.is_over
 
 
-def test_further_stages_of_a_relaxation_do_not_bound_less() -> None:
+def test_further_stages_of_a_relaxation_do_not_lower_the_bound() -> None:
     """Without the windows of earlier relaxations the fourth bounds less than the third."""
     graph = random_layered(60, seed=3, is_training=True)
     refinement = Refinement(
@@ -147,7 +142,7 @@ def test_further_stages_of_a_relaxation_do_not_bound_less() -> None:
     assert len(refinement.boundaries) > 4
 
 
-def test_the_next_stage_is_where_a_schedule_computes_again_what_it_has_computed_again() -> None:
+def test_the_next_stage_is_where_a_schedule_repeats_a_recomputation() -> None:
     """Operators 0 to 2, of the forward, are read by 3 to 6 of the backward.
 
     1 is computed again for 4, and for 5 once more.

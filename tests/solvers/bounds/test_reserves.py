@@ -1,6 +1,4 @@
-"""Reserves: schedules from relaxed models near the budget, and programs whose rows change between
-relaxations.
-"""
+"""Reserves: schedules from relaxed models near the budget, and programs whose rows change."""
 
 from __future__ import annotations
 
@@ -30,11 +28,8 @@ def relaxed(lazy: LazyRows) -> float:
     return lazy.solve(deadline=time.perf_counter() + 60, is_relaxed=True).bound
 
 
-def test_a_row_that_changes_is_that_of_a_new_program() -> None:
-    """Minimise -x - 2 y below one row, changed after it was solved once.
-
-    What a fresh program with it says.
-    """
+def test_a_changed_row_acts_as_in_a_new_program() -> None:
+    """Minimise -x - 2 y under one row that changes after each solve."""
     for starts_from_last in (False, True):
         program = Program()
         program.starts_from_last = starts_from_last
@@ -49,7 +44,7 @@ def test_a_row_that_changes_is_that_of_a_new_program() -> None:
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.6, 0.75, 0.9]))
-def test_reserves_set_later_are_those_set_at_first(seed: int, share: float) -> None:
+def test_reserves_set_later_act_as_if_set_at_first(seed: int, share: float) -> None:
     graph = random_layered(20, seed=seed)
     budget = budget_of(graph, share)
     reserve = (
@@ -86,4 +81,4 @@ def test_schedules_with_reserves_fit_where_the_plain_one_does_not(
     assert simulations[0].peak_bytes > budget
     fitting = [simulation.cost_s for simulation in simulations if simulation.peak_bytes <= budget]
     assert fitting
-    assert any(later < earlier for earlier, later in pairwise(fitting)), "nothing was given back"
+    assert any(later < earlier for earlier, later in pairwise(fitting)), "no later one is cheaper"

@@ -1,6 +1,6 @@
-"""Stages chosen by what they bound.
+"""Stages chosen by their bound.
 
-Never above the exact optimum, and better than those cut where schedules fail.
+It is never above the exact optimum, and better than that of stages cut where schedules fail.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
-def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_optimum(
-    seed: int, share: float
-) -> None:
+def test_no_bound_of_chosen_stages_is_above_the_optimum(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 4, 7)
     budget = budget_between(graph, share)
     best = optimum(graph, budget)
@@ -38,7 +36,7 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
     bound_s = scout(refinement, deadline=math.inf)
     assert bound_s <= best.cost_s * (1 + 1e-9)
     if refinement.stages.singles:
-        # the stages that gave it are there
+        # the refinement has the stages that gave the bound
         assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
     while not refinement.is_over:
         assert refinement.solve(deadline=time.perf_counter() + 20).bound_s <= best.cost_s * (
@@ -46,7 +44,7 @@ def test_neither_its_bound_nor_those_of_models_over_its_stages_are_above_the_opt
         )
 
 
-def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fail() -> None:
+def test_chosen_stages_bound_more_than_those_where_schedules_fail() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     bound_s = scout(refinement, deadline=math.inf)
     assert 1 <= len(refinement.stages.singles) <= 3
@@ -56,7 +54,7 @@ def test_where_the_budget_is_tight_it_bounds_more_than_stages_where_schedules_fa
     assert bound_s > max(cut)
 
 
-def test_stages_that_bound_are_not_given_up() -> None:
+def test_chosen_stages_are_not_given_up() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     bound_s = scout(refinement, deadline=math.inf)
     refinement.solve(deadline=time.perf_counter() + 5)
@@ -64,7 +62,7 @@ def test_stages_that_bound_are_not_given_up() -> None:
     assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
 
 
-def test_where_no_stage_bounds_more_or_there_is_no_time_the_stages_stay() -> None:
+def test_without_a_better_stage_or_without_time_the_stages_stay() -> None:
     ample = Refinement(GRAPH, budget_bytes=simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes)
     ample.stages = ample.stages.with_cut(GRAPH.num_operators - 5)
     scout(ample, deadline=math.inf)
@@ -84,7 +82,7 @@ def test_long_forwards_are_left_alone() -> None:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
-def test_where_room_is_least_no_bound_is_above_the_optimum_either(seed: int, share: float) -> None:
+def test_no_bound_of_crowded_stages_is_above_the_optimum(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 4, 7)
     budget = budget_between(graph, share)
     best = optimum(graph, budget)
@@ -109,7 +107,7 @@ def test_a_loss_that_leaves_little_room_is_found() -> None:
     assert refinement.stages.singles == {loss}
 
 
-def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_stay() -> None:
+def test_crowded_stages_are_not_sought_without_time_or_in_short_or_too_long_forwards() -> None:
     long = Refinement(chain(260), budget_bytes=100)
     assert scout_crowded(long, deadline=0.0) == -math.inf
     assert (long.stages.singles, long.stages.cuts) == (frozenset(), frozenset())
@@ -124,10 +122,10 @@ def test_where_there_is_no_time_or_the_forward_is_short_or_too_long_the_stages_s
     )
 
 
-def test_nothing_is_scouted_where_the_gap_asked_for_is_closed(
+def test_nothing_is_scouted_once_the_requested_gap_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A large graph whose prices suffice is done before any linear program."""
+    """On a large graph, prices close the gap before any linear program."""
     monkeypatch.setattr(raising, "scout_crowded", lambda *_, **__: pytest.fail("scouted"))
     graph = transformer(24)
     assert graph.num_operators > 500

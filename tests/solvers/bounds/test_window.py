@@ -1,6 +1,6 @@
 """The window model.
 
-Never above the exact optimum, whatever its stages, and what snapshots need is seen.
+Its bound is never above the exact optimum, whatever its stages, and counts what snapshots need.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.oracles import brute_force
 def with_snapshots(seed: int, length: int) -> Graph:
     """A chain forward and back.
 
-    Some operators of the forward read a snapshot, taken first of all or right before.
+    Some operators of the forward read a snapshot, taken at the very start or right before them.
     """
     rng = random.Random(seed)
     values, snapshots, chain, read_back = (
@@ -62,7 +62,7 @@ def with_snapshots(seed: int, length: int) -> Graph:
 
 
 def bound_s(graph: Graph, budget_bytes: int, boundaries: tuple[int, ...]) -> float:
-    """The bound of the model with all unions of the stages between these, with integers."""
+    """The bound of the integer model whose windows are all unions of these stages."""
     stages = list(pairwise((0, *boundaries, graph.num_operators)))
     windows = sorted(combinations((0, *boundaries, graph.num_operators), 2))
     model = WindowModel(graph, windows, priced=stages, budget_bytes=budget_bytes)
@@ -85,12 +85,12 @@ def test_no_bound_is_above_the_optimum_with_snapshots(
 
 
 @pytest.mark.parametrize(("snapshot_bytes", "cheapest"), [(0, 1.0), (1, 1.0), (2, 8.0)])
-def test_a_snapshot_takes_room_where_what_reads_it_is_computed_again(
+def test_a_snapshot_takes_memory_where_its_reader_is_computed_again(
     snapshot_bytes: int, cheapest: float
 ) -> None:
     """4 bytes are free where the backward begins.
 
-    For one of two values of 3, and what the other needs to be computed again.
+    They hold one of two values of 3 bytes, and what the other needs to be computed again.
     """
     sizes = {
         "input": 0,

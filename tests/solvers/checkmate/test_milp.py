@@ -30,8 +30,7 @@ from remat.solvers.lp.backend import Highs
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step, unet
 from tests.support.oracles import brute_force, minimum_bytes
 
-# operator 1 has to be computed twice before operator 5: its value makes room for 3, and 5 reads
-# both
+# operator 1 is computed twice before operator 5: its value makes room for 3, and 5 reads both
 TWICE_IN_A_STAGE = Graph.from_arrays(
     [1] * 6, [1, 2, 2, 1, 4, 1], [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (3, 5)]
 )
@@ -53,7 +52,7 @@ def small_dags(draw: st.DrawFn) -> tuple[Graph, int]:
 
 @st.composite
 def small_steps(draw: st.DrawFn) -> tuple[Graph, int]:
-    """Whatever a graph can have.
+    """Graphs with everything that a graph can have.
 
     Several outputs, in-place operators, snapshots, workspaces, pins, results.
     """
@@ -118,9 +117,9 @@ def test_more_budget_never_costs_more(case: tuple[Graph, int]) -> None:
 def test_the_optimum_outside_of_checkmates_class_is_found(
     graph: Graph, budget_bytes: int, num_steps: int
 ) -> None:
-    """In its stages an operator is computed once and in order.
+    """In Checkmate's stages, an operator is computed once and in order.
 
-    Schedules that do otherwise can be better.
+    Other schedules can be better.
     """
     solution = MILP().solve(graph, budget_bytes=budget_bytes)
     _assert_exact(graph, budget_bytes, solution)
@@ -146,13 +145,13 @@ def test_checkmates_own_accounting_is_never_below_the_optimum(case: tuple[Graph,
     graph, budget_bytes = case
     best = brute_force(graph, budget_bytes)
     if stage_form(graph, budget_bytes).fits_every_operator:
-        # what a bound leaves to tolerances
+        # 1e-3 for tolerances of the bound
         assert _ordered_optimum(graph, budget_bytes) >= (math.inf if best is None else best) - 1e-3
 
 
 @st.composite
 def wild_schedules(draw: st.DrawFn) -> tuple[Graph, list[int]]:
-    """A graph and a valid schedule of no use.
+    """A graph and a valid but useless schedule.
 
     Anything recomputable may be computed again at any time.
     """
@@ -204,9 +203,9 @@ def _least_completion(model: CheckmateModel, steps: list[int]) -> float:
 @given(small_steps())
 @settings(max_examples=60, deadline=None)
 def test_without_the_exact_search_answers_stay_valid(case: tuple[Graph, int]) -> None:
-    """What a graph too large for it gets.
+    """As for a graph that is too large for it.
 
-    The paper's accounting finds the schedule, the relaxation the bound.
+    The paper's accounting finds the schedule, and the relaxation gives the bound.
     """
     graph, budget_bytes = case
     with pytest.MonkeyPatch.context() as patch:
@@ -295,7 +294,7 @@ def test_progress_tells_bounds_that_only_rise_and_costs_that_only_fall() -> None
 def test_the_number_of_threads_may_change_in_one_process() -> None:
     """HiGHS refuses a second number of threads without saying so.
 
-    It once came back with nothing done.
+    It once returned without solving.
     """
     graph = unet(2)
     budget_bytes = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
@@ -325,8 +324,8 @@ def test_an_absurdly_big_model_is_refused_with_its_size() -> None:
     assert MILP().solve(chain(2000), budget_bytes=10_000).status is Status.OPTIMAL
 
 
-def test_points_of_schedules_survive_the_way_back() -> None:
-    """A schedule's point decodes to stages that recompute what the schedule does."""
+def test_a_point_decodes_to_its_recomputations() -> None:
+    """The decoded stages recompute what the schedule does."""
     graph, steps = chain(4), [0, 1, 2, 3, 4, 5, 6, 0, 1, 7, 8]
     model = stage_model(stage_form(graph, 100))
     point = np.nan_to_num(point_of_steps(model, steps))

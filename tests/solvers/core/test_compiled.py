@@ -1,6 +1,6 @@
 """The search runs compiled or not.
 
-Without numba, with its compiler off, and with no folder to keep compiled code in.
+Without numba, with its compiler off, and without a folder for compiled code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ solution = Auto(time_limit_s=15).solve(graph, budget_bytes=budget)
 assert solution.schedule is not None and not validate(graph, solution.schedule, budget_bytes=budget)
 print("compiled" if IS_COMPILED else "plain")
 """
-# which is for cells of notebooks
+# a locator for cells of notebooks, which finds no folder here
 NO_FOLDER = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}
 
 
@@ -62,11 +62,12 @@ def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None
 
 @pytest.mark.parametrize("beside", [".", "nested."])
 @pytest.mark.parametrize("changed", ["function", "constant"])
-def test_a_change_reaches_all_that_was_compiled_with_the_old(
+def test_a_change_recompiles_everything_that_used_the_old_code(
     changed: str, beside: str, tmp_path: Path
 ) -> None:
-    """Through functions and constants of other files too, where the compiled function's own has not
-    changed, and however these are imported.
+    """Also through functions and constants of other files, however they are imported.
+
+    The compiled function's own file does not change.
     """
     pytest.importorskip("numba")
     header = "from remat.solvers.core.compiled import compiled, inner\n"
@@ -104,7 +105,7 @@ def test_a_change_reaches_all_that_was_compiled_with_the_old(
 def test_processes_that_start_together_may_drop_the_same_stale_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Naive: what another process deletes between the listing and the look is an error."""
+    """Naive: a file that another process deletes after the listing is an error."""
     stale, gone = tmp_path / "loops.first-1.py311.nbc", tmp_path / "loops.second-2.py311.nbc"
     stale.touch()
     os.utime(stale, (0, 0))

@@ -1,4 +1,4 @@
-"""Too little memory: plain Python, one thread or technique less, a warning, and no error."""
+"""Too little memory: plain Python, one thread or one technique less; a warning, no error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def no_memory(*_: object, **__: object) -> None:
     raise MemoryError
 
 
-def test_numba_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
+def test_numba_that_cannot_be_loaded_is_not_needed(tmp_path: Path) -> None:
     """Naive: every command ends with the `OSError` of its library."""
     fake = tmp_path / "numba"
     fake.mkdir()
@@ -67,7 +67,7 @@ def test_a_technique_without_memory_is_left_out(
     assert solution.status is Status.OPTIMAL or "families" in solution.cut_short
 
 
-def test_one_thread_does_where_no_other_can_be_started(
+def test_one_thread_is_enough_if_no_other_can_be_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start(self: threading.Thread) -> None:
@@ -81,7 +81,7 @@ def test_one_thread_does_where_no_other_can_be_started(
     assert "in one thread" in caplog.text
 
 
-def test_the_milp_answers_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_milp_returns_its_best_answer_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageSearch, "run", no_memory)
     graph, budget = problem()
     solution = make_solver("milp", time_limit_s=3.0, gap=0.0).solve(graph, budget_bytes=budget)
@@ -89,13 +89,13 @@ def test_the_milp_answers_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert solution.cut_short == "too little memory for the rest of the search"
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_passed_on() -> None:
     with pytest.raises(RuntimeError, match="a bug"), leaving_out("anything", lambda _: None):
         raise RuntimeError("a bug")
 
 
-def test_a_thread_beside_ends_with_the_one_that_raises() -> None:
-    """Naive: it is waited for until its own limit."""
+def test_a_second_thread_ends_when_the_first_raises() -> None:
+    """Naive: the first waits until the second reaches its own limit."""
 
     def work() -> None:
         until_s = time.monotonic() + 60.0

@@ -55,9 +55,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 @pytest.mark.parametrize(("make", "percent"), [(long_chain, 90), (complete, 90), (halves, 97)])
 @pytest.mark.parametrize("name", ["auto", "free-order"])
 def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> None:
-    """Naive: each piece looks at the clock when it is done, and the answer's own check is not
-    counted.
-    """
+    """Naive: each piece reads the clock when it is done, and the final check is not counted."""
     graph = make()
     budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * percent // 100
     solver, found = make_solver(name, time_limit_s=LIMIT_S), list[Solution]()
@@ -68,13 +66,13 @@ def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> No
 
 
 @pytest.mark.parametrize("make", [long_chain, complete])
-def test_the_least_budget_is_looked_for_as_long_as_said(make: Callable[[], Graph]) -> None:
+def test_the_search_for_the_least_budget_keeps_its_limit(make: Callable[[], Graph]) -> None:
     graph = make()
     graph.arrays, graph.users_of  # noqa: B018 - a graph's own, made once
     assert seconds_of(lambda: minimum(graph, time_limit_s=0.5)) < 0.5 + SLACK_S
 
 
-def test_usual_graphs_lose_no_time_to_it() -> None:
+def test_usual_graphs_lose_no_time_to_pacing() -> None:
     chain = Graph.from_arrays([1.0] * 2000, [1] * 2000, [(i, i + 1) for i in range(1999)])
     assert pace_s(chain) == 0.0
 
@@ -94,7 +92,7 @@ def test_nothing_is_made_past_the_deadline() -> None:
 
 
 def test_a_curve_of_a_large_graph_takes_a_few_limits() -> None:
-    """Naive: its first and last budgets are looked for without one."""
+    """Naive: the curve's first and last budgets are searched for without a limit."""
     graph = long_chain()
     took_s = seconds_of(lambda: frontier_solutions(graph, 3, Auto(time_limit_s=1.0)))
     assert took_s < 4 * LIMIT_S

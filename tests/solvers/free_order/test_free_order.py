@@ -1,6 +1,4 @@
-"""Free order: exact oracles on tiny graphs, rules that are kept, published numbers on large
-graphs.
-"""
+"""Free order: exact oracles on tiny graphs, its rules, published numbers on large graphs."""
 
 from __future__ import annotations
 
@@ -111,7 +109,7 @@ def test_bound_optimum_and_answer_are_in_order(seed: int, share: float) -> None:
         assert solution.status is not Status.OPTIMAL or solution.cost_s == pytest.approx(best)
 
 
-def test_the_optimum_is_mostly_found_on_tiny_graphs() -> None:
+def test_the_optimum_is_found_on_tiny_graphs() -> None:
     found = asked = 0
     for seed in range(60):
         graph = replace(
@@ -181,7 +179,7 @@ def test_every_family_is_answered_within_the_rules(family: str) -> None:
         assert solution.is_free_order
 
 
-def test_rules_hold_for_the_graph_as_it_is_and_say_the_same_both_ways() -> None:
+def test_rules_hold_for_the_graphs_own_order_and_agree_both_ways() -> None:
     for graph in (transformer(2), two_regions(4), random_step(30, seed=1)):
         rules = order_rules(graph)
         of = np.repeat(np.arange(len(rules.is_fixed)), np.diff(rules.earlier_start))
@@ -218,7 +216,7 @@ def effects_graph() -> Graph:
     return Graph(values, operators, outputs=(7,))
 
 
-def test_effects_keep_their_order_and_readers_their_side_of_a_change() -> None:
+def test_effects_keep_their_order_and_readers_stay_before_a_change() -> None:
     graph = effects_graph()
     rules = order_rules(graph)
 
@@ -266,7 +264,7 @@ def test_published_costs_are_reached_in_the_published_time(
         pytest.skip(f"the published instance {path} is not there")
     data = json.loads(path.read_text())
     graph = Graph.from_arrays(data["cost"], data["size"], data["edges"])
-    # the compiler, once a machine, has its own time
+    # compiles once per machine, before time is measured
     FreeOrder(gap=0.0, rounds=1).solve(random_layered(8, seed=0), budget_bytes=1)
     OrderSearch(graph, budget_bytes=1, seed=0, order_chance=1.0).run(
         np.arange(graph.num_operators),

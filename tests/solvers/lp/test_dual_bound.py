@@ -1,5 +1,6 @@
-"""Safe bounds: below every feasible point in exact arithmetic, whatever the multipliers, and tight
-with a solver's own.
+"""Safe bounds: below every feasible point in exact arithmetic, whatever the multipliers.
+
+They are tight with a solver's own multipliers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ from tests.support.oracles import brute_force, minimum_bytes
 
 
 def random_program(seed: int) -> tuple[LinearProgram, np.ndarray]:
-    """A program over some columns with numbers of very different size, and a point that is feasible
-    in exact arithmetic.
-    """
+    """A program with numbers of very different sizes, and a point that is exactly feasible."""
     random = np.random.default_rng(seed)
     columns, rows = int(random.integers(1, 9)), int(random.integers(0, 7))
     point = random.integers(0, 2, columns).astype(np.float64)
@@ -105,7 +104,7 @@ def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(
         )
 
 
-def test_fixed_columns_are_told_apart_and_what_holds_for_their_values_holds_for_all() -> None:
+def test_a_bound_at_fixed_columns_holds_for_all_their_values() -> None:
     """The least 3x + 2y + z over x + y + z >= 1 and z <= 0.5 at some y, then without x."""
     program = Program()
     columns = program.add_columns(np.array([3.0, 2.0, 1.0]))
@@ -131,7 +130,7 @@ def test_fixed_columns_are_told_apart_and_what_holds_for_their_values_holds_for_
     assert ray.at(np.array([0.5])) <= 1e-9
 
 
-def test_the_solver_s_own_multipliers_make_it_tight() -> None:
+def test_the_solvers_own_multipliers_make_it_tight() -> None:
     program = Program()
     columns = program.add_columns(np.array([3.0, 2.0, 1.0]))
     program.add_rows(columns[None, :], [1.0, 1.0, 1.0], lower=1.5)
@@ -141,7 +140,7 @@ def test_the_solver_s_own_multipliers_make_it_tight() -> None:
     assert outcome.bound <= 2.0
 
 
-def test_a_program_without_points_is_proved_to_have_none() -> None:
+def test_an_infeasible_program_is_proved_infeasible() -> None:
     program = Program()
     columns = program.add_columns(np.ones(2))
     program.add_rows(columns[None, :], [1.0, 1.0], lower=3.0)
@@ -149,7 +148,7 @@ def test_a_program_without_points_is_proved_to_have_none() -> None:
     assert program.minimise(is_relaxed=False, time_limit_s=5).is_infeasible
 
 
-def test_columns_without_an_upper_bound_have_none_below() -> None:
+def test_a_falling_cost_without_an_upper_bound_has_no_bound() -> None:
     program = LinearProgram(
         np.array([1.0]),
         np.zeros(1),
@@ -175,7 +174,7 @@ def test_the_margin_of_branching_grows_with_the_columns() -> None:
 
 
 def scaled(graph: Graph, cost_factor: float, size_factor: int) -> Graph:
-    """The same graph in other units, where tolerances of a solver are something else."""
+    """The same graph in other units, in which a solver's tolerances mean something else."""
     from dataclasses import replace
 
     values = tuple(replace(v, size_bytes=v.size_bytes * size_factor) for v in graph.values)
@@ -198,9 +197,7 @@ def scaled(graph: Graph, cost_factor: float, size_factor: int) -> Graph:
 def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(
     seed: int, share: float, cost_factor: float, size_factor: int
 ) -> None:
-    """The budget is the least byte at which the optimum is what it is: a byte of tolerance would
-    show.
-    """
+    """The budget has no byte to spare, so that a byte of tolerance would show."""
     plain = (
         random_layered(6, seed=seed, width=2, is_training=False)
         if seed % 2

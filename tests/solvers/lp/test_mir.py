@@ -30,7 +30,7 @@ from tests.support.graphs import budget_between, optimum, random_training_graph
     share=st.floats(0, 1),
     seed=st.integers(0, 10_000),
 )
-def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -> None:
+def test_a_fitting_point_is_never_cut_off(sizes: list[int], share: float, seed: int) -> None:
     low, high = sum(min(size, 0) for size in sizes), sum(max(size, 0) for size in sizes)
     upper = int(low + share * (high - low))
     rng = np.random.default_rng(seed)
@@ -46,7 +46,7 @@ def test_what_fits_is_never_cut_off(sizes: list[int], share: float, seed: int) -
                 assert float(cut.coefficients @ np.array(bits)[cut.columns]) <= cut.upper
 
 
-def test_a_part_of_a_large_value_is_cut_off() -> None:
+def test_a_fraction_of_a_large_value_is_cut_off() -> None:
     (cut,) = rounded(
         Knapsack(np.arange(4), np.array([4, 4, 4, 1]), 9, np.arange(4)),
         np.array([1.0, 1.0, 0.25, 0.0]),
@@ -56,10 +56,10 @@ def test_a_part_of_a_large_value_is_cut_off() -> None:
     np.testing.assert_allclose(cut.upper, 2)  # two of them fit, whatever becomes of the small one
 
 
-def test_what_is_cheap_to_drop_is_left_out_of_a_cut() -> None:
-    """The last value fits once 3 of 20 bytes are missing.
+def test_values_cheap_to_drop_are_left_out_of_a_cut() -> None:
+    """The last value fits once 3 of 20 bytes are dropped.
 
-    Had the first operator's 2 bytes a part in it, dropping them would do.
+    If the cut counted the first operator's 2 bytes, dropping them would satisfy it.
     """
     sizes, written = np.array([2, 6, 6, 6]), np.array([0, 2, 3, 1])
     plain, few = rounded(Knapsack(np.arange(4), sizes, 17, written), np.array([1.0, 1.0, 1.0, 0.5]))

@@ -47,14 +47,14 @@ def test_on_every_family_the_steps_fit(family: str) -> None:
     assert found[budgets[-1]] is not None
 
 
-def test_what_the_forward_computes_for_no_segment_may_need_more_the_first_time() -> None:
+def test_a_forward_operator_of_no_segment_may_need_more_memory_at_first() -> None:
     graph = FAMILIES["random_layered_without_phases"]()
     steps = rotor_steps(graph, (minimum(graph).peak_bytes + keep_all_bytes(graph)) // 2)
     assert steps is not None
     assert not validate(graph, Schedule.from_steps(graph, steps))
 
 
-def test_graphs_of_several_regions_are_left_out() -> None:
+def test_graphs_of_several_regions_are_not_planned() -> None:
     graph = FAMILIES["two_regions"]()
     assert rotor_steps(graph, keep_all_bytes(graph)) is None
 
@@ -65,12 +65,12 @@ def test_where_everything_fits_nothing_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
-def test_on_a_chain_it_costs_what_binomial_checkpointing_does_but_for_values_at_borders(
+def test_on_a_chain_it_costs_hardly_more_than_binomial_checkpointing(
     num_slots: int,
 ) -> None:
-    """A segment's last value enters the next.
+    """A segment's last value enters the next segment.
 
-    It is computed once more for its own backward, where revolve still has it.
+    It is computed once more for its own backward, where revolve still holds it.
     """
     graph = chain(30)
     revolve = simulate(

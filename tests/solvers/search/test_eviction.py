@@ -1,6 +1,6 @@
 """Greedy eviction.
 
-What it must hold on to so that it does not get stuck, and what a plan makes it let go first.
+What it must keep so that it does not get stuck, and what it evicts first under a plan.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ SIZE = 100
 
 
 def _with_dropout() -> Graph:
-    """A chain of layers, each followed by a dropout that reads the state of a random generator, and
-    its backward.
-    """
+    """Layers, each followed by a dropout that reads a generator's state, and their backward."""
     values: list[Value] = []
     operators: list[Operator] = []
 
@@ -68,7 +66,7 @@ def test_a_generators_state_stays_while_its_dropout_may_be_computed_again(rule: 
     )
 
 
-def test_what_a_plan_drops_goes_before_what_it_keeps() -> None:
+def test_values_that_a_plan_drops_are_evicted_first() -> None:
     graph = _with_dropout()
     first = next(i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD)
     planned = {
@@ -82,8 +80,8 @@ def test_what_a_plan_drops_goes_before_what_it_keeps() -> None:
     assert not planned & again
 
 
-def test_a_generators_state_goes_when_the_backward_is_past_its_dropout() -> None:
-    """What the backward wrote stays, so that nothing before it is computed again for it."""
+def test_a_generators_state_is_evicted_after_its_last_use() -> None:
+    """What the backward wrote stays, so that nothing before it is computed again."""
     graph = _with_dropout()
     last = len(graph.values) - 1
     values = (*graph.values, Value("last", 1))

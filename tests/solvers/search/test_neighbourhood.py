@@ -46,9 +46,9 @@ def everything(graph: Graph) -> np.ndarray:
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
-def test_with_everything_free_it_is_the_optimum(seed: int, share: float) -> None:
+def test_with_everything_free_it_finds_the_optimum(seed: int, share: float) -> None:
     graph = tiny_graph(seed)
-    # the model counts them as soon as something could need them
+    # the model counts snapshots as soon as something could need them
     assume(not graph.arrays.is_snapshot.any())
     floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
     budget = int(floor + share * (ceiling - floor))

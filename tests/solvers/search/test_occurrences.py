@@ -1,6 +1,4 @@
-"""What the moves keep up to date, bytes and costs, is what laying the sequence out anew gives,
-after any number of moves.
-"""
+"""Bytes and costs that moves update equal those of a new layout, however many the moves."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ Move = Callable[[State, np.random.Generator], None]
 
 
 def moves_of(local: LocalSearch, hot: float, count: int = 1) -> Move:
-    """So many moves, each taken or taken back."""
+    """Makes `count` moves, each accepted or undone."""
 
     def move(state: State, random: np.random.Generator) -> None:
         chunk = Chunk(
@@ -62,7 +60,7 @@ def moves_of(local: LocalSearch, hot: float, count: int = 1) -> Move:
 def check(
     first: State, steps: Sequence[int] | Ints, move: Move, num_moves: int, seed: int = 0
 ) -> Ints:
-    """Returns the last sequence."""
+    """Checks the state after every move, and returns the last sequence."""
     state, end, random = (
         lay_out(first, np.asarray(steps, np.int64)),
         len(first.operators) - 1,
@@ -95,10 +93,9 @@ def assert_bounds_hold(slots: Ints) -> None:
 def test_bytes_stay_exact_whatever_a_graph_has(
     seed: int, num_operators: int, is_free: bool, share: float
 ) -> None:
-    """Operators that work in place of a snapshot among them, which takes memory only while
-    something that reads it is repeated.
+    """Some operators work in place of a snapshot, which takes memory only if a reader repeats.
 
-    Budgets that all slots of a block are within, some, and none.
+    All, some or none of the slots of a block are within the budget.
     """
     graph = random_step(num_operators, seed=seed)
     budget, steps = int(share * keep_all_bytes(graph)), np.arange(graph.num_operators)
@@ -118,10 +115,10 @@ def test_bytes_stay_exact_over_many_blocks(share: float) -> None:
     check(local.state, np.arange(graph.num_operators), moves_of(local, 10.0), 1_000)
 
 
-def test_a_move_of_more_changes_than_can_be_written_down_is_cut_short() -> None:
+def test_a_move_with_too_many_changes_to_write_down_is_cut_short() -> None:
     """Removing one recomputation makes four hundred others useless.
 
-    Taken back or not, the sequence stays what it was.
+    Undone or not, the move leaves the sequence consistent.
     """
     count = 400
     values = tuple(Value(f"v{i}", 8) for i in range(count + 2))
@@ -144,8 +141,8 @@ def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(se
     assert simulate(graph, Schedule.from_steps(graph, found.steps)).peak_bytes == found.peak_bytes
 
 
-def test_operators_computed_many_times_are_laid_out_whole() -> None:
-    """Naive: there is room for a dozen; the least schedules of deep networks have more."""
+def test_every_run_of_a_repeated_operator_is_laid_out() -> None:
+    """Naive: there is room for a dozen runs; the least schedules of deep networks have more."""
     graph = random_step(12, seed=0)
     operator = next(
         index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ()
@@ -161,7 +158,7 @@ def test_operators_computed_many_times_are_laid_out_whole() -> None:
 def test_a_close_search_comes_back_to_what_fits(
     is_close: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So hot that every move is taken: otherwise it leaves what fits."""
+    """So hot that every move is accepted: a search that is not close leaves what fits."""
     over = []
 
     def recorded(state: State, chunk: Chunk) -> int:

@@ -1,4 +1,4 @@
-"""Exact recombination: valid, exact, and at most the cost of the best it is made of."""
+"""Exact recombination: valid, exact, and never costlier than the best of its parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cost_s(graph: Graph, steps: np.ndarray) -> float:
 @given(seed=st.integers(0, 10_000), family=st.sampled_from(sorted(FAMILIES)), share=st.floats(0, 1))
 def test_it_costs_no_more_than_any_of_its_parts(seed: int, family: str, share: float) -> None:
     graph = FAMILIES[family](seed)
-    # the model counts them as soon as something could need them
+    # the model counts snapshots as soon as something could need them
     assume(not graph.arrays.is_snapshot.any())
     least, ceiling = minimum(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(least.peak_bytes + share * (ceiling - least.peak_bytes))

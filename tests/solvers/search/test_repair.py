@@ -1,7 +1,6 @@
 """Repaired schedules.
 
-Valid and within the budget, the same where nothing is to be repaired, and better than the greedy
-alone.
+Valid and within the budget, unchanged where they already fit, and cheaper than the greedy alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.support.graphs import random_training_graph
     share=st.sampled_from([0.1, 0.3, 0.6]),
     rule=st.sampled_from(list(Rule)),
 )
-def test_what_is_repaired_is_valid_and_fits(seed: int, share: float, rule: Rule) -> None:
+def test_a_repaired_schedule_is_valid_and_fits(seed: int, share: float, rule: Rule) -> None:
     graph = random_training_graph(seed, 8, 20)
     floor, ceiling = working_set_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
@@ -45,7 +44,7 @@ def test_what_is_repaired_is_valid_and_fits(seed: int, share: float, rule: Rule)
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000))
-def test_an_unrolled_schedule_costs_what_it_costs_and_without_snapshots_needs_no_less(
+def test_an_unrolled_schedule_costs_the_same_and_needs_no_less_memory(
     seed: int,
 ) -> None:
     graph = random_step(12, seed=seed)
@@ -62,14 +61,14 @@ def test_an_unrolled_schedule_costs_what_it_costs_and_without_snapshots_needs_no
     assert plain.peak_bytes >= simulated.peak_bytes
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_a_fitting_schedule_is_unchanged() -> None:
     graph = transformer(6)
     steps = list(minimum(graph).steps)
     ample = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 2
     assert repaired(graph, steps, budget_bytes=ample) == steps
 
 
-def test_where_a_step_alone_does_not_fit_nothing_is_found() -> None:
+def test_nothing_is_found_if_one_step_alone_does_not_fit() -> None:
     graph = FAMILIES["unet"]()
     assert repaired(graph, range(graph.num_operators), budget_bytes=1) is None
 
