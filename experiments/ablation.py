@@ -32,7 +32,7 @@ from pathlib import Path
 from threading import Lock
 
 from experiments.bench_real import budgets_of
-from experiments.bench_rows import CONSOLE, Row, Rows, facts, new_table, warm_up
+from experiments.bench_rows import Row, Rows, facts, warm_up
 from experiments.environment import environment
 from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.core.graph import Graph
@@ -239,27 +239,29 @@ def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
     return found
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Prints one line per technique: points helped and harmed, and the largest changes."""
-    table = new_table(
-        f"Techniques of auto, each switched off; helps: {COST} % of cost or {GAP} points of gap",
-        ("without", "points", "helps", "harms", "cost %", "gap points", "s", "verdict"),
-    )
+def table(rows: Sequence[Row]) -> str:
+    """Returns one line per technique: points helped and harmed, and the largest changes."""
+    lines = [
+        "| without | points | helps | harms | largest change of cost | of gap, in points "
+        "| median of seconds | verdict |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
     for technique, all_changes in changes(rows).items():
         helps = sum(change.helps for change in all_changes)
         harms = sum(change.harms for change in all_changes)
         is_kept = technique in ALWAYS or helps >= LEAST_HELPED
-        table.add_row(
+        cells = (
             technique,
             str(len(all_changes)),
             str(helps),
             str(harms),
-            f"{max(change.cost_percent for change in all_changes):+.2f}",
+            f"{max(change.cost_percent for change in all_changes):+.2f} %",
             f"{max(change.gap_points for change in all_changes):+.2f}",
             f"{statistics.median(change.seconds for change in all_changes):+.1f}",
             "stays" if is_kept else "goes",
         )
-    CONSOLE.print(table)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -272,19 +274,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each solve")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--show", action="store_true", help="only print the existing rows")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     options = {"time_limit_s": asked.seconds, "commit": environment()["commit"]}
     rows = Rows(asked.output, "ablation", options, is_fresh=False)
-    if not asked.show:
-        warm_up()
-        measured = list(points(asked.folder, asked.instances, rows))
-        run = partial(_run, measured, asked.only, asked.seconds, rows, Lock())
-        with ThreadPoolExecutor(len(SEEDS)) as threads:
-            list(threads.map(run, SEEDS))
-    show(rows.rows)
+    warm_up()
+    measured = list(points(asked.folder, asked.instances, rows))
+    run = partial(_run, measured, asked.only, asked.seconds, rows, Lock())
+    with ThreadPoolExecutor(len(SEEDS)) as threads:
+        list(threads.map(run, SEEDS))
+
+    text = table(rows.rows)
+    (asked.output / "bench_ablation.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

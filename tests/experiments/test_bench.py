@@ -19,10 +19,11 @@ from experiments.bench_published import best_published
 from experiments.bench_rows import Rows, geometric_mean, mean_seconds
 from experiments.peers import PEERS
 from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.solver import NAMES
 from remat.tracers.synthetic import random_layered, transformer
-from tests.support.checkout import SHARED
+from tests.support.checkout import ROOT, SHARED
 
-REFEREE = SHARED / "referee.py"
+REFEREE, RESULTS = SHARED / "referee.py", ROOT / "experiments" / "results"
 INSTANCE = {
     "cost": [1, 1, 1, 1],
     "size": [4, 4, 4, 1],
@@ -206,3 +207,12 @@ def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None
     assert ablation.change_of(worse, full).harms
     unsolved = [row | {"cost": None, "gap_percent": None} for row in worse]
     assert ablation.change_of(full, unsolved).helps
+
+
+def test_every_technique_helps_at_enough_points_or_is_an_exception_that_is_named() -> None:
+    rows = json.loads((RESULTS / "bench_ablation.json").read_text())["rows"]
+    changes = ablation.changes(rows)
+    helps = {name: sum(change.helps for change in changes[name]) for name in changes}
+    rare = {name for name in NAMES if helps.get(name, 0) < ablation.LEAST_HELPED}
+    assert rare == {"families", "window", "exhaustive", "other-seeds"}
+    assert (RESULTS / "bench_ablation.md").read_text() == ablation.table(rows)
