@@ -1,4 +1,4 @@
-"""Techniques that raise the bound: prices, relaxations, window models, stages, a tree, Benders.
+"""Techniques that raise the bound: prices, relaxations, window models, stages, Benders.
 
 Every bound holds for all schedules of the fixed order. Node limits end models before time limits
 do, so with one thread a seed gives one answer.
@@ -17,7 +17,6 @@ from remat.solvers.auto.minimum import peak_bound
 from remat.solvers.auto.starting import evict, offer_with_margins
 from remat.solvers.auto.technique import VERY_WIDE_GAP, WIDE_GAP, Solve, Technique
 from remat.solvers.bounds.benders import raise_bound
-from remat.solvers.bounds.branch_and_refine import MOST_LEAVES, raise_bound_by_branching
 from remat.solvers.bounds.dyadic_windows import MOST_FORWARD
 from remat.solvers.bounds.lagrangian import HOPELESS, Lagrangian
 from remat.solvers.bounds.stage_selection import scout, scout_crowded
@@ -212,56 +211,8 @@ def has_short_forward(solve: Solve) -> bool:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Tree(Technique):
-    """Branch and refine where the gap is wide: each leaf has its own stages (`branch_and_refine`).
-
-    Tuned on the traced U-Net.
-
-    Attributes:
-        least_s: least time limit; with less the tree has few leaves, and stage selection gives
-            better bounds.
-        leaves_without_clock: leaf limit for single-threaded solves, in place of a time limit, so
-            that they are deterministic.
-    """
-
-    name: ClassVar[str] = "tree"
-
-    least_s: float = 12.0
-    leaves_without_clock: int = 40
-
-    def may_grow(self, solve: Solve) -> bool:
-        """True where the tree is on and there is time for it."""
-        limit_s = solve.search.deadline_s - solve.search.started_s
-        return solve.has(self.name) and has_short_forward(solve) and limit_s >= self.least_s
-
-    def applies(self, solve: Solve) -> bool:
-        """True where the gap is wide and there is time for it."""
-        return self.may_grow(solve) and not solve.search.is_within(WIDE_GAP)
-
-    def run(self, solve: Solve) -> None:
-        """Raises the bound until the gap is closed or the time for bounds is over."""
-        if not solve.search.is_within(VERY_WIDE_GAP):
-            # the tree chooses its own stages
-            solve.refinement.stages = solve.refinement.stages.cleared()
-
-        raise_bound_by_branching(
-            solve.search,
-            solve.refinement,
-            lambda: cutoff_s(solve),
-            deadline=solve.span.at(1.0),
-            most_leaves=MOST_LEAVES if solve.by_clock else self.leaves_without_clock,
-        )
-
-
-TREE = Tree()
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class StageSelection(Technique):
     """Stages chosen by the bound that they give (`stage_selection`), where the gap is wide.
-
-    Where it is very wide and there will be a tree, the tree chooses its own stages.
 
     Attributes:
         share: of the time for bounds.
@@ -272,10 +223,8 @@ class StageSelection(Technique):
     share: float = 0.4
 
     def applies(self, solve: Solve) -> bool:
-        """True where the gap is wide, and the tree does not choose."""
-        search = solve.search
-        is_left_to_the_tree = TREE.may_grow(solve) and not search.is_within(VERY_WIDE_GAP)
-        return not (search.is_within(WIDE_GAP) or is_left_to_the_tree)
+        """True where the gap is wide."""
+        return not solve.search.is_within(WIDE_GAP)
 
     def run(self, solve: Solve) -> None:
         """Raises the bound, and leaves the stages to the models that follow."""
@@ -361,7 +310,6 @@ class Decomposition(Technique):
 
 BOUNDING: tuple[Technique, ...] = (
     StageSelection(),
-    TREE,
     Refinements(gives_way=True, when=has_short_forward),
     Decomposition(),
     Refinements(),

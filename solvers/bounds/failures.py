@@ -1,6 +1,6 @@
 """Where a schedule of the fixed order exceeds the budget in the backward, and what it pays there.
 
-This says where a model needs more stages (`refinement`, `branch_and_refine`).
+This says where a model needs more stages (`refinement`).
 """
 
 from __future__ import annotations
@@ -80,27 +80,6 @@ class Failures:
         return max(
             (v for v in self.at if v not in boundaries), key=lambda v: self.at[v], default=-1
         )
-
-    def asked_for(
-        self, boundaries: Sequence[int], priced_s: Sequence[float]
-    ) -> list[tuple[int, ...]]:
-        """Returns the boundaries of further stages, those at the worst failures first.
-
-        Args:
-            boundaries: of the present stages.
-            priced_s: what the model pays in each of these.
-
-        Returns:
-            Operators as stages of their own, (v, v + 1), then cuts, (v,).
-        """
-        excess = self.worst or self.surplus(boundaries, priced_s)
-        singles = [
-            (v, v + 1)
-            for v in sorted(excess, key=lambda v: (-excess[v], v))
-            if not {v, v + 1} <= set(boundaries)
-        ]
-        by_bytes = sorted(self.at, key=lambda v: (-self.at[v], v))
-        return [*singles, *((v,) for v in by_bytes if v not in boundaries)]
 
 
 def repeated_s(graph: Graph, steps: Sequence[int], boundaries: Collection[int]) -> dict[int, float]:

@@ -73,17 +73,14 @@ class LazyRows:
         is_relaxed: bool = False,
         node_limit: int = 20_000,
         cutoff: float | None = None,
-        most_rounds: float = math.inf,
     ) -> Outcome:
         """Returns the last outcome's point, with the best bound.
 
-        The point violates no memory row unless `is_finished` is False or the relaxation stopped
-        after `most_rounds`. With a `cutoff` (the objective of a known schedule) the bound is at
-        most the cutoff, and there may be no point. `deadline` is in `time.perf_counter` seconds.
+        The point violates no memory row unless `is_finished` is False. With a `cutoff` (the
+        objective of a known schedule) the bound is at most the cutoff, and there may be no point.
+        `deadline` is in `time.perf_counter` seconds.
         """
-        best = self._rounds(
-            True, deadline, relative_gap, node_limit, -math.inf, cutoff, most_rounds
-        )
+        best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff)
         if is_relaxed or best.is_infeasible or not best.is_finished:
             return best
         return self._rounds(False, deadline, relative_gap, node_limit, best.bound, cutoff)
@@ -96,7 +93,6 @@ class LazyRows:
         node_limit: int,
         bound: float,
         cutoff: float | None,
-        most_rounds: float = math.inf,
     ) -> Outcome:
         roundings, before = self._most_roundings if is_relaxed else 0, -math.inf
         while True:
@@ -112,8 +108,7 @@ class LazyRows:
             )
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
-            most_rounds -= 1
-            if outcome.point is None or is_cut_off or most_rounds <= 0:
+            if outcome.point is None or is_cut_off:
                 return Outcome(bound, outcome.point, outcome.is_finished)
             is_more = self._add_violated(outcome.point, deadline) > 0
             if (

@@ -19,9 +19,7 @@ from remat.core.solution import Solution
 from remat.core.validate import validate
 from remat.solvers.auto import raising
 from remat.solvers.auto.minimum import minimum
-from remat.solvers.bounds.branch_and_refine import Branching
 from remat.solvers.bounds.lagrangian import Lagrangian
-from remat.solvers.bounds.leaves import Split
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.exhaustive import states
@@ -47,8 +45,6 @@ LIMITS_S = 0.2, 0.5, 1.0, 3.0
 _SHARES_OF_LIMITS = 8, 4, 2, 1
 _BOUNDS = (
     (raising, "scout"),
-    (Split, "gain"),
-    (Branching, "bound_s"),
     (Refinement, "relaxed_bound"),
     (WindowModel, "bound_s_of"),
     (Lagrangian, "raise_bound"),
