@@ -216,12 +216,18 @@ def measure(name: str, make: Make) -> list[Row]:
         return [replace(row, outcome=_first_line(error), aot_eager=plain.aot_eager())]
     part = everything.budget_bytes * 6 // 10
     labels = {"60%": part, "least": least}
-    tried = [_tried(replace(row, budget=key), plain, labels[key], least) for key in labels]
+    met, tried = everything.budget_bytes, list[Row]()
+    for label, budget in labels.items():
+        tried.append(_tried(replace(row, budget=label), plain, budget, least, met))
+        met = budget if tried[-1].measured_bytes else met
     return [everything, *tried]
 
 
-def _tried(row: Row, plain: _Plain, budget: int, least: int) -> Row:
-    """Returns the row at one budget; the least is tried again at the budget its error names."""
+def _tried(row: Row, plain: _Plain, budget: int, least: int, met: int) -> Row:
+    """Returns the row at one budget; the least is tried again at the budget its error names.
+
+    That is never above `met`, the smallest budget that a plan has kept so far.
+    """
     if budget < least:
         return replace(row, outcome=BELOW_LEAST, budget_bytes=budget)
     attempts = _ATTEMPTS if row.budget == "least" else 1
@@ -232,7 +238,7 @@ def _tried(row: Row, plain: _Plain, budget: int, least: int) -> Row:
             is_below = row.budget != "least" and error.minimum_bytes > budget
             outcome = BELOW_LEAST if is_below else _first_line(error)
             row = replace(row, outcome=outcome, budget_bytes=budget)
-            budget = error.minimum_bytes
+            budget = min(error.minimum_bytes, met)
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
             return replace(row, outcome=_first_line(error), budget_bytes=budget)
     return row

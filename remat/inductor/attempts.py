@@ -71,7 +71,7 @@ class Attempts:
         next_ = "with less"
         if self._may_keep_layouts and len(self.held) == _ATTEMPTS_COPYING:
             self._keep_layouts()
-            next_ = "with the layouts that convolutions get"
+            next_ = "with the layouts of convolutions' inputs kept"
         elif len(self.held) >= ATTEMPTS:
             raise self.error()
 
