@@ -17,7 +17,6 @@ dropped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from threading import Lock
 
 from experiments.bench_real import budgets_of
 from experiments.bench_rows import Row, Rows, facts, warm_up
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.core.graph import Graph
@@ -266,9 +266,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """Solves, writes and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="folder that keeps traced graphs")
     parser.add_argument("--instances", type=Path, help="folder of published instances")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")

@@ -9,7 +9,6 @@ run, and the exit status is 1. A complete run without failures writes
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from experiments.browser import installed_browser
+from experiments.command_line import parser_of
 from experiments.figures import RESULTS, write
 
 FIGURES = (
@@ -63,9 +63,7 @@ def timed(name: str) -> Took:
 
 def main() -> int:
     """Runs, prints, and writes what a complete run took."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
     parser.add_argument(
         "--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these"

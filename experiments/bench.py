@@ -40,6 +40,7 @@ from experiments import (
     bench_scale,
 )
 from experiments.bench_rows import Row, Rows, warm_up
+from experiments.command_line import parser_of
 
 HERE = Path(__file__).resolve()
 INSTANCES_VARIABLE = "REMAT_INSTANCES"
@@ -106,9 +107,7 @@ def draw(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for; returns 2 if the instances of a set are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "what",
         nargs="*",

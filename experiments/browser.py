@@ -13,7 +13,6 @@ import base64
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from experiments.command_line import parser_of
 
 _NAMES = (
     "chromium-headless-shell",
@@ -177,12 +178,10 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
 
 
 if __name__ == "__main__":
-    size = dict(zip(("width", "height"), map(int, sys.argv[3:5]), strict=False))
-    print(
-        look(
-            Path(sys.argv[1]),
-            "document.readyState == 'complete' ? '1' : ''",
-            Path(sys.argv[2]),
-            **size,
-        )
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("size", type=int, nargs="*", metavar="WIDTH HEIGHT")
+    asked = parser.parse_args()
+    size = dict(zip(("width", "height"), asked.size, strict=False))
+    print(look(asked.page, "document.readyState == 'complete' ? '1' : ''", asked.picture, **size))

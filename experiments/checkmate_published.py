@@ -11,7 +11,6 @@ status and seconds beside the published ones, and where and when it was run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from remat.core.graph import Graph
 from remat.solvers.checkmate.milp import MILP
@@ -69,9 +69,7 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
 
 def main() -> int:
     """Runs all points and writes the file; returns 2 if the instances are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--instances",
         type=Path,

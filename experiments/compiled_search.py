@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 
 HERE = Path(__file__).resolve()
@@ -77,9 +78,7 @@ def _in_a_process(way: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measures both ways, prints their ratio and writes the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results" / "compiled_search.json"
     )

@@ -20,6 +20,7 @@ again; the others keep their rows.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import json
@@ -42,6 +43,7 @@ from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
 
+from .command_line import parser_of
 from .comparison import is_same_step, peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES
 from .coverage_modules import module_cases
@@ -99,14 +101,22 @@ class Row:
         return self.outcome in (_EQUAL, _BELOW_LEAST)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Measures what is asked for; writes the results and prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--modules", action="store_true", help="torch.nn")
+    parser.add_argument("--missing", action="store_true", help="what has no rows yet")
+    asked = parser.parse_args()
+    known = load()
+    cases = _asked_for(asked, known.keys())
+    if unknown := set(asked.models) - {name for name, _, _ in cases}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; {RESULTS.name} has the names")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     _compile_search()
     gc.freeze()  # each measured step collects garbage first; what is loaded now need not be scanned
-    known = load()
-    for name, family, make in _asked_for(arguments, known.keys()):
+    for name, family, make in cases:
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
@@ -184,14 +194,16 @@ def _compile_search() -> None:
 
 
 def _asked_for(
-    arguments: list[str], known: Container[str]
+    asked: argparse.Namespace, known: Container[str]
 ) -> list[tuple[str, str, Callable[[], Workload]]]:
     models = [(name, model.family, model.make) for name, model in ARCHITECTURES.items()]
-    if arguments == ["--modules"]:
+    if asked.modules:
         return _modules()
-    if arguments == ["--missing"]:
+    if asked.missing:
         return _in_turn([case for case in models + _modules() if case[0] not in known])
-    return [case for case in models + _modules() if case[0] in arguments] if arguments else models
+    if asked.models:
+        return [case for case in models + _modules() if case[0] in asked.models]
+    return models
 
 
 def _in_turn(
@@ -420,4 +432,4 @@ def _cells(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

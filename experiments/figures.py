@@ -25,6 +25,7 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
@@ -41,9 +42,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
     With it the script draws the picture again from the existing results.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(doc)
     parser.add_argument(
         "--redraw", action="store_true", help="draw results/NAME.json again, compute nothing"
     )

@@ -17,7 +17,6 @@ the second table says what another order would save.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import remat
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from experiments.models import make
 from remat.core.graph import Graph
@@ -121,9 +121,7 @@ def _facts(solution: Solution) -> dict[str, Any]:
 
 def main() -> int:
     """Makes both tables and writes the file; returns 2 if the instances are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--instances",
         type=Path,

@@ -10,7 +10,6 @@ because a file says so. Everything runs in this process. `--first 1234 --files 1
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -34,6 +33,7 @@ import joblib
 import typer
 
 from experiments import damage
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from remat.cli import commands
 from remat.cli.arguments import load_solutions
@@ -362,9 +362,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 def main() -> int:
     """Runs the cases and writes the outcome; returns 1 if a case failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--files", type=int, default=20_000, help="how many (default: 20000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 import remat
+from experiments.command_line import parser_of
 from experiments.environment import environment as where
 from experiments.gpu import by_operator, forecast, fused, steps, tables
 from experiments.gpu.comparing import LEAST, compare, plain, plans_and
@@ -270,9 +271,7 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sections that there is time for, or shows the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

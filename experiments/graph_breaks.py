@@ -36,6 +36,7 @@ import remat
 from remat.face.capturing import compile_call
 from remat.torch_border.dynamo import capture_settings
 
+from .command_line import parser_of
 from .comparison import peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES
 from .environment import environment
@@ -91,8 +92,11 @@ class Row:
     breaks: tuple[str, ...] = ()
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Measures the models, writes the results and prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="*", choices=_NAMES, metavar="MODEL")
+    names = parser.parse_args().models
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rows: list[Row] = []
@@ -335,4 +339,4 @@ def table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -27,7 +27,6 @@ measured again, and rows of another commit are dropped.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import json
@@ -49,6 +48,7 @@ import remat
 from remat.face.capturing import compile_call
 
 from .bench_rows import warm_up
+from .command_line import parser_of
 from .environment import environment
 from .large_models import UNet
 from .models import GPT, MODELS, Workload, make
@@ -309,9 +309,7 @@ def _keep_freed_memory() -> None:
 
 def main() -> None:
     """Measures, writes the results and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )

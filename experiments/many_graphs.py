@@ -9,7 +9,6 @@ Writes the outcome, with where and when it was run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from remat.solvers import SOLVER_NAMES
 from remat.solvers.registry import FREE_ORDER
@@ -26,9 +26,7 @@ HERE = Path(__file__).resolve()
 
 def main() -> int:
     """Runs the test and writes the file; returns the test's exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--examples", type=int, default=10_000, help="random graphs (default: 10000)"
     )

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .command_line import parser_of
 from .environment import environment
 
 ROOT = Path(__file__).parent.parent
@@ -227,8 +228,11 @@ ALL = (
 )  # fmt: skip
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     """Runs the tests on each naive copy, and writes the results."""
+    parser = parser_of(__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    words = parser.parse_args().words
     known = (
         {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
         if RESULTS.exists()
@@ -310,4 +314,4 @@ def run(naive: Naive) -> Row:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,13 +10,13 @@ that went wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from tests.support.near_least import Problem, outcome
 
@@ -26,9 +26,7 @@ _BETWEEN_WRITES = 50  # graphs; a stopped run keeps the results up to the last w
 
 def main() -> int:
     """Solves them and writes the file; returns 1 if one went wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--graphs", type=int, default=5_000, help="how many (default: 5000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "near_least.json")

@@ -15,7 +15,6 @@ gradients equal those of plain PyTorch to the bit, and how many captures dynamo 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
@@ -28,6 +27,7 @@ import torch
 from functorch.compile import default_partition, make_boxed_func  # type: ignore[import-untyped]
 from torch import fx, nn
 
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from experiments.models import GPT
 from remat.face.capturing import captured_step
@@ -208,9 +208,7 @@ def measure(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs everything on one thread, prints the rows and writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     output = parser.parse_args().output
     torch.set_num_threads(1)

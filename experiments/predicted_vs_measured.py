@@ -28,6 +28,7 @@ import torch
 
 import remat
 
+from .command_line import parser_of
 from .comparison import is_same_step, least_bytes, peak_bytes
 from .environment import environment
 from .models import MODELS, Workload, make
@@ -75,10 +76,12 @@ class Row:
         return self.measured_bytes - self.predicted_bytes
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Measures the named models, or all; writes the results and prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="*", choices=MODELS, metavar="MODEL")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in names or MODELS:
+    for name in parser.parse_args().models or MODELS:
         rows = measure_model(name)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         results[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
@@ -177,4 +180,4 @@ def _cells(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,7 +9,6 @@ in detail from a GPU's kernels.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
+from experiments.command_line import parser_of
 from experiments.large_models import DenseNet, UNet, UnrolledLSTM
 
 Step = tuple[nn.Module, dict[str, Any]]
@@ -199,9 +199,13 @@ def cached_graph(name: str, folder: Path) -> remat.Graph:
 
 def main() -> None:
     """Traces and saves."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(STEPS)
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("names", nargs="*", choices=STEPS, metavar="NAME")
+    asked = parser.parse_args()
+    folder: Path = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in asked.names or STEPS:
         start = time.perf_counter()
         graph = graph_of(name)
         graph.save(folder / f"{name}.json")

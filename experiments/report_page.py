@@ -9,7 +9,6 @@ The guide shows it. Needs the extra `report` and a browser (`experiments/browser
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 import remat
 from experiments.browser import look
+from experiments.command_line import parser_of
 from experiments.figures import RESULTS, write
 from remat.cli.demo import GPT, example_batch
 from remat.look.plot import plot_schedule, save
@@ -32,9 +32,7 @@ _DRAWN = (
 
 def main() -> None:
     """Plans, writes the page, opens it and takes its picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--keep", type=Path, default=None, help="folder for the page")
     keep = parser.parse_args().keep
     torch.manual_seed(SEED)

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 import remat
+from experiments.command_line import parser_of
 from experiments.environment import environment
 from experiments.models import GPT
 from remat.core.schedule import Schedule, simulate
@@ -130,9 +130,7 @@ def step_ratios() -> list[dict[str, float]]:
 
 def main() -> None:
     """Runs everything on one thread, prints the rows and writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     output = parser.parse_args().output
     torch.set_num_threads(1)

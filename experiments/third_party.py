@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +43,7 @@ import remat
 from remat.tracers.synthetic import transformer
 
 from .absent_modules import stand_in_for
+from .command_line import parser_of
 from .comparison import least_bytes, peak_bytes, state_after_step
 from .environment import environment
 from .graph_breaks import in_pieces
@@ -69,11 +70,15 @@ _COSTS = "roofline"  # the same on a loaded machine
 _FORK = multiprocessing.get_context("fork")
 
 
-def main(words: list[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what is asked for, each model in a process of its own, and prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--missing", action="store_true", help="what has no rows yet")
+    asked = parser.parse_args(arguments)
     _prepare()
     known = load()
-    for name in _asked_for(words, known):
+    for name in _asked_for(asked.words, known if asked.missing else ()):
         package = ALL[name].package
         found = installed_version(package)
         if not found:
@@ -91,10 +96,11 @@ def main(words: list[str]) -> None:
 
 def _asked_for(words: list[str], known: Container[str]) -> list[str]:
     """Returns one model of each library, then the next of each: a stopped run has some of all."""
-    if words == ["--missing"]:
-        names = [name for name in ALL if name not in known]
-    else:
-        names = [name for name in ALL if not words or any(word in name for word in words)]
+    names = [
+        name
+        for name in ALL
+        if name not in known and (not words or any(word in name for word in words))
+    ]
     seen: Counter[str] = Counter()
     turn = {}
     for name in names:
@@ -318,4 +324,4 @@ def _first_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,7 +11,6 @@ the command line are run again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from .command_line import parser_of
 from .environment import environment
 
 ROOT = Path(__file__).parents[1]
@@ -102,9 +102,7 @@ def table(versions: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the versions asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
     parser.add_argument("--output", type=Path, default=RESULTS)

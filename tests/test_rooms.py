@@ -115,3 +115,13 @@ def test_no_two_rooms_import_each_other() -> None:
         free = {room for room, needed in needs.items() if not needed & set(needs)}
         assert free, f"these import each other: {needs}"
         needs = {room: needed for room, needed in needs.items() if room not in free}
+
+
+def test_every_experiment_describes_itself() -> None:
+    """Naive: `--help` is taken for a name, and the script measures for an hour."""
+    read_as_they_are = [
+        path.name
+        for path in sorted((ROOT / "experiments").rglob("*.py"))
+        if "sys.argv" in path.read_text()
+    ]
+    assert read_as_they_are == []
