@@ -42,7 +42,8 @@ import remat
 from experiments.figures import arguments, draw, leanest, legend_below, read, table, titled, write
 from experiments.static_memory import LSTM
 from remat.analysis.arena import Blocks
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.look.plot_style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure, quiet

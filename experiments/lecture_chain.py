@@ -32,7 +32,8 @@ import torch
 
 import remat
 from experiments.figures import arguments, draw, legend_below, read, write
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.look.plot_style import BLUE, GREEN, GREY, ORANGE, RED, new_figure, quiet
 

@@ -38,7 +38,8 @@ from experiments.figures import (
     write,
 )
 from experiments.models import GPT, MODELS, make
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.face.tracing import trace_step

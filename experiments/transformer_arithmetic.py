@@ -51,7 +51,8 @@ from experiments.figures import (
 )
 from experiments.models import GPT, Block
 from remat.core.budget import format_bytes
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, lifetimes, simulate
 from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.solvers import make_solver

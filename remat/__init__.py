@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .core.budget import format_bytes, parse_budget
 from .core.errors import BudgetError, GraphError, RematError, ScheduleError, SolverError, TraceError
-from .core.graph import Graph, Operator, Phase, Value, ValueKind
+from .core.graph import Graph
+from .core.operators import Operator, Phase, Value, ValueKind
 from .core.schedule import Schedule, Simulation, simulate
 from .core.solution import Solution, Status
 from .core.validate import Violation, validate

@@ -21,7 +21,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.narration.stages import stage
 from remat.torch_border.scalars import is_symbol
 

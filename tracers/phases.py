@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from remat.core.errors import TraceError
-from remat.core.graph import Phase
+from remat.core.operators import Phase
 
 from .storages import Storages
 

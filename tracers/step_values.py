@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.core.graph import Value, ValueKind
+from remat.core.operators import Value, ValueKind
 from remat.torch_border.scalars import is_symbol
 
 from .phases import is_backward_input

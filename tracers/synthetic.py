@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 
 from .synthetic_transformer import transformer as transformer
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 
 
 @dataclass

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.core.graph import Graph, Phase, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Phase, ValueKind
 from remat.core.schedule import Schedule, effective_sizes, lifetimes, simulate
 
 Ints = NDArray[np.int64]

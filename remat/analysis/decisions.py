@@ -12,7 +12,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, lifetimes
 from remat.core.units import Units
 

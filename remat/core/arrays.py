@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from remat.core.graph import Graph
+from remat.core.operators import Operator, Value
 
 
 @dataclass(frozen=True)
@@ -37,24 +36,30 @@ class Arrays:
     output: NDArray[np.int64]  # values that stay until the step ends
 
     @classmethod
-    def of(cls, graph: Graph) -> Arrays:
-        """Returns the arrays of a graph, in O(V + E)."""
+    def of(
+        cls,
+        operators: Sequence[Operator],
+        values: Sequence[Value],
+        producer: Sequence[int],
+        outputs: Sequence[int],
+    ) -> Arrays:
+        """Returns the arrays of a graph, in O(V + E); `producer` has -1 for resident values."""
         read_start, read = _csr(
-            [[v for v in op.reads if not graph.values[v].is_resident] for op in graph.operators]
+            [[v for v in op.reads if not values[v].is_resident] for op in operators]
         )
-        write_start, write = _csr([list(op.writes) for op in graph.operators])
+        write_start, write = _csr([list(op.writes) for op in operators])
         reuse_start, reuse = _csr(
-            [[v for v in op.reuses if not graph.values[v].is_resident] for op in graph.operators]
+            [[v for v in op.reuses if not values[v].is_resident] for op in operators]
         )
-        write_rank = np.zeros(len(graph.values), np.int64)
+        write_rank = np.zeros(len(values), np.int64)
         write_rank[write] = np.arange(len(write)) - np.repeat(
             write_start[:-1], np.diff(write_start)
         )
         return cls(
-            cost_s=np.array([op.cost_s for op in graph.operators], np.float64),
-            size_bytes=np.array([value.size_bytes for value in graph.values], np.int64),
-            workspace_bytes=np.array([op.workspace_bytes for op in graph.operators], np.int64),
-            producer=np.array(graph.producer, np.int64),
+            cost_s=np.array([op.cost_s for op in operators], np.float64),
+            size_bytes=np.array([value.size_bytes for value in values], np.int64),
+            workspace_bytes=np.array([op.workspace_bytes for op in operators], np.int64),
+            producer=np.array(producer, np.int64),
             write_rank=write_rank,
             read_start=read_start,
             read=read,
@@ -62,12 +67,10 @@ class Arrays:
             write=write,
             reuse_start=reuse_start,
             reuse=reuse,
-            is_pinned=np.array([not op.is_recomputable for op in graph.operators], np.bool_),
-            is_backward=np.array([op.is_backward for op in graph.operators], np.bool_),
-            is_snapshot=np.array([op.is_snapshot for op in graph.operators], np.bool_),
-            output=np.array(
-                [v for v in graph.outputs if not graph.values[v].is_resident], np.int64
-            ),
+            is_pinned=np.array([not op.is_recomputable for op in operators], np.bool_),
+            is_backward=np.array([op.is_backward for op in operators], np.bool_),
+            is_snapshot=np.array([op.is_snapshot for op in operators], np.bool_),
+            output=np.array([v for v in outputs if not values[v].is_resident], np.int64),
         )
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 
-from remat.core.graph import Graph, Operator
+from remat.core.graph import Graph
+from remat.core.operators import Operator
 
 _OF_INPUTS = ("there are more or fewer inputs or parameters", "an input has another size")
 _OF_OPERATORS = (

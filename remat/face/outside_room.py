@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from remat.core.errors import BudgetError
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import simulate
 from remat.core.solution import Solution
 from remat.face.outside_messages import (

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from remat.core.budget import describe_bytes, format_bytes
-from remat.core.graph import Graph, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import ValueKind
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale

@@ -27,7 +27,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from remat.core.graph import Graph, Operator, Phase, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value
 from remat.core.schedule import Schedule
 from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random

@@ -21,7 +21,8 @@ import numpy as np
 from remat.analysis.arena import Blocks, in_time_order
 from remat.analysis.composition import Category, Composition
 from remat.core.files import write_whole
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule
 from remat.core.units import Units
 from remat.look.labels import shape_text, short_target, source_parts

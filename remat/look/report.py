@@ -16,7 +16,8 @@ from rich.text import Text
 
 from remat.core.budget import describe_bytes, format_bytes
 from remat.core.cuda_peaks import CudaPeaks
-from remat.core.graph import Graph, Phase, Value
+from remat.core.graph import Graph
+from remat.core.operators import Phase, Value
 from remat.core.room import Room
 from remat.core.schedule import Schedule, Simulation, lifetimes, simulate
 from remat.core.solution import Solution

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from remat.core.graph import Graph, Phase, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Phase, ValueKind
 from remat.core.schedule import Schedule
 from remat.tracers.phases import is_backward_input
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.pieces.joined_step import (
     JoinedStep,
     Kept,

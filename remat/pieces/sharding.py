@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.pieces.joined_step import JoinedStep
 from remat.torch_border.sharded import held_bytes, is_sharded
 

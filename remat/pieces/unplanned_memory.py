@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.core.errors import TraceError
-from remat.core.graph import Value, ValueKind
+from remat.core.operators import Value, ValueKind
 from remat.pieces.break_messages import OUT_OF_THE_PIECES
 from remat.pieces.joined_step import Kept
 from remat.plan.distributed import bucket_bytes

@@ -9,7 +9,8 @@ from functools import partial
 
 from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentage, parse_budget
 from remat.core.errors import BudgetError
-from remat.core.graph import Graph, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import ValueKind
 from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.core.graph import Phase
+from remat.core.operators import Phase
 from remat.run.random_state import take_state
 from remat.torch_border.autograd import descriptor_of
 from remat.torch_border.higher_order import (

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from remat.core.errors import ScheduleError
-from remat.core.graph import Phase
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, lifetimes
 from remat.core.validate import validate
 from remat.run.random_state import draw, replay, take_state

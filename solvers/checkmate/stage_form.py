@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.core.errors import SolverError
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 
 MAX_OPERATORS = 2_000
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.solvers.core.accounting import Accounting
 
 _CHUNK_BITS = 8

@@ -28,7 +28,8 @@ from typing import final
 
 import numpy as np
 
-from remat.core.graph import Graph, Operator
+from remat.core.graph import Graph
+from remat.core.operators import Operator
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate

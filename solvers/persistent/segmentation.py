@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.core.graph import Graph, Operator, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Value, ValueKind
 from remat.solvers.core.accounting import Accounting, Floats, Ints
 from remat.solvers.core.on_demand import forward_length, values_always_kept
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Value
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
 _MOST_STEPS = 3.0  # at most this multiple of the given steps

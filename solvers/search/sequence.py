@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.solvers.core.accounting import Floats, Ints
 
 MAX_TIMES = 30

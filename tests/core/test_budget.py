@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remat.core.budget import describe_bytes, format_bytes, parse_budget
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Value
 from remat.core.units import Scale, Units
 
 

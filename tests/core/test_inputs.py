@@ -16,8 +16,9 @@ from remat.cli import commands
 from remat.core import limits
 from remat.core.budget import parse_budget
 from remat.core.errors import GraphError, RematError, ScheduleError
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph
 from remat.core.instance import read_instance
+from remat.core.operators import Operator, Value
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution
 from remat.tracers.cache import DiskCache

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import remat
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.outline import first_difference, outline
 
 VALUES = (

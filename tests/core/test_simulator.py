@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.core.errors import ScheduleError
-from remat.core.graph import Graph, Operator
+from remat.core.graph import Graph
+from remat.core.operators import Operator
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import Rule, validate
 from remat.tracers.synthetic import FAMILIES, all_pinned, chain, random_step, two_regions

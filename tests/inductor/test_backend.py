@@ -18,7 +18,8 @@ from torch import nn
 
 import remat
 from experiments.large_models import UNet
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Value
 from remat.core.schedule import Schedule, simulate
 from remat.inductor import attempts, backend, compiled_halves, kernel_plan
 from remat.inductor.compiled_halves import CompiledHalves

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.core.graph import Graph, Operator, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Value
 from remat.core.schedule import Schedule, simulate
 from remat.inductor.kernel_order import Loop, Loops
 

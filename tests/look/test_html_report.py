@@ -14,7 +14,8 @@ import remat
 from experiments.browser import installed_browser, look
 from remat.analysis.composition import Category, Composition
 from remat.analysis.decisions import Decision, Fate, decide
-from remat.core.graph import Graph, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.look.labels import shape_text

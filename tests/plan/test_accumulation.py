@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.core.graph import ValueKind
+from remat.core.operators import ValueKind
 from remat.core.room import Room
 from remat.plan.planner import Options, Plans
 from tests.support.planned import call_of

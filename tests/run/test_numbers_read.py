@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.core.graph import Phase
+from remat.core.operators import Phase
 from tests.support.planned import assert_same
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")

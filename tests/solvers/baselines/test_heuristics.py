@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.core.errors import SolverError
-from remat.core.graph import Graph, Phase
+from remat.core.graph import Graph
+from remat.core.operators import Phase
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.core.graph import Graph, Operator, Phase, Value, ValueKind
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Status
 from remat.core.validate import validate

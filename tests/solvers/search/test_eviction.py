@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from remat.core.graph import Graph, Operator, Phase, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.core.graph import Graph, Operator, Phase, Value
+from remat.core.graph import Graph
+from remat.core.operators import Operator, Phase, Value
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.accounting import Ints
