@@ -31,6 +31,8 @@ _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"
+# options of solvers that search; the others do without
+_OF_A_SEARCH = {"time_limit_s", "gap", "seed", "rounds", "threads", "progress"}
 # free order is left out: its schedules are not comparable with those of the fixed order
 SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)
 
@@ -38,16 +40,21 @@ SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)
 def make_solver(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`.
 
-    Options that the method does not have (a time limit for a closed-form heuristic) are ignored.
+    `time_limit_s`, `gap`, `seed`, `rounds`, `threads` and `progress` are ignored where the method
+    has no use for them, as a closed-form heuristic has for a time limit.
 
     Raises:
         ValueError: no solver is called `name`.
+        TypeError: the method does not have one of the other options.
         SolverError: the solver's backend is not installed.
     """
     if name not in _SOLVERS:
         raise ValueError(f"no solver is called {name!r}; there are {', '.join(_SOLVERS)}")
     module, class_name, fixed = _SOLVERS[name]
     kind = getattr(importlib.import_module(f".{module}", __package__), class_name)
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(kind)} - fixed.keys()
+    if unknown := options.keys() - known - _OF_A_SEARCH:
+        has = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        raise TypeError(f"solver {name!r} has no option {', '.join(sorted(unknown))}; {has}")
     solver: Solver = kind(**fixed, **{key: value for key, value in options.items() if key in known})
     return solver

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from remat.solvers.registry import FREE_ORDER, SOLVER_NAMES
 from tests.support.checkout import ROOT
 
 PARAGRAPH = r"\*\*`([\w/]+)`\*\*(.*?)(?=\*\*`|\n\n|\Z)"  # a folder in the README of the tests
@@ -106,6 +107,12 @@ def test_the_readme_of_the_tests_names_every_file() -> None:
         if stems:
             named = set(re.findall(r"`(\w+)`", blocks[room.relative_to(ROOT / "tests").as_posix()]))
             assert stems <= named, room
+
+
+def test_the_readme_of_the_solvers_names_every_solver() -> None:
+    rows = re.findall(r"^\| (`[a-z][\w`, -]*`) \|", _readme("remat.solvers"), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert {*SOLVER_NAMES, FREE_ORDER} <= named
 
 
 def test_no_two_rooms_import_each_other() -> None:

@@ -10,6 +10,7 @@ import typer
 
 from remat.core.solution import Status
 from remat.solvers import SOLVER_NAMES
+from remat.solvers.registry import FREE_ORDER
 
 EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
 MOST_POINTS = 1000  # of a curve; more take hours, and can't be told apart in a picture
@@ -44,7 +45,11 @@ BudgetOption = Annotated[
     ),
 ]
 SolverOption = Annotated[
-    str, typer.Option(metavar="NAME", help=f"One of: {', '.join(SOLVER_NAMES)}.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"One of: {', '.join(SOLVER_NAMES)}; or {FREE_ORDER}, which may reorder.",
+    ),
 ]
 ExecutorOption = Annotated[
     str,
@@ -69,7 +74,11 @@ GapOption = Annotated[
 ]
 WithoutOption = Annotated[
     list[str],
-    typer.Option(metavar="TECHNIQUE", help="Switch off a technique of `auto`; may be repeated."),
+    typer.Option(
+        metavar="TECHNIQUE",
+        help="Switch off a technique of `auto`, such as `window`; may be repeated. An unknown name "
+        "lists all.",
+    ),
 ]
 FormatOption = Annotated[
     Format, typer.Option("--format", help="A table to read, or JSON for programs.")

@@ -77,7 +77,7 @@ def solve(
         f"{instance.stem} in {budget}",
         time_limit_s=time_limit,
         gap=gap,
-        without=tuple(without),
+        **({"without": tuple(without)} if without else {}),
     )
     if output is not None:
         replace(solution, outline=outline(graph)).save(output)

@@ -102,7 +102,13 @@ class Solution:
 
     @property
     def techniques(self) -> str:
-        """Who found the schedule, and who proved the bound; empty for solvers of one technique."""
+        """Who found the schedule, and who proved the bound, or that no schedule fits.
+
+        Empty for solvers of one technique.
+        """
+        if self.status is Status.INFEASIBLE:
+            return f"proved infeasible by {self.proved_by}" if self.proved_by else ""
+
         proof = self.proved_by or "the cost of computing everything once"
         return f"found by {self.found_by}, bound by {proof}" if self.found_by else ""
 

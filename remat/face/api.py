@@ -289,7 +289,8 @@ def solve(
         time_limit_s: time limit; the solver stops earlier, once `gap` is proved.
         gap: the solver stops once the cost is proved to be within this fraction of the least.
         reserve_bytes: part of the budget that the schedule may not use.
-        progress: called from time to time with elapsed seconds, best cost and bound.
+        progress: called from time to time with elapsed seconds, best cost and bound, and the
+            techniques that found and proved them.
 
     Raises:
         BudgetError: no schedule was found that fits; `minimum_bytes` is a budget that can be met.

@@ -247,6 +247,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [
         ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
         *((("cut short", solution.cut_short),) if solution.cut_short else ()),
+        *((("techniques", solution.techniques),) if solution.techniques else ()),
         ("gap", f"{100 * solution.gap:.2f} %: how far the cost can be above the optimum"),
         ("costs", graph.costs or "as given"),
         (

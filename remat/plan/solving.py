@@ -56,7 +56,8 @@ def _solved(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
         telling = method.telling(lambda moment: progress.say(moment.text(graph.cost_s)))
         solution = telling.solve(graph, budget_bytes=budget_bytes)
 
-    _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, solution.verdict)
+    outcome = "; ".join(filter(None, (solution.verdict, solution.techniques)))
+    _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, outcome)
     return solution
 
 

@@ -122,6 +122,9 @@ class Auto(Solver):
                 f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
                 ">= 0 and a time limit > 0"
             )
+        given: object = self.without
+        if isinstance(given, str):
+            raise TypeError(f"without {given!r} is one text; give names, as in ('window',)")
         unknown = [name for name in self.without if name not in NAMES]
         if unknown:
             raise ValueError(
@@ -206,7 +209,8 @@ class Auto(Solver):
     def _run(self, search: Search, shared: Shared) -> None:
         """Runs the techniques in order until the gap is closed or nothing improves any more."""
         if search.budget_bytes < working_set_bytes(search.graph):
-            search.refute()
+            with search.by("working-set"):
+                search.refute()
         if search.is_over:
             return
 

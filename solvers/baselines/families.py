@@ -1,4 +1,4 @@
-"""The schedules of all closed-form heuristics for a budget, in seconds at 20,000 operators.
+"""The schedules of the strongest closed-form heuristics, in seconds at 20,000 operators.
 
 `auto` starts from those that fit, so its cost is never above theirs; `minimum` takes those of the
 lowest peak. Deep networks near their least budget need segments of several blocks, which neither

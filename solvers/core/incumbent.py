@@ -113,7 +113,8 @@ class Search:
 
     def refute(self) -> None:
         """Records a proof that no schedule fits."""
-        self.is_infeasible = True
+        with self._lock:
+            self.is_infeasible, self.proved_by = True, self._name
 
     def starts(self, count: int) -> list[list[int]]:
         """Returns the best offered steps that exceed the budget, no two of equal cost and peak."""

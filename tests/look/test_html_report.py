@@ -6,6 +6,7 @@ Its numbers are the simulator's, and a real browser draws it without a network.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def curve(graph: Graph) -> list[Solution]:
 @pytest.fixture(scope="module")
 def page(graph: Graph, curve: list[Solution], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "step.html"
-    Report(graph, curve[1], measured_peak_bytes=curve[1].peak_bytes + 12).save(path, curve=curve)
+    plan = replace(curve[1], found_by="eviction", proved_by="window")
+    Report(graph, plan, measured_peak_bytes=plan.peak_bytes + 12).save(path, curve=curve)
     return path
 
 
@@ -134,6 +136,7 @@ def test_the_page_needs_no_network_and_shows_the_numbers(
         f"{100 * plan.overhead_bound:.2f} %",
         "+12 bytes",
         "Why the peak is",
+        "found by eviction, bound by window",
         "blocks.*.attn",
     ):
         assert expected in text
