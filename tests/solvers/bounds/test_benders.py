@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -32,10 +34,17 @@ PEAK = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes
 TIGHT = PEAK * 45 // 100
 
 
-def known_cost_s(graph: Graph, budget: int) -> float:
-    solution = Auto(threads=1, time_limit_s=5, gap=0.02).solve(graph, budget_bytes=budget)
-    assert solution.cost_s is not None
-    return solution.cost_s
+@cache
+def known() -> tuple[float, Sequence[int]]:
+    """Cost and steps of a good schedule of `GRAPH` in the tight budget."""
+    solution = Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT)
+    assert solution.schedule is not None
+    return solution.cost_s, solution.schedule.steps
+
+
+@cache
+def tight_bounds() -> list[float]:
+    return bounds(GRAPH, TIGHT, known()[0], 4)
 
 
 def bounds(graph: Graph, budget: int, cost_s: float, rounds: int) -> list[float]:
@@ -62,8 +71,7 @@ def test_no_bound_is_above_the_optimum(seed: int, share: float, above: float) ->
 
 
 def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
-    cost_s = known_cost_s(GRAPH, TIGHT)
-    found = bounds(GRAPH, TIGHT, cost_s, 4)
+    found = tight_bounds()
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     single = []
     for v in range(refinement.first, GRAPH.num_operators):
@@ -85,9 +93,7 @@ def test_with_barely_violated_cuts_no_bound_is_above_a_schedule_that_fits(
 
 def test_it_raises_the_bound_of_a_search() -> None:
     search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=20)
-    schedule = Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule
-    assert schedule is not None
-    search.offer(schedule.steps)
+    search.offer(known()[1])
     before_s = search.bound_s
     raise_bound(search, lambda search: search.cost_s, deadline=time.perf_counter() + 8)
     assert before_s < search.bound_s
@@ -96,7 +102,7 @@ def test_it_raises_the_bound_of_a_search() -> None:
 
 
 def test_it_is_given_up_where_its_relaxation_stays_far_below_a_known_bound() -> None:
-    cost_s = known_cost_s(GRAPH, TIGHT)
+    cost_s = known()[0]
     benders = Benders(GRAPH, budget_bytes=TIGHT, cost_s=cost_s)
     benders.solve(deadline=time.perf_counter() + 60, cutoff_s=cost_s, known_s=cost_s * (1 - 1e-4))
     assert benders.is_over
@@ -108,8 +114,7 @@ def test_a_near_cutoff_does_not_make_it_give_up() -> None:
 
     The bound was near a cutoff half a percent below the cost.
     """
-    cost_s = known_cost_s(GRAPH, TIGHT)
-    known_s = bounds(GRAPH, TIGHT, cost_s, 1)[0]
+    cost_s, known_s = known()[0], tight_bounds()[0]
     benders = Benders(GRAPH, budget_bytes=TIGHT, cost_s=cost_s)
     benders.solve(
         deadline=time.perf_counter() + 60,
@@ -134,9 +139,7 @@ def test_with_a_long_limit_refinement_gives_way_as_soon_as_with_a_short_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     search = Search(GRAPH, budget_bytes=TIGHT, gap=0.0, time_limit_s=1_000)
-    search.offer(
-        Auto(threads=1, time_limit_s=5, gap=0.02).solve(GRAPH, budget_bytes=TIGHT).schedule.steps  # type: ignore[union-attr]
-    )
+    search.offer(known()[1])
     assert search.cost_s is not None
     search.raise_bound(search.cost_s * 0.99)
     models, deadlines = list[float](), list[float]()

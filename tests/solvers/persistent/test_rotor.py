@@ -16,6 +16,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.baselines.revolve import Revolve
+from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.persistent.rotor import rotor_steps
 from remat.solvers.persistent.segment_options import find_options
 from remat.solvers.persistent.segmentation import Segmentation
@@ -27,7 +28,7 @@ from tests.support.graphs import keep_all_bytes, random_training_graph
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.2, 0.5, 0.8]))
 def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 8, 20)
-    floor, ceiling = minimum(graph).peak_bytes, keep_all_bytes(graph)
+    floor, ceiling = working_set_bytes(graph), keep_all_bytes(graph)
     steps = rotor_steps(graph, int(floor + share * (ceiling - floor)))
     if steps is not None:
         assert not validate(graph, Schedule.from_steps(graph, steps))
@@ -38,7 +39,8 @@ def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
 )
 def test_on_every_family_the_steps_fit(family: str) -> None:
     graph = FAMILIES[family]()
-    budgets = np.linspace(minimum(graph).peak_bytes, keep_all_bytes(graph), 3).astype(int).tolist()
+    floor, ceiling = working_set_bytes(graph), keep_all_bytes(graph)
+    budgets = np.linspace(floor, ceiling, 5).astype(int).tolist()
     found = {budget: rotor_steps(graph, budget) for budget in budgets}
     for budget, steps in found.items():
         assert (
