@@ -141,8 +141,10 @@ def _solve(point: Point, without: str, seed: int, time_limit_s: float) -> Row:
         seed=seed,
         without=() if without == NOTHING else (without,),
     )
+
     with _starting() as ran:
         solution = solver.solve(point.graph, budget_bytes=point.budget_bytes)
+
     return facts(solution) | {
         "seconds": round(solution.wall_s, 3),
         "found_by": solution.found_by,
@@ -229,13 +231,16 @@ def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
     """Returns the changes of each technique, one per point where both were solved."""
     found: dict[str, list[Change]] = {}
     solved = [row for row in rows if "without" in row]
+
     for name in dict.fromkeys(row["point"] for row in solved):
         here = [row for row in solved if row["point"] == name]
         full = [row for row in here if row["without"] == NOTHING and row["cost"] is not None]
+
         for technique in dict.fromkeys(row["without"] for row in here):
             without = [row for row in here if row["without"] == technique]
             if technique != NOTHING and full:
                 found.setdefault(technique, []).append(change_of(full, without))
+
     return found
 
 
@@ -246,10 +251,12 @@ def table(rows: Sequence[Row]) -> str:
         "| median of seconds | verdict |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
+
     for technique, all_changes in changes(rows).items():
         helps = sum(change.helps for change in all_changes)
         harms = sum(change.harms for change in all_changes)
         is_kept = technique in ALWAYS or helps >= LEAST_HELPED
+
         cells = (
             technique,
             str(len(all_changes)),
@@ -261,6 +268,7 @@ def table(rows: Sequence[Row]) -> str:
             "stays" if is_kept else "goes",
         )
         lines.append(f"| {' | '.join(cells)} |")
+
     return "\n".join(lines) + "\n"
 
 

@@ -53,11 +53,13 @@ def timed(name: str) -> Took:
         if name == "demo"
         else [f"experiments.{name}"]
     )
+
     done = subprocess.run([sys.executable, "-m", *command], check=False)
     after = os.times()
     cpu_s = (
         after.children_user + after.children_system - before.children_user - before.children_system
     )
+
     return Took(round(time.perf_counter() - start, 1), round(cpu_s, 1), done.returncode == 0)
 
 
@@ -68,27 +70,32 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these"
     )
+
     took = {}
     for name in parser.parse_args().only:
         print(f"== {name}", flush=True)
         took[name] = timed(name)
         print(took[name].line(name), flush=True)
+
     total = Took(
         round(sum(t.wall_s for t in took.values()), 1),
         round(sum(t.cpu_s for t in took.values()), 1),
     )
+
     print(
         "== how long they took",
         *(t.line(name) for name, t in took.items()),
         total.line("all"),
         sep="\n",
     )
+
     is_done = all(t.is_done for t in took.values())
     if is_done and set(every) <= set(took):
         write(
             "experiments_time",
             {"scripts": {name: asdict(t) for name, t in took.items()}, "total": asdict(total)},
         )
+
     return 0 if is_done else 1
 
 

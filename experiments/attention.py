@@ -58,6 +58,7 @@ class Tiled(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         out, total = torch.zeros_like(q), q.new_zeros(*q.shape[:-1], 1)
         highest = q.new_full((*q.shape[:-1], 1), -torch.inf)
+
         for keys, values in zip(k.split(TILE, 1), v.split(TILE, 1), strict=True):
             scores = q @ keys.transpose(-1, -2) * scale
             new = torch.maximum(highest, scores.amax(-1, keepdim=True))
@@ -67,6 +68,7 @@ class Tiled(torch.autograd.Function):
                 total * shrink + weights.sum(-1, keepdim=True),
                 new,
             )
+
         out = out / total
         ctx.save_for_backward(q, k, v, out, highest + torch.log(total))
         return out
@@ -77,14 +79,17 @@ class Tiled(torch.autograd.Function):
         (gradient,) = gradients
         q, k, v, out, log_sum = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
+
         along = (gradient * out).sum(-1, keepdim=True)
         dq, dk, dv = torch.zeros_like(q), [], []
+
         for keys, values in zip(k.split(TILE, 1), v.split(TILE, 1), strict=True):
             weights = torch.exp(q @ keys.transpose(-1, -2) * scale - log_sum)
             dv.append(weights.transpose(-1, -2) @ gradient)
             scores = weights * (gradient @ values.transpose(-1, -2) - along) * scale
             dq += scores @ keys
             dk.append(scores.transpose(-1, -2) @ q)
+
         return dq, torch.cat(dk, 1), torch.cat(dv, 1)
 
 
@@ -135,6 +140,7 @@ def error_ulp(way: Attention, tokens: int) -> float:
         results(written_out, tokens, torch.float64),
         strict=True,
     )
+
     return max(
         ((a - b).abs().max() / (torch.finfo(torch.float32).eps * b.abs().max())).item()
         for a, b in pairs
@@ -155,13 +161,16 @@ def measured(longest: int) -> Iterator[dict[str, Any]]:
 
             step()
             times = []
+
             for _ in range(5):
                 start = time.process_time()
                 step()
                 times.append(time.process_time() - start)
+
             for leaf in leaves:
                 leaf.grad = None
             peak = remat.measure(step, device="cpu").peak_bytes
+
             row = {
                 "tokens": tokens,
                 "way": name,
@@ -169,8 +178,10 @@ def measured(longest: int) -> Iterator[dict[str, Any]]:
                 "step_s": statistics.median(times),
                 "error_ulp": error_ulp(way, tokens),
             }
+
             print(row, flush=True)
             yield row
+
         tokens *= 2
 
 
@@ -184,10 +195,12 @@ def remaining() -> Iterator[dict[str, Any]]:
                 "vocabulary": 1000,
                 "dropout": 0.0,
             }
+
             pair = [
                 traced(tokens, 4, is_fused=is_fused, num_layers=layers, **shape)
                 for layers in (2, 3)
             ]
+
             two, three = (
                 sum(
                     kept_bytes(
@@ -196,6 +209,7 @@ def remaining() -> Iterator[dict[str, Any]]:
                 )
                 for graph in pair
             )
+
             yield {
                 "tokens": tokens,
                 "attention": "fused" if is_fused else "written out",
@@ -213,13 +227,16 @@ def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
         {row["tokens"]: row[field] for row in rows if row["way"] == way}
         for way in ("written out", "tiled, online softmax")
     )
+
     tokens = sorted(written)
     above = [math.log(tiles[t] / written[t]) for t in tokens]  # positive where tiles take more
     last = max((i for i, height in enumerate(above) if height >= 0), default=-1)
+
     if last == len(tokens) - 1:
         return None
     if last < 0:
         return float(tokens[0])
+
     share = above[last] / (above[last] - above[last + 1])
     return float(tokens[last] * (tokens[last + 1] / tokens[last]) ** share)
 
@@ -233,11 +250,13 @@ def picture(record: Mapping[str, Any]) -> None:
         width=14,
         height=4.8,
     )
+
     left, middle, right = figure.subplots(1, 3)
     panels = (
         (left, "peak_bytes", 2**20, "memory of the step (MiB)", "less memory"),
         (middle, "step_s", 1e-3, "CPU time (ms)", "less time"),
     )
+
     for axes, field, unit, label, what in panels:
         quiet(axes, x_label="tokens T", y_label=label, grid="both")
         for (name, _), colour in zip(WAYS.items(), (ORANGE, "#7b4fa3", BLUE), strict=True):
@@ -249,9 +268,11 @@ def picture(record: Mapping[str, Any]) -> None:
                 color=colour,
                 label=name,
             )
+
         ticks = sorted({row["tokens"] for row in rows})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
         axes.minorticks_off()
+
         at = record["crossover_tokens"][field]
         titled(
             axes,
@@ -259,8 +280,10 @@ def picture(record: Mapping[str, Any]) -> None:
             if at
             else "tiled: no crossover",
         )
+
         if at:
             axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+
     ends = [row for row in rows if row["way"] == "written out"]
     x = np.array([ends[0]["tokens"], ends[-1]["tokens"]])
     left.plot(
@@ -270,8 +293,10 @@ def picture(record: Mapping[str, Any]) -> None:
         color=GREY,
         label="slope of T squared",
     )
+
     quiet(right, x_label="tokens T", y_label="kept for the backward per GPT layer (MiB)")
     lengths = sorted({row["tokens"] for row in kept})
+
     for place, (kind, colour) in enumerate((("written out", ORANGE), ("fused", BLUE))):
         heights = [row["layer_bytes"] / 2**20 for row in kept if row["attention"] == kind]
         bars = right.bar(
@@ -282,8 +307,10 @@ def picture(record: Mapping[str, Any]) -> None:
             label=f"GPT layer, attention {kind}",
         )
         right.bar_label(bars, fmt="%.0f", fontsize=8)
+
     right.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     titled(right, "what remains to drop (bf16, batch 4, width 256)")
+
     legend_below(figure, [left, middle, right])
     draw("attention", figure)
 
@@ -293,6 +320,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--longest", type=int, default=4096, help="tokens (default: 4096)")
     options = parser.parse_args()
+
     if not options.redraw:
         torch.set_num_threads(1)
         rows, kept = list(measured(options.longest)), list(remaining())
@@ -300,9 +328,11 @@ def main() -> None:
         write(
             "attention", {"rows": rows, "remaining": kept, "crossover_tokens": crossings}, seed=SEED
         )
+
     record = read("attention")
     picture(record)
     rows = record["rows"]
+
     cells = [
         [
             f"{r['tokens']:,}, {r['way']}",
@@ -312,6 +342,7 @@ def main() -> None:
         ]
         for r in rows
     ]
+
     print(table(cells, ["tokens", "memory", "CPU time", "error (ulp)"]))
 
 

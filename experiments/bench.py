@@ -73,6 +73,7 @@ def run_set(name: str, options: argparse.Namespace) -> bool:
     limit_s = options.time_limit if options.time_limit is not None else module.TIME_LIMIT_S
     gap = options.gap if options.gap is not None else module.GAP
     folder = instances_folder(options.instances) if name in _OF_PUBLISHED else options.graphs
+
     if name in _OF_PUBLISHED and not any(folder.glob("*.json")):
         _LOG.error(
             "%s has no published instances; give their folder with --instances or %s",
@@ -80,9 +81,11 @@ def run_set(name: str, options: argparse.Namespace) -> bool:
             INSTANCES_VARIABLE,
         )
         return False
+
     rows = Rows(options.output, name, {"time_limit_s": limit_s, "gap": gap}, is_fresh=options.fresh)
     module.run(rows, folder=folder, time_limit_s=limit_s, gap=gap, names=options.names)
     module.show(rows.rows, limit_s)
+
     return True
 
 
@@ -121,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--gap", type=float, help="fraction at which a solve stops (default: the set's own)"
     )
     parser.add_argument("--names", nargs="+", default=[], help="only these instances of the sets")
+
     parser.add_argument(
         "--instances",
         type=Path,
@@ -135,22 +139,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results", help="folder of the results"
     )
+
     parser.add_argument("--fresh", action="store_true", help="make existing rows again")
     options = parser.parse_args(arguments)
+
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _LOG.setLevel(logging.INFO)
+
     steps: dict[str, Callable[[], object]] = {
         "tables": lambda: show_results(options.output),
         "pictures": lambda: draw(options.output),
     }
+
     asked = options.what or [*SETS, "pictures"]
     if unknown := sorted(set(asked) - {*SETS, *steps}):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join([*SETS, *steps])}")
+
     if any(name in SETS for name in asked):
         warm_up()
+
     is_complete = True
     for name in asked:
         is_complete &= run_set(name, options) if name in SETS else steps[name]() is None
+
     return 0 if is_complete else 2
 
 

@@ -30,16 +30,19 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
     for name in names or _NAMES:
         graph = cached_graph(name, folder)
         solver = Auto(gap=gap, time_limit_s=time_limit_s)
+
         curve = rows.row(
             {"graph": name, "kind": "curve"},
             lambda graph=graph, solver=solver: _curve(graph, solver),  # type: ignore[misc]
         )
+
         for budget, *_ in curve["points"]:
             key = {"graph": name, "kind": "separate", "budget_bytes": budget}
             rows.row(
                 key,
                 lambda graph=graph, solver=solver, budget=budget: _separate(graph, solver, budget),  # type: ignore[misc]
             )
+
             for peer in PEERS if name == DRAWN else ():
                 key = {"graph": name, "kind": "peer", "peer": peer, "budget_bytes": budget}
                 rows.row(
@@ -54,9 +57,11 @@ def _curve(graph: Graph, solver: Auto) -> Row:
     began = time.perf_counter()
     solutions = frontier_solutions(graph, _NUM_POINTS, solver)
     seconds = time.perf_counter() - began
+
     points = [[facts(s)[column] for column in _COLUMNS] for s in solutions]
     costs, bounds = [s.cost_s for s in solutions], [s.lower_bound_s for s in solutions]
     is_monotone = costs == sorted(costs, reverse=True) and bounds == sorted(bounds, reverse=True)
+
     return {
         "operators": graph.num_operators,
         "seconds": round(seconds, 3),
@@ -97,23 +102,28 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             "monotone",
         ),
     )
+
     limits, ratios = [], []
     for curve in (row for row in rows if row["kind"] == "curve"):
         alone = [
             row for row in rows if row["kind"] == "separate" and row["graph"] == curve["graph"]
         ]
+
         total_s = sum(row["seconds"] for row in alone)
         limits.append(curve["seconds"] / time_limit_s)
         ratios.append(curve["seconds"] / total_s)
+
         both = [
             (point, row)
             for point, row in zip(curve["points"], alone, strict=True)
             if None not in (point[2], row["overhead_percent"])
         ]
+
         overhead, bound = (
             geometric_mean(1 + point[column] / 100 for point, _ in both) for column in (2, 3)
         )
         other = geometric_mean(1 + row["overhead_percent"] / 100 for _, row in both)
+
         cells = (
             percent(100 * (overhead - 1)),
             percent(100 * (other - 1)),
@@ -125,8 +135,11 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             f"{total_s:.1f}",
             f"{ratios[-1]:.2f}",
         )
+
         table.add_row(curve["graph"], *price, *cells, "yes" if curve["is_monotone"] else "NO")
+
     CONSOLE.print(table)
+
     solves = (
         f"{geometric_mean(limits):.1f} time limits, or {geometric_mean(ratios):.2f} of the time of "
         "single solves"

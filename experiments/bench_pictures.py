@@ -26,11 +26,13 @@ def draw(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
         "bench_scale": _scale(rows["scale"]),
         "bench_frontier": _frontier(rows["frontier"]),
     }
+
     written = []
     for name, figure in pictures.items():
         if figure is not None:
             save(figure, folder / f"{name}.png")
             written.append(folder / f"{name}.png")
+
     return written
 
 
@@ -47,28 +49,33 @@ def _hard_instance(rows: Sequence[Row]) -> Figure | None:
     )
     if hardest is None:
         return None
+
     keep_all = hardest["cost"] / (1 + hardest["overhead_percent"] / 100)
     figure = new_figure(
         f"{hardest['instance']} at {hardest['budget']}: what is found and what is proved, over time"
     )
     axes = figure.subplots()
+
     found = [
         (seconds, 100 * (cost / keep_all - 1))
         for seconds, cost, _ in hardest["moments"]
         if cost is not None
     ]
+
     proved = [(seconds, 100 * (bound / keep_all - 1)) for seconds, _, bound in hardest["moments"]]
     for points, colour, label in (
         (found, BLUE, "found"),
         (proved, GREEN, "proved: less is impossible"),
     ):
         _steps(axes, [*points, (hardest["seconds"], points[-1][1])], colour, label)
+
     top = found[-1][1]
     if hardest.get("published_cost"):
         level = 100 * (hardest["published_cost"] / keep_all - 1)
         top = max(top, level)
         label = f"published, after {hardest['published_seconds']:,.0f} s"
         axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (6, 3)), label=label)
+
     quiet(axes, x_label="time (s)", y_label="extra compute over keeping everything (%)")
     axes.set_xscale("log")
     axes.set_ylim(0, _HEADROOM * top)
@@ -91,22 +98,26 @@ def _scale(rows: Sequence[Row]) -> Figure | None:
     """Seconds to a first schedule and to a gap of 1 %, by number of operators."""
     if not rows:
         return None
+
     figure = new_figure("Time against size, budget 70 % of the peak")
     axes = figure.subplots()
     kinds = (
         ("seconds_to_first", "o-", "first schedule"),
         ("seconds_to_1_percent", "D--", "within 1 % of the bound"),
     )
+
     for family, colour in zip(dict.fromkeys(row["family"] for row in rows), LINES, strict=False):
         mine = sorted(
             (row for row in rows if row["family"] == family), key=lambda row: row["operators"]
         )
+
         for column, style, label in kinds:
             points = [
                 (row["operators"], max(row[column], 1e-3))
                 for row in mine
                 if row[column] is not None
             ]
+
             axes.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
@@ -115,6 +126,7 @@ def _scale(rows: Sequence[Row]) -> Figure | None:
                 markersize=4,
                 label=f"{family}: {label}",
             )
+
     quiet(axes, x_label="operators", y_label="time (s)", grid="both")
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -127,11 +139,13 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
     curve = next((row for row in rows if row["kind"] == "curve" and row["graph"] == DRAWN), None)
     if curve is None:
         return None
+
     gib = 2**30
     figure = new_figure(
         f"{DRAWN.replace('_', ', ')} layers: what memory costs in compute, by method"
     )
     axes = figure.subplots()
+
     points = [point for point in curve["points"] if point[2] is not None]
     axes.plot(
         [peak / gib for _, peak, _, _ in points],
@@ -141,6 +155,7 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
         markersize=4,
         label="auto",
     )
+
     proved = [(budget / gib, bound) for budget, _, _, bound in points]
     axes.step(
         [x for x, _ in proved],
@@ -151,11 +166,13 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
         linestyle=(0, (4, 2)),
         label="proved",
     )
+
     peers = [
         row
         for row in rows
         if row["kind"] == "peer" and row["graph"] == DRAWN and row["peak_bytes"] is not None
     ]
+
     for peer, colour in zip(
         dict.fromkeys(row["peer"] for row in peers), LINES[1:] * 2, strict=False
     ):
@@ -166,6 +183,7 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
                 if row["peer"] == peer
             }
         )
+
         axes.plot(
             [x for x, _ in mine],
             [y for _, y in mine],
@@ -175,11 +193,13 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
             linewidth=0.8,
             label=peer,
         )
+
     quiet(
         axes,
         x_label="simulated peak of the whole step (GiB)",
         y_label="extra compute over keeping everything (%)",
         grid="both",
     )
+
     legend(figure, axes)
     return figure

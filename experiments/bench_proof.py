@@ -38,6 +38,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         ("instance", "budget", "overhead", "bound", "gap %", "asked %", "s", "cost", "is"),
         num_left=2,
     )
+
     for row in rows:
         name = row["instance"].removeprefix(_NETWORKS)
         numbers = (
@@ -45,6 +46,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             percent(row["bound_percent"]),
             percent(row["gap_percent"], is_signed=False),
         )
+
         cost = row["status"] if row["cost"] is None else bench_published.cost_text(row["cost"])
         asked = percent(100 * row["gap"], is_signed=False)
         table.add_row(
@@ -56,12 +58,14 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             cost,
             "proved" if is_proved(row) else "not proved",
         )
+
     mean_row(
         table,
         rows,
         "mean",
         {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"},
     )
+
     CONSOLE.print(table)
     open_ = [row for row in rows if not is_proved(row)]
     CONSOLE.print(f"not proved: {len(open_)} of {len(rows)}; {overrun_text(rows, time_limit_s)}\n")

@@ -60,17 +60,20 @@ def best_published(instance: Mapping[str, Any], label: str) -> Published:
     for system, result in instance["published"].get(label, {}).items():
         if any(word in system for word in _NOT_COMPARED):
             continue
+
         is_rounded = "cost" not in result
         cost = (
             instance["total_cost"] * (1 + result["overhead_percent"] / 100)
             if is_rounded
             else result["cost"]
         )
+
         found.append(
             Published(
                 system, None if cost == "infeasible" else cost, is_rounded, result.get("seconds")
             )
         )
+
     return min(found, key=lambda one: (one.cost or 0.0, one.seconds or 0.0), default=Published())
 
 
@@ -105,6 +108,7 @@ def _point(
 ) -> Row:
     graph, budget = read_instance(path), int(instance["budgets"][label])
     solution, row = solve(graph, budget, time_limit_s=time_limit_s, gap=gap)
+
     published = best_published(instance, label)
     row |= {
         "operators": graph.num_operators,
@@ -115,6 +119,7 @@ def _point(
         "published_seconds": published.seconds,
         "referee": _judge(referee, instance, solution) if referee else "absent",
     }
+
     return row | {"order": list(solution.schedule.steps) if solution.schedule else []}
 
 
@@ -133,14 +138,17 @@ def _judge(referee: ModuleType, instance: Mapping[str, Any], solution: Solution)
     """Returns `valid`, or the referee's objection to the schedule."""
     if solution.schedule is None:
         return "no schedule"
+
     try:
         peak, cost = referee.referee(
             instance["cost"], instance["size"], instance["edges"], list(solution.schedule.steps)
         )
     except ValueError as reason:
         return str(reason)
+
     if peak > solution.budget_bytes:
         return f"peak {peak} is above the budget {solution.budget_bytes}"
+
     is_same = peak == solution.peak_bytes and abs(cost - solution.cost_s) <= 1e-9 * cost
     return "valid" if is_same else f"peak {peak} and cost {cost} are not those of the solver"
 
@@ -165,15 +173,18 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         ),
         num_left=2,
     )
+
     for row in rows:
         is_solved = row["cost"] is not None
         peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
         cost = cost_text(row["cost"]) if is_solved else row["status"]
+
         numbers = (
             percent(row["overhead_percent"]),
             percent(row["bound_percent"]),
             percent(row["gap_percent"], is_signed=False),
         )
+
         name = row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
         table.add_row(
             name,
@@ -184,12 +195,14 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             cost,
             *_published_cells(row),
         )
+
     mean_row(
         table,
         rows,
         "mean",
         {"budget": "", "overhead": "overhead", "bound": "bound", "gap": "gap", "s": "seconds"},
     )
+
     CONSOLE.print(table)
     ratios = [
         row["cost"] / row["published_cost"] for row in rows if row["cost"] and row["published_cost"]
@@ -197,10 +210,12 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     above = [
         row for row in rows if row["cost"] and row["published_cost"] and row["cost"] > _allowed(row)
     ]
+
     CONSOLE.print(
         f"cost over the published cost, geometric mean of {len(ratios)}: "
         f"{geometric_mean(ratios):.5f}; above it: {len(above)}"
     )
+
     refused = [row for row in rows if row["referee"] not in ("valid", "no schedule", "absent")]
     CONSOLE.print(f"refused by the referee: {len(refused)}; {overrun_text(rows, time_limit_s)}\n")
 
@@ -209,6 +224,7 @@ def _published_cells(row: Row) -> Iterator[str]:
     if not row["published_by"]:
         yield from ("-", "-", "new" if row["cost"] else "")
         return
+
     seconds = f"{row['published_seconds']:,.0f}" if row["published_seconds"] is not None else "-"
     if row["published_cost"] is None or row["cost"] is None:
         is_same = row["published_cost"] is None and row["status"] == "infeasible"
@@ -218,9 +234,11 @@ def _published_cells(row: Row) -> Iterator[str]:
             "equal" if is_same else "?",
         )
         return
+
     mark = "~" if row["is_published_rounded"] else ""
     yield mark + cost_text(row["published_cost"])
     yield seconds
+
     change = 100 * (row["cost"] / row["published_cost"] - 1)
     is_equal = row["cost"] == row["published_cost"] or (
         row["is_published_rounded"] and abs(change) < 0.05

@@ -33,15 +33,18 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
     for kind, generator_seed, share, seed in product(_KINDS, _SEEDS, _SHARES, _SEEDS):
         count, is_training = _KINDS[kind]
         name = f"{kind}_{count}"
+
         if names and name not in names:
             continue
         graph = random_layered(count, seed=generator_seed, is_training=is_training)
+
         key = {
             "instance": name,
             "generator_seed": generator_seed,
             "budget": f"{share}%",
             "seed": seed,
         }
+
         rows.row(
             key,
             lambda graph=graph, share=share, seed=seed: _point(  # type: ignore[misc]
@@ -65,24 +68,29 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         "% over keeping everything",
         ("instance", "graph", "budget", "overhead, median", "least", "most", "bound", "gap %", "s"),
     )
+
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["instance"], row["generator_seed"], row["budget"]), []).append(row)
+
     for (name, generator_seed, budget), group in groups.items():
         solved = [row for row in group if row["cost"] is not None]
         if not solved:
             table.add_row(name, str(generator_seed), budget, group[0]["status"])
             continue
+
         overheads = [row["overhead_percent"] for row in solved]
         middle = [
             statistics.median(row[column] for row in solved)
             for column in ("bound_percent", "gap_percent", "seconds")
         ]
+
         spread = (
             percent(statistics.median(overheads)),
             percent(min(overheads)),
             percent(max(overheads)),
         )
+
         table.add_row(
             name,
             str(generator_seed),
@@ -92,6 +100,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             percent(middle[1], is_signed=False),
             f"{middle[2]:.1f}",
         )
+
     mean_row(
         table,
         rows,
@@ -107,5 +116,6 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             "s": "seconds",
         },
     )
+
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")

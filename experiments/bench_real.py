@@ -74,12 +74,15 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
     """Solves every graph at every budget that can be met, then at every baseline's peak."""
     plans = folder / "plans"
     plans.mkdir(parents=True, exist_ok=True)
+
     for name in names or BENCHMARKED:
         case = _Case(name, cached_graph(name, folder), plans, time_limit_s, gap)
         budgets = budgets_of(rows, name, case.graph)
+
         for label, size in budgets.items():
             key = {"graph": name, "kind": "auto", "budget": label}
             rows.row(key, lambda case=case, label=label, size=size: _own(case, label, size))  # type: ignore[misc]
+
         for peer in PEERS:
             for label, size in budgets.items():
                 key = {"graph": name, "kind": "peer", "peer": peer, "budget": label}
@@ -87,6 +90,7 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
                     key,
                     lambda case=case, peer=peer, size=size: _peer(case, peer, size),  # type: ignore[misc]
                 )
+
                 if found["cost"] is not None:
                     key = {
                         "graph": name,
@@ -111,6 +115,7 @@ def budgets_of(rows: Rows, name: str, graph: Graph) -> dict[str, int]:
 def _least(graph: Graph) -> Row:
     found = minimum(graph, time_limit_s=_MINIMUM_LIMIT_S)
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
     return {
         "operators": graph.num_operators,
         "keep_all_bytes": keep_all_bytes,
@@ -132,11 +137,13 @@ def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
     found, seconds, reason = solve_as_peer(
         peer, case.graph, budget_bytes, time_limit_s=case.meet_limit_s
     )
+
     numbers = (
         facts(found)
         if found
         else {"status": "no_solution", "cost": None, "budget_bytes": budget_bytes, "reason": reason}
     )
+
     return numbers | {"seconds": round(seconds, 3)}
 
 
@@ -151,23 +158,28 @@ def _meet(case: _Case, budget_bytes: int) -> Row:
         for plan in known
         if plan.schedule is not None and plan.peak_bytes <= budget_bytes
     ]
+
     bound_s = max(
         (plan.lower_bound_s for plan in known if plan.budget_bytes >= budget_bytes), default=0.0
     )
+
     least = min(
         (plan for plan in known if plan.schedule is not None),
         key=lambda plan: plan.peak_bytes,
         default=None,
     )
+
     floor = (
         Minimum(least.peak_bytes, 0, least.schedule.steps)
         if least is not None and least.schedule is not None
         else None
     )
+
     solver, shared = (
         Auto(gap=min(case.gap, _MEET_GAP), time_limit_s=case.meet_limit_s),
         Shared(case.graph, floor),
     )
+
     solution = solver.improve(
         case.graph,
         budget_bytes=budget_bytes,
@@ -175,6 +187,7 @@ def _meet(case: _Case, budget_bytes: int) -> Row:
         known_bound_s=bound_s,
         shared=shared,
     )
+
     return facts(solution) | {"seconds": round(solution.wall_s, 3)}
 
 
@@ -182,32 +195,38 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     """Prints ours by graph and budget, then the baselines at equal peak, geometric means last."""
     least = {row["graph"]: row for row in rows if row["kind"] == "least"}
     own = [row for row in rows if row["kind"] == "auto"]
+
     table = new_table(
         f"Traced training steps, {time_limit_s:g} s for {_USUAL_OPERATORS:,} operators: % "
         "over keeping everything, peak in % of the budget",
         ("graph", "operators", "budget", "GiB", "overhead", "bound", "gap %", "s", "peak %"),
     )
+
     latest = ""
     for row in own:
         name = row["graph"]
         head = (name, f"{least[name]['operators']:,}") if name != latest else ("", "")
         latest = name
+
         label = row["budget"]
         label = (
             f"least {100 * row['budget_bytes'] / least[name]['keep_all_bytes']:.1f}%"
             if label == LEAST
             else label
         )
+
         numbers = (
             percent(row["overhead_percent"]),
             percent(row["bound_percent"]),
             percent(row["gap_percent"], is_signed=False),
         )
+
         peak = (
             f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}"
             if row["peak_bytes"]
             else row["status"]
         )
+
         table.add_row(
             *head,
             label,
@@ -216,6 +235,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             f"{row['seconds']:.1f}",
             peak,
         )
+
     kinds = {
         "operators": "",
         "budget": "",
@@ -226,6 +246,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         "s": "seconds",
     }
     mean_row(table, own, f"mean of {len(own)}", kinds)
+
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(own, time_limit_s)}\n")
     _show_peers(rows, least)
@@ -241,6 +262,7 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
         for row in rows
         if row["kind"] == "auto at a peer's peak"
     }
+
     pairs: dict[tuple[str, str, int], tuple[Row, Row]] = {}
     for row in rows:
         if (
@@ -252,6 +274,7 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
                 row,
                 ours[row["graph"], row["peak_bytes"]],
             )
+
     return list(pairs.values())
 
 
@@ -271,6 +294,7 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
         ),
         num_left=2,
     )
+
     pairs = _pairs(rows)
     for name in least:
         for peer in PEERS:
@@ -280,6 +304,7 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
                 for row in rows
                 if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer
             ]
+
             if mine:
                 lowest = (
                     min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
@@ -300,10 +325,12 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
                     else "none fits"
                 )
                 table.add_row(name, peer, "0", *["-"] * 4, reason, f"{mean_seconds(tried):.1f}")
+
     table.add_section()
     for peer in PEERS:
         if mine := [pair for pair in pairs if pair[0]["peer"] == peer]:
             table.add_row("all", peer, *_comparison(mine), "", "", style="bold")
+
     CONSOLE.print(table)
     CONSOLE.print()
 
@@ -317,12 +344,14 @@ def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, s
         else None
         for side in (0, 1)
     )
+
     ratio = geometric_mean(theirs["cost"] / ours["cost"] for theirs, ours in both)
     above = (
         len(pairs)
         - len(both)
         + sum(ours["cost"] > theirs["cost"] * (1 + 1e-9) for theirs, ours in both)
     )
+
     return (
         str(len(pairs)),
         percent(theirs_percent),

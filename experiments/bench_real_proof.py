@@ -55,20 +55,24 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         ("graph", "budget", "GiB", "overhead", "bound", "gap %", "asked %", "s", "is"),
         num_left=2,
     )
+
     for row in own:
         numbers = (
             percent(row["overhead_percent"]),
             percent(row["bound_percent"]),
             percent(row["gap_percent"], is_signed=False),
         )
+
         asked, state = (
             percent(100 * row["gap"], is_signed=False),
             "proved" if is_proved(row) else "not proved",
         )
         size = f"{row['budget_bytes'] / 2**30:.2f}"
+
         table.add_row(
             row["graph"], row["budget"], size, *numbers, asked, f"{row['seconds']:.1f}", state
         )
+
     mean_row(
         table,
         own,
@@ -82,6 +86,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             "s": "seconds",
         },
     )
+
     CONSOLE.print(table)
     CONSOLE.print(
         f"not proved: {sum(not is_proved(row) for row in own)} of {len(own)}; "

@@ -49,6 +49,7 @@ class Rows:
         self._path = folder / f"bench_{name}.json"
         self._options = dict(options)
         self.rows: list[Row] = []
+
         if not is_fresh and self._path.is_file():
             kept = json.loads(self._path.read_text())
             if kept["options"] == self._options:
@@ -64,6 +65,7 @@ class Rows:
                     self._path.name,
                     kept["options"],
                 )
+
         self._environment = environment()  # before the solves: others may commit while they run
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
@@ -104,6 +106,7 @@ class Rows:
             for name, value in row.items()
             if not isinstance(value, list | dict)
         )
+
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(columns), extrasaction="ignore")
             writer.writeheader()
@@ -132,17 +135,21 @@ def solve(
     """Runs `Auto` and returns its solution with the row that says how it went."""
     moments: list[Progress] = []
     began, cpu = time.perf_counter(), time.process_time()
+
     solution = Auto(gap=gap, time_limit_s=time_limit_s, seed=seed, progress=moments.append).solve(
         graph, budget_bytes=budget_bytes
     )
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+
     row = facts(solution) | {
         "seconds": round(wall_s, 3),
         "cpu_seconds": round(cpu_s, 3),
         "solver": solution.solver,
     }
+
     found = [m.elapsed_s for m in moments if m.cost_s is not None]
     row["seconds_to_first"] = round(found[0], 3) if found else None
+
     return solution, row | {
         "moments": [_moment(m) for m in moments[:: 1 + len(moments) // _MOST_MOMENTS]]
     }
@@ -157,6 +164,7 @@ def facts(solution: Solution) -> Row:
     """Returns the numbers of a solution; None for those it does not have."""
     is_solved = solution.is_solved
     has_bound = solution.status is not Status.INFEASIBLE and math.isfinite(solution.lower_bound_s)
+
     return {
         "status": str(solution.status),
         "cost": solution.cost_s if is_solved else None,
@@ -202,8 +210,10 @@ def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
         for row in rows
         if row.get("seconds") is not None
     ]
+
     seconds, limit_s = max(limits, key=lambda pair: pair[0] / pair[1], default=(0.0, limit_s))
     is_kept = seconds <= 1.1 * limit_s
+
     return (
         f"longest solve {seconds:.1f} s of {limit_s:.3g} s: the limit is "
         f"{'kept within 10 %' if is_kept else 'NOT kept within 10 %'}"
@@ -224,6 +234,7 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
     solved = [row for row in rows if row["cost"] is not None]
     if not solved:
         return
+
     numbers = {
         "overhead": percent(
             100 * (geometric_mean(1 + row["overhead_percent"] / 100 for row in solved) - 1)
@@ -235,6 +246,7 @@ def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str
         "seconds": f"{mean_seconds(solved):.2f}",
         "": "",
     }
+
     table.add_section()
     table.add_row(label, *(numbers[kind] for kind in columns.values()), style="bold")
 

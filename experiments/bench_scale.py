@@ -44,11 +44,13 @@ def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Seq
         "layered": _LAYERED,
         "gpt2": DEEP,
     }
+
     for kind, sizes in kinds.items():
         for size in sizes if not names or kind in names else ():
             if kind == "gpt2":
                 # traced here, so that the measured process does not trace
                 cached_graph(str(size), folder)
+
             key = {"family": kind, "size": size, "budget": f"{_SHARE}%"}
             rows.row(key, partial(_alone, kind, size, folder, time_limit_s, gap))
 
@@ -71,6 +73,7 @@ def _point(kind: str, size: int | str, folder: Path, time_limit_s: float, gap: f
     graph = _graph(kind, size, folder)
     budget_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes * _SHARE // 100
     _, row = solve(graph, budget_bytes, time_limit_s=time_limit_s, gap=gap)
+
     memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return row | {
         "operators": graph.num_operators,
@@ -105,16 +108,19 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             "memory",
         ),
     )
+
     for row in sorted(rows, key=lambda row: (row["family"], row["operators"])):
         seconds = [
             f"{row[name]:.2f}" if row[name] is not None else "-"
             for name in ("seconds_to_first", "seconds_to_1_percent", "seconds")
         ]
+
         numbers = (
             percent(row["overhead_percent"]),
             percent(row["bound_percent"]),
             percent(row["gap_percent"], is_signed=False),
         )
+
         table.add_row(
             row["family"],
             f"{row['operators']:,}",
@@ -122,12 +128,15 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             *numbers,
             f"{row['process_bytes'] / 2**30:.2f} GiB",
         )
+
     CONSOLE.print(table)
+
     for family in dict.fromkeys(row["family"] for row in rows):
         mine = sorted(
             (row for row in rows if row["family"] == family and row["seconds_to_first"]),
             key=lambda row: row["operators"],
         )
+
         if len(mine) > 1:
             growth, size = (
                 geometric_mean(b[name] / a[name] for a, b in pairwise(mine))
@@ -137,4 +146,5 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
                 f"{family}: {size:.1f} times the operators take {growth:.1f} times as long to a "
                 "first schedule"
             )
+
     CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")

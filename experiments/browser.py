@@ -89,6 +89,7 @@ def look(
     seen = Seen()
     with _opened(seen, width, height) as tab:
         tab.ask("Page.navigate", url=page.resolve().as_uri())
+
         end = time.monotonic() + _PATIENCE_S
         text = ""
         while not text and time.monotonic() < end:
@@ -96,9 +97,11 @@ def look(
             text = tab.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
                 "value", ""
             )
+
         seen.value = json.loads(text) if text else None
         if picture:
             picture.write_bytes(base64.b64decode(tab.ask("Page.captureScreenshot")["data"]))
+
     return seen
 
 
@@ -122,12 +125,14 @@ class _Tab:
             + b"\0"
         )
         self.to.flush()
+
         while True:
             message = self._heard()
             if message.get("id") == self.num_asked:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return message["result"]
+
             self.seen.note(message.get("method", ""), message.get("params", {}))
 
     def _heard(self) -> dict[str, Any]:
@@ -145,6 +150,7 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
     browser = installed_browser()
     if browser is None:
         raise FileNotFoundError(f"no browser: none of {', '.join(_NAMES)} is installed")
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = ["sh", "-c", _ON_PIPES, browser, *_OPTIONS, f"--user-data-dir={folder}"]
         with subprocess.Popen(
@@ -156,8 +162,10 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
             tab.session["sessionId"] = tab.ask(
                 "Target.attachToTarget", targetId=target, flatten=True
             )["sessionId"]
+
             for domain in ("Page", "Runtime", "Network"):
                 tab.ask(f"{domain}.enable")
+
             tab.ask(
                 "Network.emulateNetworkConditions",
                 offline=True,
@@ -165,6 +173,7 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
                 downloadThroughput=0,
                 uploadThroughput=0,
             )
+
             tab.ask(
                 "Emulation.setDeviceMetricsOverride",
                 width=width,
@@ -172,7 +181,9 @@ def _opened(seen: Seen, width: int, height: int) -> Iterator[_Tab]:
                 deviceScaleFactor=1,
                 mobile=False,
             )
+
             yield tab
+
             del tab.session["sessionId"]
             tab.ask("Browser.close")
 

@@ -97,18 +97,21 @@ def curves(graph: Graph, methods: Sequence[str], time_limit_s: float) -> dict[st
     """Returns the solutions of each method for each budget."""
     budgets = budgets_of(graph)
     found: dict[str, list[Solution]] = {}
+
     for method in methods:
         solver = make_solver(method, time_limit_s=time_limit_s)
         if method == "auto":
             found[method] = frontier_solutions(graph, budgets, solver)
         else:
             found[method] = [solver.solve(graph, budget_bytes=budget) for budget in budgets]
+
         print(
             f"  {method}: "
             f"{[round(100 * s.overhead, 2) if s.is_solved else None for s in found[method]]} "
             "%",
             flush=True,
         )
+
     return found
 
 
@@ -127,6 +130,7 @@ def ratios(found: dict[str, list[Solution]]) -> dict[str, float | None]:
             if s.is_solved
         ]
         result[method] = math.exp(math.fsum(logs) / len(logs)) if logs else None
+
     return result
 
 
@@ -150,6 +154,7 @@ def at_batch(small: Graph, large: Graph, batches: tuple[int, int], batch: int) -
         replace(a, size_bytes=round(between(a.size_bytes, b.size_bytes)))
         for a, b in zip(small.values, large.values, strict=True)
     )
+
     return replace(small, operators=operators, values=values)
 
 
@@ -208,6 +213,7 @@ def draw_figure_5(panels: list[dict[str, Any]]) -> None:
         "Extra compute against memory (Checkmate, figure 5), roofline costs", width=14, height=9.6
     )
     grid = figure.subplots(2, len(names), squeeze=False)
+
     for column, name in enumerate(names):
         mine = [panel for panel in panels if panel["model"] == name]
         for axes in grid[:, column]:
@@ -217,8 +223,10 @@ def draw_figure_5(panels: list[dict[str, Any]]) -> None:
                 y_label="extra compute over keeping everything (%)",
                 grid="both",
             )
+
         _draw_strategies(grid[0, column], mine[0])
         _draw_devices(grid[1, column], mine)
+
     legend_below(figure, list(grid.flat), columns=5)
     draw("checkmate_figure5", figure)
 
@@ -226,6 +234,7 @@ def draw_figure_5(panels: list[dict[str, Any]]) -> None:
 def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
     titled(axes, f"{panel['model']}, batch {panel['batch']}: every strategy, {panel['device']}")
     x = [budget / 1e9 for budget in panel["budgets"]]
+
     axes.plot(
         x,
         panel["bound_percent"],
@@ -234,6 +243,7 @@ def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
         linestyle=(0, (4, 2)),
         label="proved: less is impossible",
     )
+
     for method, points in panel["overhead_percent"].items():
         y = [np.nan if point is None else point for point in points]
         style = _MARKERS[method] + ("-" if method == "auto" else "")
@@ -245,6 +255,7 @@ def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
             markersize=7 if method in ("auto", "milp") else 5,
             label=_NAME.get(method, method),
         )
+
     axes.axvline(
         panel["keep_all_bytes"] / 1e9,
         color=GREY,
@@ -252,8 +263,10 @@ def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
         linewidth=1.2,
         label="keeping everything",
     )
+
     ours = panel["overhead_percent"]["auto"]
     axes.set_ylim(-1, min(_TOP, axes.get_ylim()[1]))
+
     for at, height in zip(x, ours, strict=True):
         if height is not None and height > _TOP:
             note = f"{height:.0f} % at\n{at:.1f} GB"
@@ -286,10 +299,12 @@ def draw_figure_6(rows: list[dict[str, Any]]) -> None:
         width=14,
         height=5.6,
     )
+
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
         quiet(axes, x_label="images per step", grid="x")
         titled(axes, name)
+
         for place, (memory, colour) in enumerate(zip(MEMORIES, (BLUE, ORANGE), strict=True)):
             widths = [
                 row["batch"] for row in rows if row["model"] == name and row["memory"] == memory
@@ -302,11 +317,14 @@ def draw_figure_6(rows: list[dict[str, Any]]) -> None:
                 label=f"{memory} of memory",
             )
             axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
+
         axes.set_xlim(right=1.13 * axes.get_xlim()[1])
+
     panels[0].set_yticks(
         np.arange(len(IN_FIGURE_6)) + 0.2, [_NAME.get(method, method) for method in IN_FIGURE_6]
     )
     panels[0].invert_yaxis()
+
     legend_below(figure, list(panels))
     draw("checkmate_figure6", figure)
 
@@ -321,6 +339,7 @@ def figure_5(
     graph = traced(name, PUBLISHED_BATCH[name], device)
     print(f"{name} on {device}: {graph.num_operators} operators", flush=True)
     found = curves(graph, METHODS if device == "V100" else ("auto",), time_limit_s)
+
     record = {
         "model": name,
         "device": device,
@@ -335,6 +354,7 @@ def figure_5(
         },
         "seconds": {m: [round(s.wall_s, 2) for s in f] for m, f in found.items()},
     }
+
     return record, ratios(found)
 
 
@@ -347,6 +367,7 @@ def run(models: Sequence[str], time_limit_s: float) -> None:
             panels.append(record)
             if device == "V100":
                 table_2[name] = row
+
     batches = [row for name in models for row in figure_6(name, min(4.0, time_limit_s))]
     content = {
         "figure_5": panels,
@@ -354,6 +375,7 @@ def run(models: Sequence[str], time_limit_s: float) -> None:
         "table_2_published": PUBLISHED_RATIOS,
         "figure_6": batches,
     }
+
     write("checkmate_figures", {"time_limit_s": time_limit_s, **content})
 
 
@@ -389,11 +411,14 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
     options = parser.parse_args()
+
     if not options.redraw:
         run(options.models, options.time_limit)
+
     record = read("checkmate_figures")
     draw_figure_5(record["figure_5"])
     draw_figure_6(record["figure_6"])
+
     print(
         table(
             cells_of_table_2(record),

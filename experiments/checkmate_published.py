@@ -43,11 +43,13 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
         instance["edges"],
         first_backward=instance.get("first_backward"),
     )
+
     budget = instance["budgets"][label]
     began = time.perf_counter()
     solution = MILP(time_limit_s=time_limit_s).solve(graph, budget_bytes=budget)
     seconds = time.perf_counter() - began
     published = instance["published"][label][PUBLISHED_BY]
+
     return {
         "instance": instance["name"],
         "budget": label,
@@ -82,11 +84,14 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json"
     )
+
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+
     missing = sorted(
         {name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()}
     )
+
     if missing:
         log.error(
             "%s: no %s; give the folder of the published instances with --instances",
@@ -94,11 +99,13 @@ def main() -> int:
             ", ".join(missing),
         )
         return 2
+
     rows = []
     for name, label in POINTS:
         instance = json.loads((options.instances / f"{name}.json").read_text())
         row = run(instance, label, time_limit_s=options.time_limit)
         rows.append(row)
+
         log.info(
             "%s %s: %s, cost %s (published %s), bound %s, %.2f s (published %s s)",
             *(
@@ -115,6 +122,7 @@ def main() -> int:
                 )
             ),
         )
+
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps(
@@ -123,6 +131,7 @@ def main() -> int:
         )
         + "\n"
     )
+
     return 0
 
 

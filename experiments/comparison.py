@@ -35,8 +35,10 @@ def state_after_step(workload: Workload, seed: int) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # transformers draws the masks of speech models from it
+
     loss = workload.step()
     gradients = [torch.empty(0) if p.grad is None else p.grad for p in workload.model.parameters()]
+
     return [
         loss,
         torch.get_rng_state(),

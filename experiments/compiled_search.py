@@ -41,18 +41,22 @@ def measure(way: str) -> list[dict[str, Any]]:
     for num_nodes in _NODES:
         graph = random_layered(num_nodes, seed=SEED)
         budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 70 // 100
+
         start = np.arange(graph.num_operators)
         # waits for the compiler
         LocalSearch(graph, budget_bytes=budget, seed=SEED).run(start, Round(20, 1e-3, 1e-6))
+
         local, began = LocalSearch(graph, budget_bytes=budget, seed=SEED), time.process_time()
         local.run(start, Round(_MOVES[way], 1e-3, 1e-6))
         annealing_s = time.process_time() - began
+
         steps_with_eviction(graph, budget, Rule.CHEAP)
         eviction_s = []
         for _ in range(_TIMES):
             began = time.process_time()
             steps_with_eviction(graph, budget, Rule.CHEAP)
             eviction_s.append(time.process_time() - began)
+
         moves_a_s = _MOVES[way] / annealing_s
         rows.append(
             {
@@ -61,6 +65,7 @@ def measure(way: str) -> list[dict[str, Any]]:
                 "eviction_s": statistics.median(eviction_s),
             }
         )
+
     return rows
 
 
@@ -72,6 +77,7 @@ def _in_a_process(way: str) -> list[dict[str, Any]]:
         text=True,
         cwd=HERE.parents[1],
     )
+
     rows: list[dict[str, Any]] = json.loads(run.stdout)
     return rows
 
@@ -82,17 +88,21 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / "results" / "compiled_search.json"
     )
+
     parser.add_argument("--way", choices=list(_MOVES), help=argparse.SUPPRESS)
     options = parser.parse_args()
+
     if options.way:
         if options.way == "plain":
             sys.modules["numba"] = None  # type: ignore[assignment]  # hidden from this process
         print(json.dumps(measure(options.way)))
         return
+
     result: dict[str, Any] = {
         "environment": environment(seed=SEED),
         **{way: _in_a_process(way) for way in _MOVES},
     }
+
     result["ratio"] = [
         {
             "operators": fast["operators"],
@@ -101,6 +111,7 @@ def main() -> None:
         }
         for fast, slow in zip(result["compiled"], result["plain"], strict=True)
     ]
+
     print(json.dumps(result["ratio"], indent=1))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -108,19 +108,23 @@ def main() -> None:
     parser.add_argument("--modules", action="store_true", help="torch.nn")
     parser.add_argument("--missing", action="store_true", help="what has no rows yet")
     asked = parser.parse_args()
+
     known = load()
     cases = _asked_for(asked, known.keys())
     if unknown := set(asked.models) - {name for name, _, _ in cases}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; {RESULTS.name} has the names")
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     _compile_search()
     gc.freeze()  # each measured step collects garbage first; what is loaded now need not be scanned
+
     for name, family, make in cases:
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
         _save(known)
+
         print(
             name,
             *(f"{row.budget} {row.outcome}".strip() for row in rows),
@@ -128,6 +132,7 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
+
     print(_save(known))
 
 
@@ -135,6 +140,7 @@ def load() -> dict[str, Any]:
     """Returns what was measured so far: model -> its environment and its rows."""
     if not RESULTS.exists():
         return {}
+
     kept = json.loads(RESULTS.read_text())
     return {
         name: {
@@ -156,10 +162,12 @@ def _save(known: dict[str, Any]) -> str:
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
     lines = []
+
     for name, found in known.items():
         machine = {key: value for key, value in found["environment"].items() if key != "date"}
         if machine not in environments:
             environments.append(machine)
+
         rows = [
             {
                 key: _short(value)
@@ -168,6 +176,7 @@ def _save(known: dict[str, Any]) -> str:
             }
             for row in found["rows"]
         ]
+
         date, family = found["environment"]["date"], found["rows"][0]["family"]
         model = {
             "environment": environments.index(machine),
@@ -176,9 +185,11 @@ def _save(known: dict[str, Any]) -> str:
             "rows": rows,
         }
         lines.append(f"{json.dumps(name)}: {json.dumps(model)}")
+
     listed, models = ",\n".join(map(json.dumps, environments)), ",\n".join(lines)
     RESULTS.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
     RESULTS.with_suffix(".md").write_text(text + "\n")
+
     return text
 
 
@@ -230,17 +241,21 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
     torch._dynamo.reset()
     torch.manual_seed(SEED)
     blank = Row(family, name, "", "")
+
     try:
         plain = make()
         if not is_same_step(copy.deepcopy(plain), copy.deepcopy(plain), SEED):
             return [replace(blank, outcome="plain PyTorch differs from itself")]
+
         graph = _graph(plain)
         least = minimum(graph)
         keep_all = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         budgets = {"100%": keep_all, "70%": keep_all * 7 // 10, "least": least.peak_bytes}
+
         blank = replace(
             blank, num_operators=graph.num_operators, plain_bytes=peak_bytes(copy.deepcopy(plain))
         )
+
         return [
             _measure_at(replace(blank, budget=label), plain, graph, budget, least)
             for label, budget in budgets.items()
@@ -279,12 +294,15 @@ def _outcome(planned: Workload, plain: Workload) -> str:
 def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, least: Minimum) -> Row:
     if budget < least.peak_bytes:
         return replace(row, outcome=_BELOW_LEAST)
+
     torch._dynamo.reset()
     start = time.perf_counter()
     solver, shared = Auto(time_limit_s=_TIME_LIMIT_S, threads=1), Shared(graph, least)
     solution = solver.improve(graph, budget_bytes=budget, known_steps=[least.steps], shared=shared)
+
     plain = copy.deepcopy(plain)
     planned = Workload(remat.wrap(copy.deepcopy(plain.model), solution, costs=_COSTS), plain.kwargs)
+
     try:
         row, is_same_path = _steps(row, planned, plain)
         allowed_bytes = solution.peak_bytes
@@ -299,8 +317,10 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
             report.solution,
             report.solution.budget_bytes + report.unplanned_bytes,
         )
+
     if row.outcome != _DIFFERENT and row.measured_bytes > allowed_bytes:
         row = replace(row, outcome=_ABOVE_PREDICTED if is_same_path else _ANOTHER_PATH)
+
     predicted_bytes = solution.peak_bytes + remat.report(planned.model).unplanned_bytes
     return replace(
         row,
@@ -326,11 +346,13 @@ def _steps_planned_anew(
             time_limit_s=_TIME_LIMIT_S,
             plan_cache=False,
         )
+
         planned = Workload(model, plain.kwargs)
         try:
             return (*_steps(row, planned, plain), planned)
         except remat.BudgetError as error:
             budget = error.minimum_bytes
+
     return None
 
 
@@ -353,11 +375,13 @@ def _settle(planned: Workload) -> None:
     for seed in range(_ATTEMPTS):
         report = remat.report(planned.model)
         held_bytes = report.measured_peak_bytes
+
         if not report.breaks or (
             held_bytes is not None
             and held_bytes <= report.solution.budget_bytes + report.unplanned_bytes
         ):
             return
+
         state_after_step(planned, seed)
 
 
@@ -374,12 +398,14 @@ def table(rows: list[Row]) -> str:
     """Returns counts and rows as Markdown."""
     modules = [row for row in rows if row.family == "torch.nn"]
     models = [row for row in rows if row.family != "torch.nn"]
+
     lines = [f"{len({row.name for row in models})} architectures: {_counts(models)}."]
     lines += (
         [f"{len({row.name for row in modules})} cases of torch.nn's modules: {_counts(modules)}."]
         if modules
         else []
     )
+
     titles = [
         "family",
         "model",
@@ -391,6 +417,7 @@ def table(rows: list[Row]) -> str:
         "of plain's",
         "overhead",
     ]
+
     lines += ["", f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
     return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
 
@@ -400,6 +427,7 @@ def outcomes(rows: list[Row]) -> Counter[str]:
     # from good to bad; any other outcome is worse
     severity = (_EQUAL, _BELOW_LEAST, _EQUAL_IN_PIECES, _ANOTHER_PATH, _LATER_REFUSED)
     worst: dict[str, str] = {}
+
     for row in rows:
         found = [
             outcome for outcome in (worst.get(row.name), row.outcome.partition(":")[0]) if outcome
@@ -408,6 +436,7 @@ def outcomes(rows: list[Row]) -> Counter[str]:
             found,
             key=lambda outcome: severity.index(outcome) if outcome in severity else len(severity),
         )
+
     return Counter(_EQUAL if outcome == _BELOW_LEAST else outcome for outcome in worst.values())
 
 

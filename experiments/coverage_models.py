@@ -171,6 +171,7 @@ def _clip_config() -> dict[str, Any]:
         "image_size": 32,
         "patch_size": 8,
     }
+
     return {
         "text_config": text,
         "vision_config": {**image, "attention_dropout": 0.1},

@@ -36,11 +36,13 @@ class Stepped(nn.Module):
             torch.Tensor, lambda t: t * self.scale if t.is_floating_point() else t, trained
         )
         scaled += args[len(trained) :]
+
         results = [
             leaf
             for leaf in tree_leaves(self.module(*scaled, **kwargs))
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
+
         loss: torch.Tensor = torch.stack([(leaf * leaf).mean() for leaf in results]).sum()
         return loss
 
@@ -75,10 +77,12 @@ def make_case(info: Any, index: int) -> Workload:
     case = inputs_of(info)[index]
     built = case.constructor_input
     module = info.module_cls(*built.args, **built.kwargs).to(torch.float32).train()
+
     given = case.forward_input
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         with torch.no_grad():
             # a lazy module gets its shapes from a first batch, also in plain PyTorch
             module(*given.args, **given.kwargs)
+
     stepped = Stepped(module, is_first_alone=info.name in _TRAINS_ITS_FIRST_ARGUMENT)
     return Workload(stepped, {"args": tuple(given.args), "kwargs": dict(given.kwargs)})

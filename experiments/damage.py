@@ -70,6 +70,7 @@ def seeds(folder: Path) -> tuple[remat.Graph, dict[str, bytes]]:
     graph = remat.trace(Net(), (torch.zeros(32, 16),), costs="flops")
     plans = [remat.solve(graph, b, solver="chen-greedy") for b in ("100%", "96%", "90%")]
     assert plans[-1].schedule is not None and plans[-1].schedule.num_recomputations
+
     records = {
         "graph": graph,
         "schedule": plans[-1].schedule,
@@ -77,10 +78,12 @@ def seeds(folder: Path) -> tuple[remat.Graph, dict[str, bytes]]:
         "curve": plans,
         "measured": {"cpu: mm": (1e-4, 4096.0), "cpu: sin": (2e-5, 0.0)},
     }
+
     found = {"plain": json.dumps(_plain()).encode()}
     for kind, record in records.items():
         serialize.save(record, folder / kind)
         found[kind] = (folder / kind).read_bytes()
+
     return graph, found
 
 
@@ -130,20 +133,25 @@ def _paths(tree: Any, path: Path_ = ()) -> Iterator[Path_]:
 def _change(tree: Any, path: Path_, chance: random.Random, raw: list[str]) -> tuple[Any, str]:
     if not path:
         return _other(tree, chance, raw)
+
     holder = tree
     for part in path[:-1]:
         holder = holder[part]
+
     key, where = path[-1], chance.random()
     if where < 0.05:
         del holder[key]
         return tree, "removed"
+
     if where < 0.1 and isinstance(holder, list) and isinstance(key, int):
         holder.insert(chance.randrange(len(holder) + 1), deepcopy(holder[key]))
         return tree, "twice"
+
     if where < 0.15 and isinstance(holder, list) and isinstance(key, int):
         other = chance.randrange(len(holder))
         holder[key], holder[other] = holder[other], holder[key]
         return tree, "swapped"
+
     holder[key], how = _other(holder[key], chance, raw)
     return tree, how
 
@@ -154,6 +162,7 @@ def _other(value: Any, chance: random.Random, raw: list[str]) -> tuple[Any, str]
     if chance.random() < 0.06:
         raw.append(chance.choice(_TOKENS))
         return f"\x01{len(raw) - 1}\x01", f"the token {raw[-1][:12]}"
+
     if chance.random() < 0.08:
         found = chance.choice((None, True, False, [], {}, [[]], [None], {"a": 1}, "x", 3, 0.25))
     elif isinstance(value, str):
@@ -167,6 +176,7 @@ def _other(value: Any, chance: random.Random, raw: list[str]) -> tuple[Any, str]
         found = chance.choice((value[:cut], value[::-1], [*value, *value], [value], value[cut]))
     else:
         found = chance.choice((*_INTEGERS, *_REALS, *_TEXTS))
+
     return found, repr(found)[:40]
 
 

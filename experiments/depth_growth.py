@@ -131,6 +131,7 @@ def crossing_bytes(graph: Graph) -> Any:
         if 0 <= graph.producer[value] < last:
             change[graph.producer[value] + 1] += graph.values[value].size_bytes
             change[last + 1] -= graph.values[value].size_bytes
+
     return np.cumsum(change)[: graph.num_forward]
 
 
@@ -142,17 +143,20 @@ def segments(graph: Graph, count: int) -> Solution:
     """
     crossing, length = crossing_bytes(graph), graph.num_forward / count
     kept: set[int] = set()
+
     for i in range(1, count):
         low, high = (
             int((i - 0.5) * length),
             max(int((i + 0.5) * length), int((i - 0.5) * length) + 1),
         )
+
         cut = low + int(np.argmin(crossing[low:high]))
         for value, users in enumerate(graph.users_of):
             if graph.producer[value] < cut and any(
                 cut <= user < graph.num_forward for user in users
             ):
                 kept.add(value)
+
     schedule = Schedule.from_steps(graph, steps_on_demand(graph, kept))
     return _solution(graph, schedule, f"{count} segments")
 
@@ -189,12 +193,14 @@ def peaks(graph: Graph) -> dict[str, dict[str, float]]:
     held = graph.resident_bytes
     apart, merged = Blocks.of(graph, keep_all, in_place=False), Blocks.of(graph, keep_all)
     returned = int(graph.arrays.size_bytes[graph.arrays.output].sum())
+
     rows = {
         "no optimization": (int(apart.size_bytes.sum()), 0.0),
         "in place": (int(merged.size_bytes.sum()), 0.0),
         "sharing": (simulate(graph, keep_all).peak_bytes - held, 0.0),
         **{way: (plan.peak_bytes - held, plan.overhead) for way, plan in plans(graph).items()},
     }
+
     return {way: {"bytes": rows[way][0] - returned, "overhead": rows[way][1]} for way in WAYS}
 
 
@@ -204,12 +210,14 @@ def grown(name: str, longest: int) -> Iterator[dict[str, Any]]:
         torch.manual_seed(SEED)
         model, args = NETWORKS[name](size)
         graph = remat.trace(model, args, costs=COSTS)
+
         row = {
             "network": name,
             "size": size,
             "operators": graph.num_operators,
             "ways": peaks(graph),
         }
+
         print(row, flush=True)
         yield row
 
@@ -248,6 +256,7 @@ def paces(name: str) -> Iterator[dict[str, Any]]:
         graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes
     )
     kept = remat.wrap(copy.deepcopy(plain), all_kept, costs="profile")
+
     for way, solution in plans(graph).items():
         planned = remat.wrap(copy.deepcopy(plain), solution, costs="profile")
         times = []
@@ -260,6 +269,7 @@ def paces(name: str) -> Iterator[dict[str, Any]]:
                 moment.append(time.process_time() - start)
             if step >= 2:
                 times.append(moment)
+
         yield {
             "network": name,
             "size": MEASURED[name],
@@ -283,6 +293,7 @@ def picture(record: Mapping[str, Any]) -> None:
     )
     panels = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
     labels = {"ResNet": "residual blocks N", "LSTM": "unrolled steps N"}
+
     for axes, name in zip(panels[:2], NETWORKS, strict=True):
         quiet(
             axes,
@@ -291,11 +302,13 @@ def picture(record: Mapping[str, Any]) -> None:
             grid="both",
         )
         titled(axes, f"{name}: memory, the law that fits best, the fitted power")
+
         rows = [row for row in record["rows"] if row["network"] == name]
         sizes = [row["size"] for row in rows]
         for way, colour in _COLOURS.items():
             y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
             axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
+
             text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
             # these two almost coincide on the LSTM
             offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
@@ -307,9 +320,11 @@ def picture(record: Mapping[str, Any]) -> None:
                 fontsize=8,
                 color=colour,
             )
+
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
         axes.set_xlim(right=sizes[-1] * 3)
+
         root = rows[-1]["ways"]["sublinear"]["bytes"] / 2**20
         axes.plot(
             sizes,
@@ -318,6 +333,7 @@ def picture(record: Mapping[str, Any]) -> None:
             color=RED,
             label="slope of the square root",
         )
+
     _draw_paces(panels[2], record["paces"])
     legend_below(figure, list(panels), columns=5)
     draw("depth_growth", figure)
@@ -326,6 +342,7 @@ def picture(record: Mapping[str, Any]) -> None:
 def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
     quiet(axes, y_label="step over keeping everything, measured")
     titled(axes, "price: CPU time of the step")
+
     at = np.arange(len(NETWORKS))
     for place, way in enumerate(PLANNED):
         mine = [row for row in rows if row["way"] == way]
@@ -336,6 +353,7 @@ def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
             color=_COLOURS[way],
         )
         axes.bar_label(bars, fmt="%.2f", fontsize=9, label_type="center", color="white")
+
         ticks = [row["promised"] for row in mine]
         label = "predicted by the plan's costs" if not place else None
         axes.plot(
@@ -347,6 +365,7 @@ def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:
             markeredgewidth=1.6,
             label=label,
         )
+
     axes.axhline(
         1.3, color=INK, linestyle=":", linewidth=1.2, label='the paper\'s "about 30 % slower"'
     )
@@ -358,6 +377,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--longest", type=int, default=128, help="largest network (default: 128)")
     options = parser.parse_args()
+
     if not options.redraw:
         torch.set_num_threads(1)
         rows = {name: list(grown(name, options.longest)) for name in NETWORKS}
@@ -365,20 +385,24 @@ def main() -> None:
             "exponents": {name: exponents(rows[name]) for name in NETWORKS},
             "laws": {name: laws(rows[name]) for name in NETWORKS},
         }
+
         priced = [row for name in NETWORKS for row in paces(name)]
         write(
             "depth_growth",
             {"rows": [row for name in NETWORKS for row in rows[name]], **fitted, "paces": priced},
             seed=SEED,
         )
+
     record = read("depth_growth")
     picture(record)
+
     powers, found = record["exponents"], record["laws"]
     cells = [
         [way, *(f"{powers[name][way]:.2f}, {found[name][way]}" for name in NETWORKS)]
         for way in WAYS
     ]
     print(table(cells, ["memory grows as N to the power", *NETWORKS]))
+
     columns = ("promised", "over_keep_all", "over_plain")
     cells = [
         [f"{row['network']}, {row['way']}", *(f"{row[column]:.2f}" for column in columns)]

@@ -91,6 +91,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="fsdp")
     parser.add_argument(
         "--budget",
@@ -104,6 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="per rank")
     parser.add_argument("--steps", type=int, default=8)
+
     return parser.parse_args()
 
 
@@ -111,10 +113,12 @@ def parallel_model(asked: argparse.Namespace, device: torch.device) -> nn.Module
     """Returns the model, planned and then sharded over all ranks, or copied to each."""
     torch.manual_seed(0)
     model = GPT(asked.layers, asked.width, asked.length, asked.vocabulary).to(device)
+
     ranks = dist.get_world_size() if asked.parallel == "fsdp" else 1
     state_bytes = (
         optimizer_memory("adamw", model.parameters(), device_type=device.type).state_bytes // ranks
     )
+
     if not asked.plain:
         costs = "profile" if device.type == "cuda" else "roofline"
         remat.checkpoint(
@@ -124,11 +128,14 @@ def parallel_model(asked: argparse.Namespace, device: torch.device) -> nn.Module
             reserve_bytes=state_bytes,
             costs=costs,
         )
+
     if asked.parallel == "ddp":
         return DistributedDataParallel(model)
+
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if device.type == "cuda" else None, reduce_dtype=torch.float32
     )
+
     for block in [*model.blocks, model.head]:
         fully_shard(block, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
@@ -152,15 +159,18 @@ def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
     model = parallel_model(asked, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
+
     for step in range(asked.steps):
         start = time.perf_counter()
         text = torch.randint(
             asked.vocabulary, (asked.batch, asked.length + 1), generator=generator
         ).to(device)
+
         optimizer.zero_grad()
         loss = model(text)
         loss.backward()
         optimizer.step()
+
         total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
@@ -174,6 +184,7 @@ def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
                 f"{time.perf_counter() - start:.3f} s{peak}",
                 flush=True,
             )
+
     if rank == 0 and not asked.plain:
         print(remat.report(model))
 

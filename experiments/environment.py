@@ -36,6 +36,7 @@ def _commit() -> str:
     """
     if named := os.environ.get("REMAT_COMMIT"):
         return named
+
     folder = Path(__file__).resolve().parent
     try:
         commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")

@@ -103,6 +103,7 @@ def variants(made: Made, seen: set[Call]) -> Iterator[tuple[Made, Any]]:
         call = Call.made(*other, None)
         if call in seen:
             continue
+
         seen.add(call)
         try:
             yield other, other.run()
@@ -115,6 +116,7 @@ def compare(made: Made, real: Any, found: Found) -> None:
     if any(map(_is_part, tree_leaves((made.args, made.kwargs)))):
         found.incomparable["an input in more memory than its fake copy"] += 1
         return
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (made.args, made.kwargs))
     try:
@@ -125,10 +127,13 @@ def compare(made: Made, real: Any, found: Found) -> None:
     except (*REFUSALS, NotImplementedError) as reason:
         found.incomparable[f"{made.target}: {type(reason).__name__}"] += 1
         return
+
     row = found.promises[str(made.target)]
     row.calls += 1
+
     given = [(made.args, made.kwargs), *[(args, kwargs)] * 3]
     truth, *others = map(_marks, (real, promised, corrected, smaller), given)
+
     for promise, other in zip(PROMISES, others, strict=True):
         kinds = [kind for kind in truth if truth[kind] != other[kind]]
         row.differ[promise] += bool(kinds)
@@ -140,6 +145,7 @@ def compare(made: Made, real: Any, found: Found) -> None:
 def _at_smaller_sizes(target: Any, promised: Any, args: Any, kwargs: Any) -> Any:
     if all(n < layouts.FIRST_SIZE for t in tree_leaves((args, promised)) for n in _shape(t)):
         return as_the_kernel_lays_out(target, promised, args, kwargs)
+
     known, layouts.SMALL_BYTES = layouts.SMALL_BYTES, 0
     layouts.layouts_of.cache_clear()
     try:
@@ -164,6 +170,7 @@ def _marks(result: Any, given: Any) -> dict[str, list[Any]]:
     """Returns what can differ, for each tensor of a result; strides of sizes above 1 only."""
     inputs = {_memory(leaf) for leaf in tree_leaves(given)} - {None}
     tensors = [t for t in tree_leaves(result) if _memory(t) is not None]
+
     return {
         "type": [t.dtype for t in tensors],
         "shape": [tuple(t.shape) for t in tensors],
@@ -192,8 +199,10 @@ def compare_in_place(made: Made, real: Any, found: Found) -> None:
     """Compares each form that writes over an input with the operator itself."""
     if not isinstance(real, torch.Tensor) or torch.Tag.nondeterministic_seeded in made.target.tags:
         return
+
     node = _node(made, real)
     allowed = {(form.target, form.taken) for form in in_place_forms(node, "cpu")}
+
     for form in candidate_forms(node, "cpu"):
         memo: dict[fx.Node, torch.Tensor] = {}
 
@@ -257,8 +266,10 @@ def search_apart(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples:
     child = context.Process(
         target=lambda: theirs.send(search(infos, dtypes, num_samples)), daemon=True
     )
+
     child.start()
     theirs.close()
+
     try:
         found: Found = ours.recv()
     except EOFError:
@@ -269,6 +280,7 @@ def search_apart(infos: list[Any], dtypes: tuple[torch.dtype, ...], num_samples:
             half = len(infos) // 2
             for part in (infos[:half], infos[half:]):
                 found.add(search_apart(part, dtypes, num_samples))
+
     child.join()
     return found
 
@@ -279,6 +291,7 @@ def table(found: Found) -> str:
     totals = Counter[str]()
     for row in found.promises.values():
         totals.update(row.differ)
+
     lines = [
         f"{len(found.promises)} operators, {sum(r.calls for r in found.promises.values()):,} calls "
         f"on the CPU. {totals[PROMISES[0]]:,} results lie otherwise than torch's fake tensors say; "
@@ -288,10 +301,12 @@ def table(found: Found) -> str:
         "| operator | calls | what differs | torch's | remat's | at smaller sizes |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
+
     for name, row in rows.items():
         counts = " | ".join(str(row.differ[promise]) for promise in PROMISES)
         kinds = ", ".join(row.kinds) or "-"
         lines.append(f"| `{name}` | {row.calls} | {kinds} | {counts} |")
+
     differing = {name: row for name, row in sorted(found.in_place.items()) if row.differ}
     lines += [
         "",
@@ -303,10 +318,12 @@ def table(found: Found) -> str:
         "| form | calls | differ | of them allowed |",
         "| --- | --- | --- | --- |",
     ]
+
     for name, row in differing.items():
         counts_of = {kind: count for kind, count in row.differ.items() if kind != "allowed"}
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts_of.items())
         lines.append(f"| `{name}` | {row.calls} | {kinds} | {row.differ['allowed']} |")
+
     return "\n".join(lines) + "\n"
 
 
@@ -316,10 +333,13 @@ def main(only: str, num_samples: int) -> None:
     for start in range(0, len(infos), CHUNK):
         found.add(search_apart(infos[start : start + CHUNK], DTYPES, num_samples))
         print(f"{start + CHUNK} of {len(infos)} operators", flush=True)
+
     print(table(found))
     print(*found.incomparable.most_common(), sep="\n")
+
     if only:
         return
+
     record = {"environment": environment(seed=SEED), "samples": num_samples, **found.as_dict()}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(table(found))

@@ -67,8 +67,10 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
         simulate(graph, Schedule.keep_all(graph)).peak_bytes,
         make_solver(method, time_limit_s=time_limit_s),
     )
+
     low, high = graph.resident_bytes, most
     best = solver.solve(graph, budget_bytes=high)
+
     while best.is_solved and high - low > most // 200:
         middle = (low + min(high, best.peak_bytes)) // 2
         answer = solver.solve(graph, budget_bytes=middle)
@@ -77,6 +79,7 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
             if answer.is_solved
             else (middle, min(high, best.peak_bytes), best)
         )
+
     return best
 
 
@@ -135,6 +138,7 @@ def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> N
     """
     canvas: Any = FigureCanvasAgg(axes.get_figure(root=True))
     canvas.draw()  # positions are known after this
+
     points = axes.transData.transform([(x, y) for x, y, _, _ in marks])
     lines = [
         _along(axes.transData.transform(line.get_xydata()))
@@ -163,12 +167,14 @@ def label_marks(axes: Axes, marks: Sequence[tuple[float, float, str, str]]) -> N
             note = written(*mark, place)
             boxes.append(note.get_window_extent(canvas.get_renderer()))
             note.remove()
+
         covered = [
             sum(box.overlaps(other) for other in taken)
             + sum(box.contains(*point) for point in points)
             + sum(0.1 * bool(box.count_contains(line)) for line in lines)
             for box in boxes
         ]
+
         best = covered.index(min(covered))
         written(*mark, _PLACES[best])
         taken.append(boxes[best])
@@ -187,6 +193,7 @@ def legend_below(figure: Figure, axes: Axes | Sequence[Axes], *, columns: int = 
     found: dict[str, Any] = {}
     for one in [axes] if isinstance(axes, Axes) else axes:
         found |= dict(zip(*reversed(one.get_legend_handles_labels()), strict=True))
+
     figure.legend(
         list(found.values()),
         list(found),

@@ -52,8 +52,10 @@ def anneal_published(instance: dict[str, Any], label: str, time_limit_s: float) 
     published = instance["published"].get(label, {}).get(PUBLISHED_BY)
     limit_s = published["seconds"] if published else time_limit_s
     target_s = graph.cost_s * (1 + published["overhead_percent"] / 100) if published else None
+
     runs = [_run(graph, instance["budgets"][label], limit_s, target_s, seed) for seed in SEEDS]
     overheads = [run["overhead_percent"] for run in runs]
+
     row = {
         "instance": instance["name"],
         "budget": label,
@@ -64,6 +66,7 @@ def anneal_published(instance: dict[str, Any], label: str, time_limit_s: float) 
         "overhead_percent_median": statistics.median(overheads),
         "overhead_percent_range": [min(overheads), max(overheads)],
     }
+
     return row | {"time_limit_s": limit_s, "runs": runs}
 
 
@@ -74,11 +77,13 @@ def _run(
     solution = FreeOrder(gap=0.0, time_limit_s=limit_s, seed=seed, progress=moments.append).solve(
         graph, budget_bytes=budget_bytes
     )
+
     reached = [
         m.elapsed_s
         for m in moments
         if target_s is not None and m.cost_s is not None and m.cost_s <= target_s * (1 + 1e-12)
     ]
+
     return {
         "seed": seed,
         "seconds_to_fastsa": round(reached[0], 2) if reached else None,
@@ -90,15 +95,18 @@ def compare_orders(name: str, graph: Graph, label: str, time_limit_s: float) -> 
     """Returns one row of the second table: a step at one budget, in its own and in any order."""
     keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = remat.parse_budget(label, keep_all_bytes=keep_all_bytes)
+
     fixed = Auto(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
     free = FreeOrder(gap=0.0, time_limit_s=time_limit_s).solve(graph, budget_bytes=budget_bytes)
     saved = 100 * (1 - free.cost_s / fixed.cost_s) if fixed.is_solved and free.is_solved else None
+
     row = {
         "model": name,
         "operators": graph.num_operators,
         "budget": label,
         "budget_bytes": budget_bytes,
     }
+
     return row | {
         "own_order": _facts(fixed),
         "any_order": _facts(free),
@@ -128,6 +136,7 @@ def main() -> int:
         default=HERE.parents[2] / "shared" / "instances",
         help="folder of the published graphs",
     )
+
     parser.add_argument(
         "--time-limit",
         type=float,
@@ -135,8 +144,10 @@ def main() -> int:
         help="seconds per solve if nothing is published (default: 40)",
     )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "free_order.json")
+
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+
     missing = [name for name in INSTANCES if not (options.instances / f"{name}.json").is_file()]
     if missing:
         log.error(
@@ -145,14 +156,17 @@ def main() -> int:
             ", ".join(missing),
         )
         return 2
+
     made = environment()  # before the solves: others may commit while they run
     compare_orders("warm-up", random_layered(24, seed=0), "60%", 120.0)  # waits for the compiler
+
     published, steps = [], []
     for name in INSTANCES:
         instance = json.loads((options.instances / f"{name}.json").read_text())
         for label in instance["budgets"]:
             published.append(anneal_published(instance, label, options.time_limit))
             fastsa = published[-1]["fastsa"]
+
             log.info(
                 "%s %s: +%s %% (%s), FastSA %s in %s s, reached in %s s",
                 *(
@@ -167,18 +181,21 @@ def main() -> int:
                 *((fastsa["overhead_percent"], fastsa["seconds"]) if fastsa else ("-", "-")),
                 [run["seconds_to_fastsa"] for run in published[-1]["runs"]],
             )
+
     for name in MODELS:
         workload = make(name)
         graph = remat.trace(workload.model, kwargs=workload.kwargs, costs="roofline:H100")
         for label in BUDGETS:
             steps.append(compare_orders(name, graph, label, options.time_limit))
             own, free = steps[-1]["own_order"], steps[-1]["any_order"]
+
             log.info(
                 "%s %s: own order +%s %% (bound %s %%), any order +%s %% (bound %s %%)", name,
                 label,
                 own["overhead_percent"], own["bound_percent"], free["overhead_percent"],
                 free["bound_percent"],
             )  # fmt: skip
+
     result = {
         "environment": made,
         "time_limit_s": options.time_limit,
@@ -186,6 +203,7 @@ def main() -> int:
         "published_graphs": published,
         "training_steps": steps,
     }
+
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0

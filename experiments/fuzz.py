@@ -113,16 +113,20 @@ class Fuzzer:
             chance = random.Random(f"{self.seed}:{number}")
             kind, path = chance.choice(damage.KINDS), self.folder / "damaged.json"
             content, how = damage.damaged(self.seeds[kind], chance)
+
             path.write_bytes(content)
             self.told = f"{number}: {kind}, {how}"
+
             for part in (self._read, self._command):
                 wrong = self._attempt(part, kind, path, number, outcome.counts)
                 if wrong:
                     outcome.wrong.append(wrong)
                     tell(wrong)
+
             if number % 1000 == 999:
                 tell(f"{number + 1} files, {len(outcome.wrong)} wrong")
             outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
+
         return outcome
 
     def _attempt(self, part: Any, kind: str, path: Path, number: int, counts: Counter[str]) -> str:
@@ -141,8 +145,10 @@ class Fuzzer:
             except Exception as error:  # noqa: BLE001 - what a fuzzer looks for
                 wrong = error
                 break
+
         end = str(wrong).split()[0] if isinstance(wrong, Wrong) else type(wrong).__name__
         counts[f"wrong: {end}"] += 1
+
         frame = traceback.extract_tb(wrong.__traceback__)[-1]
         place = f"{Path(frame.filename).name}:{frame.lineno}"
         return f"{self.told}: {end} at {place}: {wrong}"[:600]
@@ -151,6 +157,7 @@ class Fuzzer:
         if kind == "measured":
             _check_measured(path)
             return "measured read"
+
         try:
             if kind in ("plain", "graph"):
                 _check_graph(read_instance(path))
@@ -165,6 +172,7 @@ class Fuzzer:
         except RematError as refusal:
             _check_line(str(refusal))
             return f"{kind} refused"
+
         return f"{kind} accepted"
 
     def _check_fixed(self, solution: Solution) -> None:
@@ -190,22 +198,28 @@ class Fuzzer:
     def _command(self, kind: str, path: Path, chance: random.Random) -> str:
         if kind in ("schedule", "measured"):
             return "read by no command"
+
         name, arguments = self._arguments(kind, path, chance)
         output = self.folder / name if name else None
+
         if output is not None:
             arguments = [*arguments, "--output", str(output)]
         self.told = f"{self.told.partition('; remat')[0]}; remat {' '.join(arguments)[:120]}"
+
         status, stdout, stderr = self._invoke(arguments)
         _check_end(status, stderr)
+
         if output is not None:
             is_there = output.exists()
             output.unlink(missing_ok=True)
             if is_there != (status == 0) and status not in (3, 4):
                 raise Wrong(f"output: it is {'' if is_there else 'not '}there: {stderr}")
+
         if any(self.folder.glob(".remat-*.part")):
             raise Wrong("output: a part of a file is left")
         if arguments[0] == "solve" and status == 0:
             self._check_answer(path, arguments, json.loads(stdout))
+
         return f"exit status {status}"
 
     def _invoke(self, arguments: list[str]) -> tuple[int, str, str]:
@@ -232,9 +246,11 @@ class Fuzzer:
             drawing = ["plot", "schedule", "report"] + ["export", "trace"] * 2
             command = chance.choice([*solving, *drawing])
             files = [file]
+
         size, method = damage.budget(chance), chance.choice(_METHODS)
         limit = ["--time-limit", "0.1"]
         plan = str(self.folder / "plan.json")
+
         return {
             "solve": (
                 chance.choice(("", "answer.json")),
@@ -265,15 +281,18 @@ class Fuzzer:
         graph = read_instance(path)
         keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
         budget_bytes = parse_budget(arguments[3], keep_all_bytes=keep_all)
+
         schedule = Schedule.from_steps(graph, answer["order"])
         broken = validate(
             graph, schedule, budget_bytes=budget_bytes, is_free_order=arguments[5] == "free-order"
         )
         if broken:
             raise Wrong(f"invalid: {broken[0]}")
+
         cost_s = math.fsum(graph.operators[i].cost_s for i in schedule.steps)
         if not math.isclose(cost_s, answer["cost"], rel_tol=1e-9):
             raise Wrong(f"believed: the cost {answer['cost']} is {cost_s}")
+
         if not 0 <= answer["lower_bound"] <= answer["cost"] * (1 + 1e-9):
             raise Wrong(f"believed: the bound {answer['lower_bound']} of {answer['cost']}")
 
@@ -285,15 +304,18 @@ def _check_graph(graph: Graph) -> None:
     costs = [op.cost_s for op in graph.operators]
     if min([*sizes, *workspaces, 0]) < 0 or sum(sizes) + max([*workspaces, 0]) >= 2**53:
         raise Wrong("invalid: sizes that can't be counted")
+
     if not all(0 <= cost <= 1e100 for cost in costs):
         raise Wrong("invalid: a cost")
     if not all(0 <= op.region < 2**31 for op in graph.operators):
         raise Wrong("invalid: a region")
+
     texts = [v.name for v in graph.values] + [
         text for op in graph.operators for text in (op.name, op.module, op.source, op.target)
     ]
     if any(ord(letter) < 32 or len(text) > 10_000 for text in texts for letter in text):
         raise Wrong("invalid: a text")
+
     simulate(graph, Schedule.keep_all(graph))
 
 
@@ -308,20 +330,25 @@ def _check_numbers(graph: Graph, solution: Solution, budget_bytes: int | None = 
     """Raises `Wrong` if a number of a solution differs from the simulator's."""
     if solution.schedule is None:
         return
+
     limit = solution.budget_bytes if budget_bytes is None else budget_bytes
     broken = validate(graph, solution.schedule, budget_bytes=limit)
     if broken:
         raise Wrong(f"invalid: {broken[0]}")
+
     simulation = simulate(graph, solution.schedule)
     said = (solution.peak_bytes, solution.cost_s, solution.keep_all_cost_s)
     true = (simulation.peak_bytes, simulation.cost_s, graph.cost_s)
     if said != true:
         raise Wrong(f"believed: {said} is {true}")
+
     if not graph.cost_s <= solution.lower_bound_s <= solution.cost_s * (1 + 1e-9):
         raise Wrong(f"believed: the bound {solution.lower_bound_s} of {solution.cost_s}")
+
     is_trivial = solution.lower_bound_s <= graph.cost_s
     if not (is_trivial or solution.is_bound_stated):
         raise Wrong("believed: a bound counts as proved")
+
     if solution.status == "optimal" and solution.cost_s > graph.cost_s * (1 + 1e-9):
         raise Wrong("believed: a status counts as proved")
 
@@ -368,12 +395,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
+
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         numbers = range(options.first, options.first + options.files)
         outcome = Fuzzer(Path(folder), options.seed).run(numbers, tell=print)
+
     result = {
         "environment": environment(seed=options.seed),
         "files": options.files,
@@ -383,6 +413,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - began, 1),
         "cases": outcome.wrong[:100],
     }
+
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({**result, "cases": []}, indent=1))
     return 1 if outcome.wrong else 0

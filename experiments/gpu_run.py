@@ -63,6 +63,7 @@ def environment(facts: Facts) -> None:
     place = facts.place
     held = {"blas_bytes": blas_bytes(place), "blas_bytes_again": blas_bytes(place)}
     facts.say(section="environment", device=place.device, **held, **where(seed=0))
+
     if place.has_cuda:
         x = torch.ones(1 << 20, device="cuda")
         _launches(x, 2000)
@@ -80,6 +81,7 @@ def _say_attention_kernels(facts: Facts) -> None:
         for width in (32, 64, 72, 128, 160, 256, 512):
             q = torch.zeros(2, 4, 64, width, dtype=dtype, device="cuda", requires_grad=True)
             mask = torch.zeros(2, 1, 64, 64, dtype=dtype, device="cuda")
+
             chosen = {
                 "plain": torch._fused_sdp_choice(q, q, q),
                 "causal": torch._fused_sdp_choice(q, q, q, is_causal=True),
@@ -111,11 +113,13 @@ def correct(facts: Facts) -> None:
         model, batch = steps.gpt2(place, layers=12, width=768, heads=12, batch=4)
         plain = copy.deepcopy(model)
         steps.planned(model, budget)
+
         runs = []
         for one in (model, plain, plain):
             found = gradients(one, one, batch, seed=3)
             state = torch.cuda.get_rng_state() if place.has_cuda else torch.get_rng_state()
             runs.append((found, state, step(one, one, batch, 3).item()))
+
         facts.say(
             section="correct",
             budget=budget,
@@ -238,18 +242,22 @@ LANES = (
 def _run_side_by_side(asked: argparse.Namespace) -> None:
     where = ["--device", asked.device, "--output", str(asked.output)]
     where += ["--seconds", str(asked.seconds), *(["--tiny"] if asked.tiny else [])]
+
     lanes = [[name for name in lane if name in asked.only] for lane in LANES]
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // len(LANES))
+
     running = []
     for index, lane in enumerate(lanes):
         if not lane:
             continue
+
         own = set(cores[index * share : (index + 1) * share]) or set(cores)
         command = [sys.executable, "-m", "experiments.gpu_run", *where, "--only", *lane]
         process = subprocess.Popen(command)
         os.sched_setaffinity(process.pid, own)
         running.append(process)
+
     for process in running:
         process.wait()
 
@@ -261,6 +269,7 @@ def _logging_to(path: Path) -> Iterator[None]:
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+
     try:
         yield
     finally:
@@ -283,18 +292,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
+
     if asked.show:
         tables.show(asked.output)
         return
+
     if asked.foretell:
         forecast.foretell(FORECAST, asked.foretell)
         return
+
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")
 
     if asked.side_by_side:
         _run_side_by_side(asked)
         return
+
     facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
     with _logging_to(asked.output.with_suffix(".log")):
         for name in asked.only:
@@ -304,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             with facts.section(section=name):
                 run(facts)
+
     facts.say(section="end", seconds=round(time.perf_counter() - facts.began_s, 1))
 
 

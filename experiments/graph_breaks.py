@@ -97,8 +97,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", choices=_NAMES, metavar="MODEL")
     names = parser.parse_args().models
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+
     rows: list[Row] = []
     for name in names or _NAMES:
         plain = _workload(name)
@@ -107,12 +109,14 @@ def main() -> None:
             replace(_measure(name, plain, budget), difference_in_float64=exact)
             for budget in ("100%", "80%", "60%")
         ]
+
         print(
             *(f"{row.name} {row.budget} {row.outcome}" for row in rows[-3:]),
             sep="\n",
             file=sys.stderr,
             flush=True,
         )
+
     made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
     RESULTS.write_text(
         json.dumps({"environment": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
@@ -145,6 +149,7 @@ def _workload(name: str) -> Workload:
         # with smaller images nothing is saved
         images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}
         return Workload(made.model, {**made.kwargs, **images})
+
     base, _, kind = name.partition(", ")
     made = ARCHITECTURES[{"GPT": "GPT-2"}.get(base, base)].make()
     layers = [
@@ -152,6 +157,7 @@ def _workload(name: str) -> Workload:
         for module in made.model.modules()
         if type(module).__name__ in ("BertLayer", "GPT2Block")
     ]
+
     then: Callable[[torch.Tensor], object] = (
         _branch if kind == "data-dependent" else lambda t: print(float(t.norm()), file=sys.stderr)
     )
@@ -169,7 +175,9 @@ def _measure(name: str, plain: Workload, budget: str) -> Row:
         return Row(
             name, budget, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{also}"
         )
+
     report = remat.report(planned.model)
+
     return Row(
         name,
         budget,
@@ -232,6 +240,7 @@ def _difference_in_float64(plain: Workload) -> float:
         name: value.double() if _is_float(value) else value for name, value in plain.kwargs.items()
     }
     doubled = Workload(copy.deepcopy(plain.model).double(), kwargs)
+
     try:
         pieces = in_pieces(doubled)
         return max(_difference(a, b) for seed in range(2) for a, b in _pairs(pieces, doubled, seed))
@@ -273,10 +282,12 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
     """Runs four steps of each and compares their results, tensor by tensor."""
     rounded: set[int] = set()
     is_same, largest, num_tensors = True, 0.0, 0
+
     for seed in range(4):
         ours, theirs, pieces = (
             state_after_step(workload, seed) for workload in (planned, plain, in_pieces)
         )
+
         num_tensors = len(ours)
         for place, (a, b, c) in enumerate(zip(ours, theirs, pieces, strict=True)):
             assert a.shape == b.shape, "a gradient is missing"
@@ -285,6 +296,7 @@ def compare(planned: Workload, plain: Workload, in_pieces: Workload) -> Comparis
             if not torch.equal(a, b):
                 rounded.add(place)
                 largest = max(largest, _difference(a, b))
+
     outcome = _EQUAL if not rounded else "equal to aot_eager" if is_same else _DIFFERENT
     return Comparison(outcome, len(rounded), num_tensors, largest)
 
@@ -306,6 +318,7 @@ def table(rows: list[Row]) -> str:
         "operators", "budget, MiB", "predicted",
         "measured", "plain", "unplanned", "overhead",
     ]  # fmt: skip
+
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 11]
     for row in rows:
         sizes = (
@@ -315,14 +328,17 @@ def table(rows: list[Row]) -> str:
             row.plain_bytes,
             row.unplanned_bytes,
         )
+
         if not row.num_pieces:
             lines.append(f"| {row.name} | {row.budget} | {row.outcome} |{' |' * 11}")
             continue
+
         rounded = [
             f"{row.num_rounded} of {row.num_tensors} tensors",
             f"{row.difference:.0e}",
             f"{row.difference_in_float64:.0e}",
         ]
+
         cells = [
             row.name,
             row.budget,
@@ -331,10 +347,12 @@ def table(rows: list[Row]) -> str:
             str(row.num_pieces),
             str(row.num_operators),
         ]
+
         lines.append(
             f"| {' | '.join(cells + [f'{size / 2**20:.3f}' for size in sizes])} | "
             f"{100 * row.overhead:.1f} % |"
         )
+
     return "\n".join(lines)
 
 

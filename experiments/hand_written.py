@@ -68,6 +68,7 @@ class DenseNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks, self.transitions, width = nn.ModuleList(), nn.ModuleList(), 16
+
         for _ in range(3):
             self.blocks.append(
                 nn.ModuleList(_conv(width + i * growth, growth) for i in range(depth))
@@ -75,6 +76,7 @@ class DenseNet(nn.Module):
             self.transitions.append(
                 nn.Sequential(_conv(width + depth * growth, width), nn.AvgPool2d(2))
             )
+
         self.dropout, self.head = nn.Dropout2d(0.2), nn.Linear(width, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -109,13 +111,16 @@ class UNet(nn.Module):
         x = self.enter(images)
         if times is not None:
             x = x + self.time(times)[:, :, None, None]
+
         skips = []
         for down in self.down:
             skips.append(x)
             x = self.dropout(F.max_pool2d(down(x), 2))
+
         for up in self.up:
             x = F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
             x = up(torch.cat([x, skips.pop()], dim=1))
+
         result: torch.Tensor = self.leave(x)
         return result
 
@@ -168,11 +173,13 @@ class GANStep(nn.Module):
             nn.ConvTranspose2d(width, 3, 4, stride=2),
             nn.Tanh(),
         )
+
         self.discriminator = nn.Sequential(
             spectral_norm(nn.Conv2d(3, width, 4, stride=2)), nn.LeakyReLU(0.2, inplace=True),
             nn.Dropout(0.2), nn.Flatten(),
             nn.LazyLinear(1),
         )  # fmt: skip
+
         self.discriminator(torch.zeros(2, 3, 10, 10))  # gives the lazy layer its size
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

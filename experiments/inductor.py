@@ -118,6 +118,7 @@ class Comparison:
     def __init__(self, name: str, device: str) -> None:
         self.device, self.workload = device, workload(name)
         self.model = self.workload.model.to(device)
+
         self.kwargs = {
             key: value.to(device) if isinstance(value, torch.Tensor) else value
             for key, value in self.workload.kwargs.items()
@@ -125,6 +126,7 @@ class Comparison:
         self.has_dropout = any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()
         )
+
         self.rows: list[Row] = []
         self.steps: dict[int, tuple[nn.Module, Step]] = {}
         self.expected: list[torch.Tensor] = []
@@ -140,6 +142,7 @@ class Comparison:
         torch._dynamo.reset()
         model = copy.deepcopy(self.model)
         step = prepare(model)
+
         start = time.perf_counter()
         try:
             state = self.state(model, step)
@@ -147,6 +150,7 @@ class Comparison:
             least = f"can't be met: {error.minimum_bytes / 2**20:.1f} MiB are known to suffice"
             self.rows.append(replace(row, outcome=least, minimum_bytes=error.minimum_bytes))
             return self.rows[-1]
+
         row = replace(row, compile_s=time.perf_counter() - start)
         if row.way in (_INDUCTOR, _EAGER):
             report = remat.report(model)
@@ -156,10 +160,12 @@ class Comparison:
                 first_bytes=report.measured_peak_bytes or 0,
                 overhead=report.solution.overhead,
             )
+
         state = self.state(model, step)
         self.expected = self.expected or state
         loss, *gradients = _differences(state, self.expected)
         is_comparable = row.way != _EAGER or not self.has_dropout
+
         self.steps[len(self.rows)] = (model, step)
         self.rows.append(
             replace(
@@ -169,6 +175,7 @@ class Comparison:
                 gradient_difference=max(gradients) if is_comparable else None,
             )
         )
+
         return self.rows[-1]
 
     def add_least(self, way: str, executor: str) -> None:
@@ -240,17 +247,21 @@ def compare(name: str, device: str, rounds: int, knapsack: Sequence[float]) -> l
     """Returns the rows of a model."""
     found = Comparison(name, device)
     whole = found.add(Row(_COMPILE, ""), _compiled).peak_bytes
+
     peaks = []
     for share in knapsack:
         with functorch_config.patch(activation_memory_budget=share):
             peaks.append(found.add(Row(_PYTORCH, str(share)), _compiled).peak_bytes)
+
     budgets = [int(share * whole) for share in _SHARES]
     ways = {_INDUCTOR: ("inductor", [*budgets, *dict.fromkeys(peaks)]), _EAGER: ("eager", budgets)}
+
     for way, (executor, asked_bytes) in ways.items():
         for budget_bytes in asked_bytes:
             asked = f"{budget_bytes / whole:.0%}"
             found.add(Row(way, asked, budget_bytes), planned(budget_bytes, executor))
         found.add_least(way, executor)
+
     found.time(rounds)
     return found.rows
 
@@ -318,20 +329,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
+
     logging.basicConfig(format="%(message)s")
     _LOG.setLevel(logging.INFO)
     _keep_freed_memory()
     warm_up()
+
     made = {**environment(seed=SEED), "device": asked.device, "rounds": asked.rounds}
     made["threads"] = torch.get_num_threads()
     models = _kept(asked.output, made)
+
     for name in asked.models:
         rows = compare(name, asked.device, asked.rounds, asked.knapsack)
         models[name] = [asdict(row) for row in rows]
+
         asked.output.write_text(
             json.dumps({"environment": made, "models": models}, indent=1) + "\n"
         )
         asked.output.with_suffix(".md").write_text(table(models) + "\n")
+
     print(table(models))
 
 
@@ -360,16 +376,19 @@ def table(models: dict[str, list[dict[str, Any]]]) -> str:
         "loss",
         "gradient",
     )
+
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8]
     for name, kept in models.items():
         rows = [Row(**row) for row in kept]
         lines += [f"| {name} | {' | '.join(_cells(row, rows[0]))} |" for row in rows]
+
     return "\n".join(lines)
 
 
 def _cells(row: Row, first: Row) -> list[str]:
     if row.outcome:
         return [row.way, row.asked, row.outcome, *[""] * 7]
+
     gradient = row.gradient_difference
     return [
         row.way,

@@ -28,11 +28,13 @@ class DenseNet(nn.Module):
     ) -> None:
         super().__init__()
         width = 2 * growth
+
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         )  # fmt: skip
+
         self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
         for index, depth in enumerate(depths):
             layers = (
@@ -41,11 +43,14 @@ class DenseNet(nn.Module):
                 )
                 for i in range(depth)
             )
+
             self.blocks.append(nn.ModuleList(layers))
             width += depth * growth
+
             if index < len(depths) - 1:
                 self.transitions.append(nn.Sequential(_conv(width, width // 2, 1), nn.AvgPool2d(2)))
                 width //= 2
+
         self.norm, self.head = nn.BatchNorm2d(width), nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -85,12 +90,15 @@ class UNet(nn.Module):
         """Returns the mean loss; sides are multiples of 2**depth."""
         skips: list[torch.Tensor] = []
         x = images
+
         for index, down in enumerate(self.down):
             x = down(F.max_pool2d(x, 2) if index else x)
             skips.append(x)
+
         skips.pop()
         for rise, up in zip(self.rise, self.up, strict=True):
             x = up(torch.cat([skips.pop(), rise(x)], dim=1))
+
         return F.cross_entropy(self.head(x), labels)
 
 
@@ -109,6 +117,7 @@ class UnrolledLSTM(nn.Module):
         """Returns the mean loss of predicting each token from those before it."""
         inputs = self.token(ids)
         states: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self.cells)
+
         outputs = []
         for x in inputs.unbind(1):
             for index, cell in enumerate(self.cells):
@@ -116,5 +125,6 @@ class UnrolledLSTM(nn.Module):
                 states[index] = state
                 x = state[0]
             outputs.append(x)
+
         logits = self.head(torch.stack(outputs[:-1], dim=1))
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

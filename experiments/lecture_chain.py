@@ -55,15 +55,18 @@ def chain(num_layers: int = LAYERS) -> Graph:
     operators = [
         Operator(f"x{i} = x{i - 1} W{i}", 1.0, (i - 1,), (i,)) for i in range(1, num_layers + 1)
     ]
+
     values.append(Value(f"g{num_layers}", 1))
     operators.append(
         Operator(
             "loss", 0.0, (num_layers,), (num_layers + 1,), phase=Phase.BACKWARD, pinned="given"
         )
     )
+
     for i in range(num_layers, 0, -1):
         gradient = len(values) - 1 if i == num_layers else len(values) - 2
         values += [Value(f"g{i - 1}", 1 if i > 1 else 0), Value(f"dW{i}", 0)]
+
         weight = Operator(
             f"dW{i} = x{i - 1}' g{i}",
             1.0,
@@ -72,6 +75,7 @@ def chain(num_layers: int = LAYERS) -> Graph:
             phase=Phase.BACKWARD,
             pinned="a result",
         )
+
         inner = Operator(
             f"g{i - 1} = g{i} W{i}'",
             1.0,
@@ -80,7 +84,9 @@ def chain(num_layers: int = LAYERS) -> Graph:
             phase=Phase.BACKWARD,
             pinned="once is enough",
         )
+
         operators += [weight, inner]
+
     outputs = tuple(
         i for i, value in enumerate(values) if value.name.startswith("dW") or value.name == "g0"
     )
@@ -95,6 +101,7 @@ def from_checkpoints(kept: tuple[int, ...], *, is_segment: bool) -> list[int]:
     """
     steps = list(range(LAYERS + 1))
     at_hand = set(kept) | {0}
+
     for layer in range(LAYERS, 0, -1):
         if layer - 1 not in at_hand:
             nearest = max(i for i in (0, *kept) if i < layer)
@@ -102,8 +109,10 @@ def from_checkpoints(kept: tuple[int, ...], *, is_segment: bool) -> list[int]:
             steps += again
             if is_segment:
                 at_hand |= {i + 1 for i in again}
+
         first = LAYERS + 1 + 2 * (LAYERS - layer)
         steps += [first, first + 1]
+
     return steps
 
 
@@ -115,10 +124,12 @@ def by_hand(graph: Graph) -> Iterator[dict[str, Any]]:
         "checkpoint at layer 5, by layer": from_checkpoints((MIDDLE,), is_segment=False),
         "nothing kept": from_checkpoints((), is_segment=False),
     }
+
     for name, steps in schedules.items():
         schedule = Schedule.from_steps(graph, steps)
         assert not remat.validate(graph, schedule)
         simulation = simulate(graph, schedule)
+
         yield {
             "name": name,
             "matrices": simulation.peak_bytes,
@@ -134,12 +145,14 @@ def least(graph: Graph) -> Iterator[dict[str, Any]]:
             solution = remat.solve(graph, matrices, time_limit_s=TIME_LIMIT_S, gap=0.0)
         except remat.BudgetError:
             continue
+
         answers = [solution]
         # search stops at its bound; the integer program goes on
         if solution.status is not remat.Status.OPTIMAL:
             answers.append(
                 remat.solve(graph, matrices, solver="milp", time_limit_s=3 * TIME_LIMIT_S, gap=0.0)
             )
+
         products = min(round(answer.cost_s) for answer in answers)
         bound = max(math.ceil(answer.lower_bound_s - 1e-6) for answer in answers)
         yield {"matrices": matrices, "products": products, "proved_least": bound}
@@ -162,25 +175,31 @@ def run(width: int = 64) -> Iterator[dict[str, Any]]:
         model = torch.nn.Sequential(
             *(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS))
         )
+
         batch = torch.randn(32 * width, width, requires_grad=True)
         model(batch).sum().backward()
         plain = [p.grad for p in model.parameters()]
         model.zero_grad(set_to_none=True)
+
         graph = remat.trace(model, (batch,), costs="flops", differentiate="all")
         budget = remat.minimum(graph).peak_bytes if share == "least" else share
         solution = remat.solve(graph, budget, time_limit_s=TIME_LIMIT_S, gap=0.0)
         assert solution.schedule is not None
+
         planned = sum(
             graph.operators[i].target == "aten.mm.default" for i in solution.schedule.steps
         )
+
         remat.wrap(model, solution, costs="flops", differentiate="all")
         model(batch).sum().backward()
         model.zero_grad(set_to_none=True)
         executed = products_of(lambda model=model, batch=batch: model(batch).sum().backward())  # type: ignore[misc]
+
         pairs = zip(model.parameters(), plain, strict=True)
         is_equal = all(
             p.grad is not None and g is not None and torch.equal(p.grad, g) for p, g in pairs
         )
+
         yield {
             "budget": share,
             "peak_bytes": solution.peak_bytes,
@@ -200,6 +219,7 @@ def picture(record: Mapping[str, Any]) -> None:
         x_label="memory (matrices: activations and their gradients)",
         y_label="matrix products, forward and backward",
     )
+
     x, y = [row["matrices"] for row in optimum], [row["products"] for row in optimum]
     axes.step(x, y, where="post", color=BLUE, linewidth=1.8)
     axes.plot(
@@ -210,6 +230,7 @@ def picture(record: Mapping[str, Any]) -> None:
         markersize=6,
         label="remat's schedules, with their numbers of products",
     )
+
     axes.plot(
         x,
         [row["proved_least"] for row in optimum],
@@ -219,6 +240,7 @@ def picture(record: Mapping[str, Any]) -> None:
         markeredgewidth=2,
         label="proved: no schedule has fewer",
     )
+
     for at, height in zip(x, y, strict=True):
         axes.annotate(
             str(height),
@@ -228,12 +250,15 @@ def picture(record: Mapping[str, Any]) -> None:
             fontsize=8.5,
             color=BLUE,
         )
+
     for row, colour, marker in zip(hand, (GREY, GREEN, ORANGE, "#7b4fa3"), "sD^v", strict=True):
         label = f"{row['name']}: {row['products']}"
         axes.plot(row["matrices"], row["products"], marker, color=colour, markersize=9, label=label)
+
     axes.set_ylim(25, 80)
     axes.set_xticks(range(1, max(x) + 1))
     axes.set_xlim(2.5, max(x) + 0.8)
+
     legend_below(figure, axes, columns=2)
     draw("lecture_chain", figure)
 
@@ -247,6 +272,7 @@ def main() -> None:
             {"by_hand": list(by_hand(graph)), "least": list(least(graph)), "executed": list(run())},
             seed=SEED,
         )
+
     record = read("lecture_chain")
     picture(record)
     for row in [*record["by_hand"], *record["least"], *record["executed"]]:

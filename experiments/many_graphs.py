@@ -32,6 +32,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "many_graphs.json")
     options = parser.parse_args()
+
     made, began = environment(), time.monotonic()
     command = [
         sys.executable,
@@ -41,6 +42,7 @@ def main() -> int:
         "tests/promises/test_many_graphs.py",
         "--hypothesis-show-statistics",
     ]
+
     run = subprocess.run(
         command,
         cwd=HERE.parents[1],
@@ -48,12 +50,14 @@ def main() -> int:
         text=True,
         stdout=subprocess.PIPE,
     )
+
     print(run.stdout)
     seen = [
         line.strip(" -")
         for line in run.stdout.splitlines()
         if "passing" in line or "Stopped because" in line
     ]
+
     result = {
         "environment": made,
         "examples": options.examples,
@@ -62,6 +66,7 @@ def main() -> int:
         "hypothesis": seen,
         "seconds": round(time.monotonic() - began, 1),
     }
+
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     return run.returncode

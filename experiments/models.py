@@ -56,12 +56,15 @@ class Block(nn.Module):
         batch, tokens, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+
         scores = query @ key.transpose(-1, -2) * (self.num_heads / width) ** 0.5
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
         weights = self.dropout(scores.masked_fill(future, float("-inf")).softmax(dim=-1))
+
         x = x + self.dropout(
             self.out((weights @ value).transpose(1, 2).reshape(batch, tokens, width))
         )
+
         change: torch.Tensor = self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
         return x + change
 
@@ -134,6 +137,7 @@ def bert() -> Workload:
         intermediate_size=768,
         vocab_size=1000,
     )
+
     ids = torch.randint(0, 1000, (8, 128))
     return _train(
         BertForMaskedLM(config),
@@ -150,6 +154,7 @@ def t5() -> Workload:
     config = T5Config(
         vocab_size=1000, d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4, **start
     )
+
     ids, labels = torch.randint(0, 1000, (2, 8, 64))
     return _train(T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels})
 
@@ -172,6 +177,7 @@ def _llama(*, is_tied: bool) -> Workload:
         num_attention_heads=4, num_key_value_heads=2,
         attention_dropout=0.1, use_cache=False, tie_word_embeddings=is_tied,
     )  # fmt: skip
+
     ids = torch.randint(0, 1000, (8, 128))
     return _train(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
 

@@ -72,6 +72,7 @@ class Signals(nn.Module):
                 nn.Dropout(0.1),
             )
         ]  # fmt: skip
+
         self.table, self.body = nn.Embedding(VOCABULARY, WIDTH), nn.Sequential(*parts)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -211,11 +212,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     output = parser.parse_args().output
+
     torch.set_num_threads(1)
     record: dict[str, Any] = {"environment": environment(seed=SEED), "models": {}}
+
     for name, make in MODELS.items():
         record["models"][name] = measure(make)
         print(name, record["models"][name])
+
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n")
 

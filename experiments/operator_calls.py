@@ -59,6 +59,7 @@ def functional_form(target: Any) -> OpOverload | None:
         return None
     if not target._schema.is_mutable:
         return target
+
     name = target._schema.name.split("::")[1]
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name[-1] == "_" else None
     overload = getattr(packet, target._overloadname, None)
@@ -77,8 +78,10 @@ def calls_of(info: Any, dtype: torch.dtype, num_samples: int) -> list[Made]:
     """Returns the distinct calls that an operator makes, forward and backward, on samples."""
     if dtype not in info.supported_dtypes("cpu"):
         return []
+
     trains = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     torch.manual_seed(0)
+
     found: dict[Call, Made] = {}
     recorder = _Recorder()
     with warnings.catch_warnings():
@@ -89,8 +92,10 @@ def calls_of(info: Any, dtype: torch.dtype, num_samples: int) -> list[Made]:
                     _step(info.op, sample, trains=trains)
             except REFUSALS:  # some samples are for tests that expect errors
                 continue
+
     for made in recorder.calls:
         found.setdefault(Call.made(made.target, made.args, made.kwargs, None), made)
+
     return list(found.values())
 
 
@@ -166,14 +171,17 @@ def in_layouts(made: Made, shape: tuple[int, ...] = ()) -> Iterator[Made]:
     places = [i for i, leaf in enumerate(leaves) if _is_dense_data(leaf)]
     if shape and {leaves[i].shape for i in places} - {leaves[places[0]].shape if places else ()}:
         return
+
     with torch.no_grad():
         for place in places if shape else ():
             leaves[place] = _filled(leaves[place], shape)
+
         for change in LAYOUTS.values():
             for changed in (places, places[:1]) if len(places) > 1 else (places,):
                 new = list(leaves)
                 for place in changed:
                     new[place] = change(leaves[place].detach())
+
                 args, kwargs = tree_unflatten(new, spec)
                 yield Made(made.target, args, kwargs)
 

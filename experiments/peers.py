@@ -41,6 +41,8 @@ def solve_as_peer(
         except SolverError as error:
             reason = " ".join(str(error).split())
             continue
+
         if found.is_solved and (best is None or found.cost_s < best.cost_s):
             best = found
+
     return best, time.perf_counter() - began, "" if best else reason

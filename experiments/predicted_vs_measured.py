@@ -81,15 +81,18 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", choices=MODELS, metavar="MODEL")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
     for name in parser.parse_args().models or MODELS:
         rows = measure_model(name)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         results[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
+
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(
             json.dumps({known: results[known] for known in MODELS if known in results}, indent=1)
             + "\n"
         )
+
     print(
         table([Row(**row) for name in MODELS if name in results for row in results[name]["rows"]])
     )
@@ -100,6 +103,7 @@ def measure_model(name: str) -> list[Row]:
     torch._dynamo.reset()
     workload = make(name, seed=SEED)
     graph = remat.trace(workload.model, kwargs=workload.kwargs)
+
     rows = []
     for label, budget in (
         ("100%", "100%"),
@@ -108,6 +112,7 @@ def measure_model(name: str) -> list[Row]:
     ):
         rows.append(_measure(name, label, remat.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)))
         print(rows[-1], file=sys.stderr, flush=True)
+
     return rows
 
 
@@ -115,10 +120,12 @@ def _measure(name: str, label: str, solution: remat.Solution) -> Row:
     torch._dynamo.reset()
     plain = make(name, seed=SEED)
     planned = replace(plain, model=remat.wrap(copy.deepcopy(plain.model), solution))
+
     start = time.perf_counter()
     is_equal = is_same_step(planned, plain, 1)
     capture_s = time.perf_counter() - start
     is_equal = is_same_step(planned, plain, 2) and is_equal
+
     return Row(
         model=name,
         budget=label,
@@ -159,6 +166,7 @@ def table(rows: list[Row]) -> str:
         "overhead",
         "step time",
     ]
+
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---:|---:|---:|---|---:|---:|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     return "\n".join(lines)

@@ -203,12 +203,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", choices=STEPS, metavar="NAME")
     asked = parser.parse_args()
+
     folder: Path = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
+
     for name in asked.names or STEPS:
         start = time.perf_counter()
         graph = graph_of(name)
         graph.save(folder / f"{name}.json")
+
         print(
             f"{name}: {graph.num_operators:,} operators, {time.perf_counter() - start:.0f} s",
             flush=True,

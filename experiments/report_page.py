@@ -35,20 +35,24 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--keep", type=Path, default=None, help="folder for the page")
     keep = parser.parse_args().keep
+
     torch.manual_seed(SEED)
     graph = remat.trace(GPT(), (example_batch(),))
     curve = remat.frontier(graph, 8, time_limit_s=4.0)
     solution = remat.solve(graph, BUDGET, time_limit_s=20.0)
+
     with tempfile.TemporaryDirectory() as folder:
         page = (keep or Path(folder)) / "report.html"
         Report(graph, solution).save(page, curve=curve, title="GPT of the demo")
         seen = look(page, _DRAWN, RESULTS / "report_page.png", width=1280, height=1565)
+
         numbers = {
             "page_bytes": page.stat().st_size,
             "height": seen.value,
             "errors": seen.errors,
             "requests": seen.requests,
         }
+
     assert solution.schedule is not None
     picture = plot_schedule(
         graph,
@@ -57,12 +61,14 @@ def main() -> None:
         title=f"The demo's GPT at {BUDGET}",
     )
     save(picture, RESULTS / "report_page_schedule.png")
+
     plan = {
         "budget_bytes": solution.budget_bytes,
         "peak_bytes": solution.peak_bytes,
         "overhead": solution.overhead,
         "gap": solution.gap,
     }
+
     write("report_page", {**numbers, **plan}, seed=SEED)
     print(numbers)
 

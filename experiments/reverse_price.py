@@ -75,9 +75,11 @@ def large_steps() -> dict[str, TracedStep]:
     with fake_tensors(torch.bfloat16):
         gpt = GPT(num_layers=12, width=768, num_heads=12, vocabulary=50257, dropout=0.0)
         ids = torch.zeros(8, 1024, dtype=torch.long)
+
     steps = {
         "GPT-2 small, 8 x 1,024 tokens": trace_step(gpt.train(), kwargs={"ids": ids}, costs=COSTS)
     }
+
     resnet: nn.Module = ResNetForImageClassification(ResNetConfig())
     resnet.to(torch.bfloat16)
     images = {
@@ -85,6 +87,7 @@ def large_steps() -> dict[str, TracedStep]:
         "labels": torch.zeros(64, dtype=torch.long),
     }
     steps["ResNet-50, 64 images"] = trace_step(resnet.train(), kwargs=images, costs=COSTS)
+
     return steps
 
 
@@ -114,11 +117,14 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
     """Yields MFU (fraction of the device's peak FLOP/s) for each plan."""
     graph = step.graph
     model_flop = sum(row["flop"] for row in roofline(step))
+
     keep_all = make_solver("keep-all").solve(
         graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes
     )
+
     blocks = blocks_plan(graph)
     ours = remat.solve(graph, blocks.peak_bytes, time_limit_s=time_limit_s)
+
     for way, solution in (
         ("everything kept", keep_all),
         ("block by block", blocks),
@@ -157,11 +163,14 @@ def picture(record: Mapping[str, Any]) -> None:
         width=14,
         height=5,
     )
+
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1.5, 1))
     _draw_prices(left, prices)
     _draw_roofline(middle, operators)
+
     quiet(right, y_label="model FLOP utilisation, at most (%)")
     titled(right, "MFU of each plan")
+
     ways = list(dict.fromkeys(row["way"] for row in shares))
     names = list(operators)
     for place, (way, colour) in enumerate(zip(ways, (GREY, ORANGE, BLUE), strict=True)):
@@ -170,9 +179,11 @@ def picture(record: Mapping[str, Any]) -> None:
             np.arange(len(names)) + 0.27 * (place - 1), heights, 0.26, color=colour, label=way
         )
         right.bar_label(bars, fmt="%.1f", fontsize=8)
+
     right.set_xticks(
         np.arange(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8
     )
+
     legend_below(figure, [left, middle, right], columns=5)
     draw("reverse_price", figure)
 
@@ -180,6 +191,7 @@ def picture(record: Mapping[str, Any]) -> None:
 def _draw_prices(axes: Any, prices: list[dict[str, Any]]) -> None:
     quiet(axes, x_label="forward and backward over forward", grid="x")
     titled(axes, "the price of a gradient")
+
     at = np.arange(len(prices))
     axes.barh(at - 0.2, [row["flop"] for row in prices], 0.38, color=BLUE, label="in FLOP")
     axes.barh(
@@ -189,6 +201,7 @@ def _draw_prices(axes: Any, prices: list[dict[str, Any]]) -> None:
         color="#a5c8ec",
         label="in seconds, by roofline",
     )
+
     axes.axvline(FACTOR, color=INK, linestyle="--", linewidth=1.2, label="the theorem's factor, 5")
     axes.set_yticks(at, [row["model"] for row in prices])
     axes.invert_yaxis()
@@ -202,6 +215,7 @@ def _draw_roofline(axes: Any, operators: Mapping[str, Mapping[str, list[list[flo
         grid="both",
     )
     titled(axes, "every operator of a step (below the roof: launches)")
+
     for (name, kinds), colour in zip(operators.items(), (BLUE, ORANGE), strict=True):
         for (kind, found), marker in zip(kinds.items(), "ox", strict=True):
             x, y = [intensity for intensity, _ in found], [rate / 1e12 for _, rate in found]
@@ -214,6 +228,7 @@ def _draw_roofline(axes: Any, operators: Mapping[str, Mapping[str, list[list[flo
                 alpha=0.6,
                 label=f"{name.split(',')[0]}: {kind}",
             )
+
     roof = np.logspace(-2, 4, 200)
     axes.plot(
         roof,
@@ -222,6 +237,7 @@ def _draw_roofline(axes: Any, operators: Mapping[str, Mapping[str, list[list[flo
         linewidth=1.2,
         label="roof: bandwidth, then bf16 peak",
     )
+
     axes.set_xscale("log")
     axes.set_yscale("log")
 
@@ -247,14 +263,17 @@ def main() -> None:
         "--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)"
     )
     options = parser.parse_args()
+
     if not options.redraw:
         write(
             "reverse_price",
             {"device": DEVICE.name, "factor": FACTOR, **computed(options.time_limit)},
             seed=SEED,
         )
+
     record = read("reverse_price")
     picture(record)
+
     prices = record["prices"]
     print(
         table(
@@ -262,6 +281,7 @@ def main() -> None:
             ["gradient over forward", "FLOP", "seconds"],
         )
     )
+
     cells = [
         [
             f"{r['model']}: {r['way']}",
@@ -280,6 +300,7 @@ def _totals(rows: list[dict[str, Any]]) -> dict[str, float]:
     by_memory = sum(
         row["seconds"] for row in rows if row["bytes"] / DEVICE.bandwidth > 0.5 * row["seconds"]
     )
+
     return {
         "flop": flop, "seconds": seconds,
         "flop_in_products": sum(row["flop"] for row in products) / flop,

@@ -94,8 +94,10 @@ def traced(*, is_mixed: bool) -> Graph:
                 for _ in range(SHAPE["num_layers"])
             )
         )
+
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         model = Autocast(model) if is_mixed else model
+
     return remat.trace(model.train(), (ids,), costs=COSTS)
 
 
@@ -127,21 +129,25 @@ def computed() -> Iterator[dict[str, Any]]:
     for precision, is_mixed in (("fp32", False), ("bf16-mixed", True)):
         graph = traced(is_mixed=is_mixed)
         least = Schedule.from_steps(graph, minimum(graph, time_limit_s=30.0).steps)
+
         for plan, schedule in (
             ("everything kept", Schedule.keep_all(graph)),
             ("remat, least", least),
         ):
             activations = activation_bytes(graph, schedule)
             overhead = remat.simulate(graph, schedule).cost_s / graph.cost_s - 1
+
             for ranks in RANKS:
                 one = 4 * count // ranks
                 unit = 0 if ranks == 1 else gathered * (2 if is_mixed else 4)
+
                 held = {
                     "parameters": one + unit,
                     "gradients": one,
                     "optimizer": 2 * one,
                     "activations": activations,
                 }
+
                 yield {
                     "precision": precision,
                     "plan": plan,
@@ -165,13 +171,16 @@ def _sharded(*, is_mixed: bool, is_planned: bool) -> nn.Module:
     model = _small()
     if is_planned:
         remat.checkpoint(model, SHARE, blocks=model.blocks, costs="flops", time_limit_s=10.0)
+
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
     )
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
     return model
 
 
@@ -180,6 +189,7 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
     model = _sharded(is_mixed=is_mixed, is_planned=is_planned)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, SMALL["vocabulary"], (SMALL_BATCH, SMALL_TOKENS))
+
     for _ in range(2):
         optimizer.zero_grad()
         model(ids=ids).backward()
@@ -197,6 +207,7 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
         "gradients": sum(local(p.grad) for p in model.parameters() if p.grad is not None),
         "optimizer": sum(map(local, moments)),
     }
+
     found: dict[str, Any] = {"measured": held}
     if is_planned:
         report = remat.report(model)
@@ -205,6 +216,7 @@ def _trained(*, is_mixed: bool, is_planned: bool) -> dict[str, Any]:
             "measured_peak_bytes": report.measured_peak_bytes,
         }
         found |= {"overhead": report.solution.overhead, "unplanned_bytes": report.unplanned_bytes}
+
     optimizer.zero_grad()
     return found | {
         "step_bytes": remat.measure(lambda: model(ids=ids).backward(), device="cpu").peak_bytes
@@ -220,6 +232,7 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
+
     found = [
         {
             "precision": precision,
@@ -229,8 +242,10 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
         for precision in ("fp32", "bf16-mixed")
         for plan in ("everything kept", f"remat, {SHARE}")
     ]
+
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
+
     dist.barrier()
     dist.destroy_process_group()
 
@@ -242,11 +257,13 @@ def measured() -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, args=(ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
             found = torch.load(os.path.join(folder, "found.pt"))
+
         expected = {
             "parameters": 4 * count // ranks,
             "gradients": 4 * count // ranks,
             "optimizer": 8 * count // ranks,
         }
+
         for row in found:
             print(ranks, row, flush=True)
             yield {"ranks": ranks, "computed": expected, **row}
@@ -262,11 +279,13 @@ def picture(record: Mapping[str, Any]) -> None:
         width=17,
         height=4.8,
     )
+
     rows = record["rows"]
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
     grid = figure.add_gridspec(1, len(cases) + 1, width_ratios=(*[1] * len(cases), 1.15))
     first = figure.add_subplot(grid[0, 0])
     panels = [first, *(figure.add_subplot(grid[0, i], sharey=first) for i in range(1, len(cases)))]
+
     for axes, (precision, plan) in zip(panels, cases, strict=True):
         mine = [row for row in rows if (row["precision"], row["plan"]) == (precision, plan)]
         quiet(
@@ -274,14 +293,18 @@ def picture(record: Mapping[str, Any]) -> None:
         )
         more = f", +{100 * mine[0]['overhead']:.0f} % compute" if mine[0]["overhead"] > 1e-9 else ""
         axes.set_title(f"{precision}: {plan}{more}", fontsize=9.5, loc="left")
+
         below = np.zeros(len(mine))
         for kind, colour in zip(mine[0]["bytes"], (LINES[3], GREEN, ORANGE, BLUE), strict=True):
             height = np.array([row["bytes"][kind] / 2**30 for row in mine])
             axes.bar(range(len(mine)), height, 0.75, bottom=below, color=colour, label=kind)
             below += height
+
         axes.set_xticks(range(len(mine)), [f"{row['ranks']:,}" for row in mine], fontsize=7.5)
+
     last = figure.add_subplot(grid[0, len(cases)])
     _draw_measured(last, record["measured"])
+
     legend_below(figure, [*panels, last], columns=8)
     draw("sharding", figure)
 
@@ -293,6 +316,7 @@ def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
         y_label="peak of a step beyond its state (MiB)",
     )
     axes.set_title("GPT of 4 layers, width 128: measured", fontsize=9.5, loc="left")
+
     cases = list(dict.fromkeys((row["precision"], row["plan"]) for row in rows))
     for place, (case, colour) in enumerate(
         zip(cases, (GREY, LINES[5], "#b9c1c9", "#8fd0d1"), strict=True)
@@ -300,6 +324,7 @@ def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
         heights = [
             row["step_bytes"] / 2**20 for row in rows if (row["precision"], row["plan"]) == case
         ]
+
         bars = axes.bar(
             np.arange(len(heights)) + 0.21 * (place - 1.5),
             heights,
@@ -308,6 +333,7 @@ def _draw_measured(axes: Any, rows: list[dict[str, Any]]) -> None:
             label=", ".join(case),
         )
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5)
+
     axes.set_xticks(range(len(MEASURED_RANKS)), [str(ranks) for ranks in MEASURED_RANKS])
 
 
@@ -315,8 +341,10 @@ def main() -> None:
     """Computes, measures, prints, writes and draws."""
     if not arguments(__doc__).parse_args().redraw:
         write("sharding", {"rows": list(computed()), "measured": list(measured())}, seed=SEED)
+
     record = read("sharding")
     picture(record)
+
     rows = record["rows"]
     cells = [
         [
@@ -328,6 +356,7 @@ def main() -> None:
         if r["ranks"] in (1, 8, 1024)
     ]
     print(table(cells, ["", *rows[0]["bytes"], "total"]))
+
     for check in record["measured"]:
         print(check)
 

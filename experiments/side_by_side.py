@@ -145,13 +145,16 @@ def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
     yield "plain PyTorch", "plain", lambda plain: plain
     yield "checkpoint a block", "blocks", checkpointed
     yield "selective checkpoint a block", "selective", selective
+
     for share in SHARES:
         yield INDUCTOR, f"{share:g}", functools.partial(compiled, share=share)
+
     graph = remat.trace(workload.model, kwargs=dict(workload.kwargs), costs="profile")
     least, most = (
         remat.minimum(graph).peak_bytes,
         remat.simulate(graph, Schedule.keep_all(graph)).peak_bytes,
     )
+
     for budget in BUDGETS:
         if budget == "least" or parse_budget(budget, keep_all_bytes=most) > least:
             yield (
@@ -159,6 +162,7 @@ def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
                 budget,
                 functools.partial(planned, budget=least if budget == "least" else budget),
             )
+
     for budget in INDUCTOR_BUDGETS:
         yield (
             "remat, run by Inductor",
@@ -211,6 +215,7 @@ def paces(workload: Workload, plain: Workload, pairs: int) -> tuple[float, float
             one.step()
             pair.append(time.process_time() - start)
         times.append(pair)
+
     return statistics.median(t for t, _ in times), statistics.median(
         mine / theirs for mine, theirs in times
     )
@@ -224,9 +229,11 @@ def measured(
     original = MODELS[name]()
     plain = copy.deepcopy(original)
     truth = gradients(plain)
+
     for family, label, make in ways(copy.deepcopy(original)):
         if (name, family, label) in known:
             continue
+
         torch._dynamo.reset()
         workload = make(copy.deepcopy(original))
         try:
@@ -235,8 +242,10 @@ def measured(
         except remat.BudgetError as error:
             yield {"model": name, "family": family, "label": label, "refused": str(error)}
             continue
+
         off = difference(gradients(workload), truth)
         step_s, ratio = paces(workload, plain, pairs)
+
         row = {
             "model": name,
             "family": family,
@@ -245,6 +254,7 @@ def measured(
             "step_s": step_s,
             "ratio": ratio,
         }
+
         if family.startswith("remat"):
             solution = remat.report(workload.model).solution
             row |= {
@@ -252,7 +262,9 @@ def measured(
                 "predicted_overhead": solution.overhead,
                 "gap": solution.gap,
             }
+
         yield row | {"gradient_difference": off}
+
     torch._functorch.config.activation_memory_budget = 1.0
 
 
@@ -273,6 +285,7 @@ def picture(record: Mapping[str, Any]) -> None:
         "The same training step run in several ways (CPU, one thread)", width=12, height=5.2
     )
     panels = np.atleast_1d(figure.subplots(1, len(MODELS)))
+
     for axes, name in zip(panels, MODELS, strict=True):
         quiet(
             axes,
@@ -281,6 +294,7 @@ def picture(record: Mapping[str, Any]) -> None:
             grid="both",
         )
         titled(axes, name)
+
         mine = [row for row in rows if row["model"] == name]
         for family, colour in _COLOURS.items():
             # in the order of their budgets
@@ -295,12 +309,14 @@ def picture(record: Mapping[str, Any]) -> None:
                 linewidth=1.2,
                 label=family,
             )
+
         wrong = [row for row in mine if row["gradients"] == "wrong"]
         axes.plot(
             [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x",
             color=RED, markersize=13,
             markeredgewidth=2.2, linestyle="", label="wrong gradients",
         )  # fmt: skip
+
         axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in mine) / 2**20)
         label_marks(
             axes,
@@ -309,6 +325,7 @@ def picture(record: Mapping[str, Any]) -> None:
                 for row in mine
             ],
         )
+
     legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
 
@@ -336,10 +353,13 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows of an interrupted run")
     options = parser.parse_args()
+
     if not options.redraw:
         run(options.pairs, is_resumed=options.resume)
+
     record = read("side_by_side")
     picture(record)
+
     cells = []
     for row in record["rows"]:
         if "refused" in row:
@@ -347,10 +367,12 @@ def main() -> None:
                 [f"{row['model']}: {row['family']}, {row['label']}", "can't be met", "", ""]
             )
             continue
+
         peak, ratio = f"{row['peak_bytes'] / 2**20:.1f} MiB", f"{row['ratio']:.2f}"
         cells.append(
             [f"{row['model']}: {row['family']}, {row['label']}", peak, ratio, row["gradients"]]
         )
+
     print(table(cells, ["", "measured peak", "time over plain", "gradients"]))
 
 

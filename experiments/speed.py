@@ -56,6 +56,7 @@ def simulator() -> list[dict[str, float]]:
         steps = [*range(boundary), *range(0, boundary, 5), *range(boundary, graph.num_operators)]
         schedule = Schedule.from_steps(graph, steps)
         simulate(graph, schedule)  # fills the graph's arrays
+
         rows.append(
             {
                 "operators": graph.num_operators,
@@ -63,6 +64,7 @@ def simulator() -> list[dict[str, float]]:
                 "s": median_s(lambda g=graph, s=schedule: simulate(g, s), 15),  # type: ignore[misc]
             }
         )
+
     return rows
 
 
@@ -81,6 +83,7 @@ def bindings() -> list[dict[str, Any]]:
             (a, [8], a[0], a[1], 1e-5),
         ),
     ]
+
     rows = []
     with torch.no_grad():
         for name, op, binding, args in cases:
@@ -91,7 +94,9 @@ def bindings() -> list[dict[str, Any]]:
                     / 2000
                     * median_s(lambda call=call, args=args: [call(*args) for _ in range(2000)], 7)  # type: ignore[misc]
                 )
+
             rows.append({"name": name, **times})
+
     return rows
 
 
@@ -103,9 +108,11 @@ def step_ratios() -> list[dict[str, float]]:
     for num_layers, width, batch, tokens in ((2, 32, 1, 16), (6, 128, 4, 128), (6, 256, 4, 256)):
         torch.manual_seed(SEED)
         torch._dynamo.reset()
+
         plain = GPT(num_layers=num_layers, width=width)
         model = remat.checkpoint(copy.deepcopy(plain), "100%")
         ids = torch.randint(0, 256, (batch, tokens))
+
         pairs = []
         for step in range(14):
             pair = []
@@ -114,8 +121,10 @@ def step_ratios() -> list[dict[str, float]]:
                 start = time.process_time()
                 one(ids=ids).backward()
                 pair.append(time.process_time() - start)
+
             if step >= 3:
                 pairs.append(pair)
+
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         rows.append(
             {
@@ -125,6 +134,7 @@ def step_ratios() -> list[dict[str, float]]:
                 "ratio": ratio,
             }
         )
+
     return rows
 
 
@@ -133,8 +143,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     output = parser.parse_args().output
+
     torch.set_num_threads(1)
     record: dict[str, Any] = {"environment": environment(seed=SEED)}
+
     for name, part in (("simulator", simulator), ("bindings", bindings), ("step", step_ratios)):
         record[name] = part()
         for row in record[name]:
@@ -145,6 +157,7 @@ def main() -> None:
                     for key, value in row.items()
                 },
             )
+
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n")
 

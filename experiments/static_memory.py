@@ -130,6 +130,7 @@ def planned(graph: Graph, schedule: Schedule, time_limit_s: float) -> dict[str, 
         "greedy by size": greedy_by_size(blocks),
         "our search": search(blocks, time_limit_s=time_limit_s, seed=SEED),
     }
+
     apart = Blocks.of(graph, schedule, in_place=False)
     return {
         "blocks": len(blocks.first),
@@ -156,8 +157,10 @@ def picture(record: Mapping[str, Any]) -> None:
         width=12,
         height=7.2,
     )
+
     left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
+
     quiet(left, x_label="memory (% of own memory for each value)", grid="x")
     titled(left, "what is held at once")
     for place, (kind, (label, colour)) in enumerate(_KINDS.items()):
@@ -169,6 +172,7 @@ def picture(record: Mapping[str, Any]) -> None:
             label=label,
         )
         left.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+
     quiet(right, x_label="arena over the lower bound, the most held at once (%)", grid="x")
     titled(right, "fragmentation: an arena with a place for every value")
     for place, (kind, colour) in enumerate(
@@ -179,9 +183,11 @@ def picture(record: Mapping[str, Any]) -> None:
             at + 0.27 * (place - 1), heights, 0.25, color=colour, label=f"arena: {kind}"
         )
         right.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+
     left.set_yticks(at, [f"{row['model']}\n{row['schedule']}" for row in rows], fontsize=8.5)
     left.set_xlim(right=109)
     left.invert_yaxis()
+
     legend_below(figure, [left, right])
     draw("static_memory", figure)
 
@@ -192,6 +198,7 @@ def rows_of(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
     graph = GRAPHS[name]()
     solution = remat.solve(graph, BUDGET, time_limit_s=time_limit_s)
     assert solution.schedule is not None
+
     for label, schedule in (
         ("everything kept", Schedule.keep_all(graph)),
         (f"at {BUDGET}", solution.schedule),
@@ -214,11 +221,14 @@ def main() -> None:
         help="seconds for each search and solve (default: 10)",
     )
     options = parser.parse_args()
+
     if not options.redraw:
         found = [row for name in GRAPHS for row in rows_of(name, options.time_limit)]
         write("static_memory", {"time_limit_s": options.time_limit, "rows": found}, seed=SEED)
+
     record = read("static_memory")
     picture(record)
+
     rows = record["rows"]
     cells = [
         [
@@ -228,6 +238,7 @@ def main() -> None:
         ]
         for row in rows
     ]
+
     print(
         table(
             cells,

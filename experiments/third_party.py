@@ -76,21 +76,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--missing", action="store_true", help="what has no rows yet")
     asked = parser.parse_args(arguments)
+
     _prepare()
     known = load()
+
     for name in _asked_for(asked.words, known if asked.missing else ()):
         package = ALL[name].package
         found = installed_version(package)
         if not found:
             print(f"{name} | skipped: {package} is not installed", file=sys.stderr, flush=True)
             continue
+
         rows = _in_a_process(name)
         made = {**environment(seed=SEED), "threads": 1}
         rows_kept = [asdict(row) for row in rows]
         known[name] = {"environment": made, "version": found, "rows": rows_kept}
+
         save(known)
         shown = (f"{row.budget} {row.outcome} {row.aot_eager}".strip() for row in rows)
         print(name, *shown, sep=" | ", file=sys.stderr, flush=True)
+
     print(save(known))
 
 
@@ -101,11 +106,13 @@ def _asked_for(words: list[str], known: Container[str]) -> list[str]:
         for name in ALL
         if name not in known and (not words or any(word in name for word in words))
     ]
+
     seen: Counter[str] = Counter()
     turn = {}
     for name in names:
         turn[name] = seen[ALL[name].package]
         seen[ALL[name].package] += 1
+
     return sorted(names, key=turn.__getitem__)
 
 
@@ -143,6 +150,7 @@ def _in_a_process(name: str) -> list[Row]:
     process = _FORK.Process(target=_send_rows, args=(sender, name))
     process.start()
     sender.close()
+
     try:
         if receiver.poll(_MODEL_LIMIT_S):
             rows: list[Row] = receiver.recv()
@@ -214,18 +222,23 @@ def measure(name: str, make: Make) -> list[Row]:
         row = replace(row, plain_bytes=plain.peak_bytes())
         if not plain.is_steady(1):
             return [replace(row, outcome="plain PyTorch differs from itself")]
+
         everything, graph = _at(replace(row, budget="100%"), plain, "100%")
         if everything.outcome == DIFFERENT and not plain.is_steady(_ATTEMPTS):
             return [replace(row, outcome="plain PyTorch differs from itself")]
+
         least = least_bytes(graph, time_limit_s=_TIME_LIMIT_S)
     except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
         return [replace(row, outcome=_first_line(error), aot_eager=plain.aot_eager())]
+
     part = everything.budget_bytes * 6 // 10
     labels = {"60%": part, "least": least}
     met, tried = everything.budget_bytes, list[Row]()
+
     for label, budget in labels.items():
         tried.append(_tried(replace(row, budget=label), plain, budget, least, met))
         met = budget if tried[-1].measured_bytes else met
+
     return [everything, *tried]
 
 
@@ -236,6 +249,7 @@ def _tried(row: Row, plain: _Plain, budget: int, least: int, met: int) -> Row:
     """
     if budget < least:
         return replace(row, outcome=BELOW_LEAST, budget_bytes=budget)
+
     attempts = _ATTEMPTS if row.budget == "least" else 1
     for _ in range(attempts):
         try:
@@ -247,6 +261,7 @@ def _tried(row: Row, plain: _Plain, budget: int, least: int, met: int) -> Row:
             budget = min(error.minimum_bytes, met)
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes into the table
             return replace(row, outcome=_first_line(error), budget_bytes=budget)
+
     return row
 
 
@@ -257,13 +272,16 @@ def _at(row: Row, plain: _Plain, budget: int | str) -> tuple[Row, remat.Graph]:
     planned = plain.made()
     options = {"costs": _COSTS, "time_limit_s": _TIME_LIMIT_S, "plan_cache": False}
     remat.checkpoint(planned.model, budget, **options)  # type: ignore[arg-type]  # of several types
+
     ends = _ends(planned)
     difference = _difference_of(ends, plain.ends)
     measured_bytes = _settled_peak_bytes(planned, budget)
+
     report = remat.report(planned.model)
     if isinstance(budget, str):
         keep_all = remat.simulate(report.graph, remat.Schedule.keep_all(report.graph))
         budget = keep_all.peak_bytes + report.unplanned_bytes
+
     row = replace(
         row,
         outcome=ABOVE_BUDGET if measured_bytes > budget else EQUAL,
@@ -275,10 +293,12 @@ def _at(row: Row, plain: _Plain, budget: int | str) -> tuple[Row, remat.Graph]:
         num_pieces=report.num_pieces,
         wall_s=time.perf_counter() - start,
     )
+
     if difference is not None:
         theirs = plain.aot_eager(ends)
         outcome = EQUAL_TO_AOT_EAGER if theirs == "as planned" else DIFFERENT
         row = replace(row, outcome=outcome, difference=difference, aot_eager=theirs)
+
     return row, report.graph
 
 

@@ -69,6 +69,7 @@ def load() -> dict[str, Any]:
     """Returns what was measured so far: model -> environment, version of its library, rows."""
     if not RESULTS.exists():
         return {}
+
     kept = json.loads(RESULTS.read_text())
     return {
         name: {
@@ -85,10 +86,12 @@ def save(known: dict[str, Any]) -> str:
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
     lines = []
+
     for name in (name for name in ALL if name in known):
         machine = {key: value for key, value in known[name]["environment"].items() if key != "date"}
         if machine not in environments:
             environments.append(machine)
+
         model = {
             "environment": environments.index(machine),
             "date": known[name]["environment"]["date"],
@@ -96,9 +99,11 @@ def save(known: dict[str, Any]) -> str:
             "rows": [_short(row) for row in known[name]["rows"]],
         }
         lines.append(f"{json.dumps(name)}: {json.dumps(model)}")
+
     listed, models = ",\n".join(map(json.dumps, environments)), ",\n".join(lines)
     RESULTS.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
     RESULTS.with_suffix(".md").write_text(text + "\n")
+
     return text
 
 
@@ -129,6 +134,7 @@ def table(rows: list[Row]) -> str:
     """Returns counts and rows as Markdown."""
     packages = {ALL[row.name].package for row in rows if row.name in ALL}
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(rows).most_common())
+
     titles = [
         "library",
         "model",
@@ -144,6 +150,7 @@ def table(rows: list[Row]) -> str:
         "plain",
         "overhead",
     ]
+
     head = [f"{len({row.name for row in rows})} models of {len(packages)} libraries: {counts}.", ""]
     head += [f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---|" + "---:|" * 7]
     return "\n".join(head + [f"| {' | '.join(_cells(row))} |" for row in rows])

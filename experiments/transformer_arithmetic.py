@@ -89,7 +89,9 @@ def traced(tokens: int, batch: int, *, is_fused: bool = False, **shape: Any) -> 
                     for _ in range(shape["num_layers"])
                 )
             )
+
         ids = torch.zeros(batch, tokens, dtype=torch.long)
+
     return remat.trace(model.train(), kwargs={"ids": ids}, costs=COSTS)
 
 
@@ -99,14 +101,17 @@ def kept_bytes(
     """Returns the bytes kept from the forward for the backward, by their term."""
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
     terms = {"d T": 0, "T x T": 0, "vocabulary": 0}
+
     for value in lives.value[(lives.first < mark) & (lives.last >= mark)].tolist():
         if not any(graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value]):
             continue
+
         shape = graph.values[value].shape
         # a mask, or one for each head
         is_square = shape[-2:] == (tokens, tokens) and math.prod(shape[:-2]) in (1, matrices)
         term = "T x T" if is_square else "vocabulary" if vocabulary in shape else "d T"
         terms[term] += graph.values[value].size_bytes
+
     return terms
 
 
@@ -121,6 +126,7 @@ def terms_by_length() -> Iterator[dict[str, Any]]:
         "vocabulary": VOCABULARY,
         "dropout": 0.1,
     }
+
     for tokens in TOKENS:
         pair = [traced(tokens, BATCH, num_layers=layers, **shape) for layers in (2, 3)]
         two, three = (
@@ -133,6 +139,7 @@ def terms_by_length() -> Iterator[dict[str, Any]]:
             )
             for graph in pair
         )
+
         layer = {term: three[term] - two[term] for term in three}
         yield {
             "tokens": tokens,
@@ -154,6 +161,7 @@ def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
         graph = traced(MEDIUM_TOKENS, MEDIUM_BATCH, is_fused=is_fused, dropout=0.0, **MEDIUM)
         attention = "fused attention" if is_fused else "attention written out"
         unlimited = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
         methods = {
             "everything kept": "keep-all",
             "block inputs only": "per-block",
@@ -161,12 +169,14 @@ def ways(time_limit_s: float) -> Iterator[dict[str, Any]]:
         }
         if is_fused:
             del methods["all but T x T"]
+
         for name, method in methods.items():
             solver = make_solver(method, time_limit_s=time_limit_s)
             for budget in _budgets(method, graph, unlimited):
                 solution = solver.solve(graph, budget_bytes=budget)
                 if solution.is_solved:
                     break
+
             yield _row(graph, attention, name, solution)
             if method != "keep-all":
                 ours = remat.solve(graph, solution.peak_bytes, time_limit_s=time_limit_s)
@@ -193,6 +203,7 @@ def _row(graph: Graph, attention: str, name: str, solution: remat.Solution) -> d
         matrices=matrices,
         vocabulary=MEDIUM["vocabulary"],
     )
+
     return {
         "attention": attention, "way": name, "kept": kept, "peak_bytes": solution.peak_bytes,
         "overhead": solution.overhead,
@@ -215,13 +226,16 @@ def numbers(tokens: int = 128) -> dict[str, float]:
         vocabulary=VOCABULARY,
         dropout=0.0,
     )
+
     schedule, found = Schedule.keep_all(graph), dict.fromkeys(_PARTS.values(), 0.0)
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
+
     for value in lives.value[(lives.first < mark) & (lives.last >= mark)].tolist():
         op, kept = graph.operators[graph.producer[value]], graph.values[value]
         is_read = any(
             graph.operators[user].phase is Phase.BACKWARD for user in graph.users_of[value]
         )
+
         if (
             is_read
             and op.module.startswith("blocks.1")
@@ -237,6 +251,7 @@ def numbers(tokens: int = 128) -> dict[str, float]:
             and kept.shape == (BATCH, HEADS, WIDTH // HEADS, tokens)
         ):
             found[_PARTS["clone"]] += 1.0  # keys, transposed
+
     return found
 
 
@@ -258,10 +273,12 @@ def picture(record: Mapping[str, Any]) -> None:
         width=15,
         height=5.2,
     )
+
     left, middle, right = figure.subplots(1, 3, width_ratios=(0.75, 1, 1.25))
     _draw_numbers(left, record["numbers"])
     _draw_terms(middle, record["terms"])
     _draw_ways(right, record["ways"])
+
     legend_below(figure, [left, middle, right], columns=5)
     draw("transformer_arithmetic", figure)
 
@@ -269,15 +286,18 @@ def picture(record: Mapping[str, Any]) -> None:
 def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
     quiet(axes, x_label="numbers kept for the backward per layer (d T)", grid="x")
     titled(axes, f"no dropout, without T × T: {sum(found.values()):g} d T")
+
     colours = [GREY if "norm" in part else BLUE for part in found]
     bars = axes.barh(range(len(found)), list(found.values()), 0.7, color=colours)
     axes.bar_label(bars, fmt="%g", fontsize=9, padding=2)
+
     axes.set_yticks(
         range(len(found)),
         [part.replace("; ", ";\n").replace(", ", ",\n", part.startswith("MLP")) for part in found],
         fontsize=8.5,
     )
     axes.invert_yaxis()
+
     axes.barh(0, 0, color=BLUE, label=f"in the rule of thumb, {_RULE:g} d T")
     axes.barh(0, 0, color=GREY, label="not in it")
 
@@ -285,6 +305,7 @@ def _draw_numbers(axes: Any, found: Mapping[str, float]) -> None:
 def _draw_terms(axes: Any, terms: list[dict[str, Any]]) -> None:
     quiet(axes, x_label="tokens T", y_label="kept for the backward per layer (MiB)")
     titled(axes, "bf16 with dropout: formula and trace")
+
     at = np.arange(len(terms))
     for offset, source, alpha in ((-0.2, "formula", 0.45), (0.2, "bytes a layer", 1.0)):
         below = np.zeros(len(terms))
@@ -295,6 +316,7 @@ def _draw_terms(axes: Any, terms: list[dict[str, Any]]) -> None:
                 at + offset, height, 0.38, bottom=below, color=colour, alpha=alpha, label=label
             )
             below += height
+
     axes.set_xticks(at, [f"{row['tokens']:,}" for row in terms])
 
 
@@ -306,9 +328,11 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
         grid="both",
     )
     titled(axes, "GPT-2 medium, 8 × 1,024 tokens: ways of checkpointing")
+
     for row in rows:
         is_ours, is_fused = row["way"].startswith("ours"), row["attention"].startswith("fused")
         x, y, colour = row["peak_bytes"] / 2**30, 1000 * row["step_s"], BLUE if is_fused else ORANGE
+
         if is_ours:
             axes.plot(
                 x,
@@ -319,6 +343,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
                 markeredgewidth=1.8,
                 markersize=13,
             )
+
             change = (
                 1000
                 * row["step_s"]
@@ -332,6 +357,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
         else:
             axes.plot(x, y, "o", color=colour, markersize=7)
             text, offset = row["way"], (12, 2)
+
         axes.annotate(
             text.replace(" x ", " × "),
             (x, y),
@@ -340,6 +366,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
             fontsize=8.5,
             color=colour,
         )
+
     axes.plot([], [], "o", color=ORANGE, label="attention written out")
     axes.plot([], [], "o", color=BLUE, label="attention fused")
     axes.plot(
@@ -351,6 +378,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
         markersize=9,
         label="ours, same memory",
     )
+
     axes.set_xlim(right=max(row["peak_bytes"] for row in rows) / 2**30 * 1.2)
     axes.margins(y=0.15)
 
@@ -362,6 +390,7 @@ def main() -> None:
         "--time-limit", type=float, default=15.0, help="seconds for each solve (default: 15)"
     )
     options = parser.parse_args()
+
     if not options.redraw:
         terms, rows = list(terms_by_length()), list(ways(options.time_limit))
         write(
@@ -373,14 +402,17 @@ def main() -> None:
                 "ways": rows,
             },
         )
+
     record = read("transformer_arithmetic")
     picture(record)
+
     print(
         table(
             [[part, f"{count:g}"] for part, count in record["numbers"].items()],
             ["kept by a layer, no dropout", "d T"],
         )
     )
+
     columns = ("d T coefficient", "T x T coefficient", "vocabulary coefficient")
     print(
         table(
@@ -388,6 +420,7 @@ def main() -> None:
             ["tokens", *columns],
         )
     )
+
     cells = [
         [
             f"{r['attention']}: {r['way']}",

@@ -39,6 +39,7 @@ def installed(version: str, folder: Path) -> Path:
     python = place / "bin" / "python"
     if not python.exists():
         venv.create(place, with_pip=True)
+
     install = [
         str(python),
         "-m",
@@ -50,6 +51,7 @@ def installed(version: str, folder: Path) -> Path:
         f"{ROOT}[test]",
     ]
     subprocess.run(install, check=True)
+
     return python
 
 
@@ -59,6 +61,7 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     subprocess.run([*command, *TESTS], cwd=ROOT, check=False)
+
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = [
         f"{case.get('classname', '')}::{case.get('name')}"
@@ -66,6 +69,7 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
         if case.find("failure") is not None or case.find("error") is not None
     ]
     skipped = sum(case.find("skipped") is not None for case in cases)
+
     return {
         "passed": len(cases) - len(failed) - skipped,
         "failed": failed,
@@ -91,12 +95,14 @@ def table(versions: dict[str, Any]) -> str:
         "| PyTorch | transformers | passed | failed | skipped | which failed |",
         "|---|---|---:|---:|---:|---|",
     ]
+
     for name, row in sorted(versions.items()):
         failed = ", ".join(f"`{test.rpartition('.')[2]}`" for test in row["failed"])
         lines.append(
             f"| {name} | {row['packages']['transformers']} | {row['passed']} | "
             f"{len(row['failed'])} | {row['skipped']} | {failed} |"
         )
+
     return "\n".join(lines) + "\n"
 
 
@@ -111,9 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     versions = json.loads(asked.output.read_text())["versions"] if asked.output.exists() else {}
     where = environment(seed=0)
+
     for version in asked.torch:
         row = tested(installed(version, asked.folder), asked.folder)
         versions[version] = {**row, "commit": where["commit"]}
+
         record = {"environment": where, "tests": TESTS, "versions": versions}
         asked.output.write_text(json.dumps(record, indent=1) + "\n")
         asked.output.with_suffix(".md").write_text(table(versions))

@@ -27,6 +27,7 @@ class VGG16(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         before = 3
+
         for channels in _VGG16:
             layers += (
                 [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
@@ -34,6 +35,7 @@ class VGG16(nn.Module):
                 else [nn.MaxPool2d(2)]
             )
             before = channels or before
+
         self.layers = nn.ModuleList(layers)
         head = [
             nn.Linear(512 * 49, 4096),
@@ -78,6 +80,7 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (64, 128, 256, 512, 1024)
+
         self.down = nn.ModuleList(
             _Double(before, width) for before, width in zip((3, *widths), widths, strict=False)
         )
@@ -113,6 +116,7 @@ def mobilenet(batch: int = 512) -> Step:
     # every configuration takes this keyword, but no signature has it
     classes: dict[str, Any] = {"num_labels": 1000}
     model = MobileNetV2ForImageClassification(MobileNetV2Config(**classes))
+
     return model, {
         "pixel_values": torch.zeros(batch, 3, 224, 224),
         "labels": torch.zeros(batch, dtype=torch.long),

@@ -43,9 +43,11 @@ class RematCallback(TrainerCallback):
             "is_accumulating": args.gradient_accumulation_steps > 1,
             **self.options,
         }
+
         if self.trainer is None:
             self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)
             return
+
         vars(self.trainer).pop("compute_loss", None)  # left by a training that was interrupted
         self.planned = remat.checkpoint(self.trainer.compute_loss, self.budget, **options)
         vars(self.trainer)["compute_loss"] = self.planned

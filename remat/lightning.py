@@ -48,16 +48,19 @@ class RematCallback(Callback):
             "is_accumulating": trainer.accumulate_grad_batches > 1,
             **self.options,
         }
+
         if self.module is not None:
             planned = self._named(pl_module, self.module)
             self.planned = remat.checkpoint(planned, self.budget, **options)
             return
+
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"{type(pl_module).__name__} uses manual optimization, so its training_step can't "
                 "be planned as a whole; name a module that it calls with module=..., one of "
                 f"{_children(pl_module)}"
             )
+
         vars(pl_module).pop("training_step", None)  # left by a training that was interrupted
         self.planned = remat.checkpoint(pl_module.training_step, self.budget, **options)
         vars(pl_module)["training_step"] = self.planned

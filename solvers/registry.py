@@ -50,11 +50,13 @@ def make_solver(name: str, **options: Any) -> Solver:
     """
     if name not in _SOLVERS:
         raise ValueError(f"no solver is called {name!r}; there are {', '.join(_SOLVERS)}")
+
     module, class_name, fixed = _SOLVERS[name]
     kind = getattr(importlib.import_module(f".{module}", __package__), class_name)
     known = {field.name for field in dataclasses.fields(kind)} - fixed.keys()
     if unknown := options.keys() - known - _OF_A_SEARCH:
         has = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise TypeError(f"solver {name!r} has no option {', '.join(sorted(unknown))}; {has}")
+
     solver: Solver = kind(**fixed, **{key: value for key, value in options.items() if key in known})
     return solver

@@ -25,6 +25,7 @@ def python(code: str, folder: Path, *, path: str = "") -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
         "PYTHONPATH": path
     }
+
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=folder,
@@ -50,6 +51,7 @@ def test_the_sdist_has_every_folder_once(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members}
+
     assert not [member.name for member in members if member.issym() or member.islnk()]
     assert not [name for name in names if name.startswith(("remat/solvers", "remat/tracers"))]
     assert {
@@ -66,8 +68,10 @@ def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
         entry_points = wheel.read("remat-0.1.0.dist-info/entry_points.txt").decode()
+
     assert {name.partition("/")[0] for name in names} == {"remat", "remat-0.1.0.dist-info"}
     assert {"remat/py.typed", "remat/solvers/core/base.py", "remat/tracers/synthetic.py"} <= names
+
     sources = {
         f"remat/{path.relative_to(ROOT)}"
         for folder in ("solvers", "tracers")
@@ -75,6 +79,7 @@ def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
     }
     sources |= {str(path.relative_to(ROOT)) for path in (ROOT / "remat").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
+
     assert "remat = remat.cli.commands:main" in entry_points
     assert "[torch_dynamo_backends]\nremat = remat.face.compile_backend:backend" in entry_points
 
@@ -82,6 +87,7 @@ def test_the_wheel_holds_one_package_and_its_types(dist: Path) -> None:
 def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     wheel = next(dist.glob("*.whl"))
+
     command = [
         sys.executable,
         "-m",
@@ -95,6 +101,7 @@ def test_the_installed_wheel_imports_elsewhere(dist: Path, tmp_path: Path) -> No
         str(wheel),
     ]
     subprocess.run(command, check=True)
+
     code = (
         "import remat, remat.solvers.core.base, remat.tracers; print(remat.__file__, "
         "remat.solvers.__file__, remat.tracers.__file__, sep='\\n')"

@@ -85,6 +85,7 @@ def test_a_readme_names_every_module(room: str) -> None:
         "__init__",
         "__main__",
     }
+
     tables = [
         block for block in _readme(room).split("\n\n") if re.match(r"\| (module|room)", block)
     ]

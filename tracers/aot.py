@@ -118,15 +118,18 @@ class _Reader:
     ) -> None:
         self.module, self.num_forward_outputs, self.costs = module, num_forward_outputs, costs
         self.storages = storages
+
         self.operators: list[Operator] = []
         self.nodes: list[fx.Node] = []
         self.target_of_writer: dict[int, str] = {}
         self.snapshots: dict[fx.Node, int] = {}
         self.generator_states: dict[int, int] = {}
         self.in_place: dict[tuple[int, int], InPlaceForm] = {}
+
         results = module.graph.output_node().args[0]
         assert isinstance(results, list | tuple)
         self.results = results
+
         self.table = StepValues(module, results[num_forward_outputs:], static_inputs, storages)
         self.held_tangents: list[int] = []
         self.mutated = self._mutated_inputs()
@@ -155,9 +158,11 @@ class _Reader:
             for node in self.results[: self.num_forward_outputs]
             if isinstance(node, fx.Node)
         }
+
         self._add_nodes(order)
         self._add_tangents()  # where the backward has no operator, such as that of `x + noise`
         self.table.add_unread(model_bytes)
+
         return TracedStep(
             graph=self._graph(),
             module=self.module,
@@ -173,6 +178,7 @@ class _Reader:
         values, value_of = self.table.values, self.table.value_of
         results = [node for node in self.results if isinstance(node, fx.Node) and node in value_of]
         held = {*(value_of[node] for node in results), *self.held_tangents}
+
         return Graph(
             values=tuple(values),
             operators=tuple(self.operators),
@@ -208,11 +214,13 @@ class _Reader:
                 or not isinstance(node.meta.get("val"), torch.Tensor)
             ):
                 continue
+
             value = self.table.add(node.name, node.meta["val"], ValueKind.INTERMEDIATE)
             self.table.value_of[node] = value
             if node.meta["val"].dim() == 0:
                 # `loss.backward()` itself holds the gradient of 1.0 that it starts from
                 self.held_tangents.append(value)
+
             self._append(
                 Operator(
                     node.name,
@@ -237,25 +245,31 @@ class _Reader:
             op.phase is Phase.BACKWARD for op in self.operators[-1:]
         ):
             self._add_tangents()
+
         if is_symbol(node.meta.get("val")):
             return
+
         tensors = tensors_of(node)
         fresh = {
             key: t
             for t in tensors
             if (key := self.storages.key(t)) not in self.table.value_of_storage
         }
+
         if not fresh and not _is_effect(node):
             self.table.add_view(node)
             return
+
         reads = self._reads(node)
         writes = self.table.add_results(node, fresh.values())
         pinned = self._pinned(node, reads, fresh)
         cost = self.costs.measure(node)
         workspace_bytes = cost.workspace_bytes
+
         if not pinned and is_random(node):
             reads = (*reads, self._add_generator_state(node))
             workspace_bytes = max(workspace_bytes, self._moving_on_bytes(node))
+
         index = self._append(
             Operator(
                 name=node.name,
@@ -271,6 +285,7 @@ class _Reader:
             ),
             node,
         )
+
         self._find_in_place_forms(index, node)
 
     def _pinned(self, node: fx.Node, reads: Sequence[int], fresh: Iterable[int | None]) -> str:
@@ -287,6 +302,7 @@ class _Reader:
         for source in _sources(node):
             if source not in self.table.value_of:
                 continue
+
             value = self.table.value_of[source]
             key = self.storages.of(source)
             if key in self.mutated and not _is_effect(node):
@@ -308,9 +324,11 @@ class _Reader:
                     dtype,
                 )
             )
+
             self.snapshots[source] = len(self.table.values) - 1
             is_idle_until_recomputed = self.storages.key(tensor) not in self.read_in_backward
             pinned = "it copies a buffer that the step changes"
+
             operator_ = Operator(
                 name,
                 0.0,
@@ -320,7 +338,9 @@ class _Reader:
                 is_snapshot=is_idle_until_recomputed,
                 target="snapshot",
             )
+
             self._append(operator_, source)
+
         return self.snapshots[source]
 
     def _add_generator_state(self, node: fx.Node) -> int:
@@ -329,6 +349,7 @@ class _Reader:
         self.table.values.append(
             Value(f"{node.name}_generator", size_bytes, dtype="uint8", shape=(size_bytes,))
         )
+
         value = len(self.table.values) - 1
         pinned = "it takes the state of the random generator"
         op = Operator(
@@ -341,8 +362,10 @@ class _Reader:
             is_snapshot=True,
             target="generator_state",
         )
+
         self._append(op, node)
         self.generator_states[len(self.operators)] = value  # the random operator comes next
+
         return value
 
     def _moving_on_bytes(self, node: fx.Node) -> int:
@@ -361,6 +384,7 @@ class _Reader:
         op = self.operators[index]
         if len(op.writes) != 1:
             return
+
         for form in in_place_forms(node, self.table.device_type):
             value = self.table.value_of.get(form.taken)
             if (
@@ -369,7 +393,9 @@ class _Reader:
                 or (index, value) in self.in_place
             ):
                 continue
+
             self.in_place[index, value] = form
+
         taken = tuple(value for i, value in self.in_place if i == index)
         self.operators[index] = replace(op, reuses=taken)
 

@@ -133,6 +133,7 @@ class Call:
         args: Any = torch.fx.node.map_arg(node.args, _spec_of_node)
         kwargs: Any = torch.fx.node.map_arg(node.kwargs, _spec_of_node)
         outputs = tuple(_tensors_in(_freeze(node.meta.get("val"))))
+
         return cls(
             node.target,
             _freeze(args),
@@ -200,9 +201,11 @@ def _freeze(value: Any) -> Any:
         return TensorSpec.of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_freeze, value))
+
     if is_symbol(value):
         number = hint_of(value)
         return 1.0 if is_symbol(number) else number  # not known before it is read from a tensor
+
     if isinstance(
         value,
         (
@@ -219,6 +222,7 @@ def _freeze(value: Any) -> Any:
         ),
     ):
         return value
+
     return repr(type(value))
 
 

@@ -35,9 +35,11 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     graph = module.graph
     output = graph.output_node()
     unsavable = {storages.of(n) for n in graph.find_nodes(op="placeholder") if is_inference(n)}
+
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+
         if (node.target in _DETACHES and output not in node.users) or (
             node.target in _COPIES
             and _changes_nothing(node)
@@ -47,11 +49,13 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
             _replace(node, node.args[0], storages)
         elif isinstance(node.meta.get("val"), int | float | bool):
             _replace_by_constant(node, node.meta["val"])
+
     _shorten_views(graph)
     _drop_running_statistics(graph)
     _drop_unread(graph)
     _merge_equal(graph, storages)
     _drop_unread(graph)
+
     graph.lint()
     module.recompile()
 
@@ -74,10 +78,12 @@ def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
     """True where a result would share memory with another result or an input without the copy."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
+
     key, copied = storages.of(source), storages.of(node)
     results = {storages.of(n) for n in node.graph.output_node().all_input_nodes}
     inputs = {storages.of(n) for n in node.graph.find_nodes(op="placeholder")}
     is_copied_back = any(user.target is aten.copy_.default for user in node.users)
+
     return (copied in results and (key in results or key in inputs)) or (
         is_copied_back and key in inputs
     )
@@ -116,9 +122,11 @@ def _shorten_views(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten._unsafe_view.default:
             node.target = aten.view.default
+
         source: Any = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node) or output in node.users:
             continue
+
         if node.target is aten.t.default and source.target is aten.t.default:
             node.replace_all_uses_with(source.args[0])
         elif node.target is aten.view.default:
@@ -159,17 +167,21 @@ def _merge_equal(graph: fx.Graph, storages: Storages) -> None:
     position = {node: index for index, node in enumerate(graph.nodes)}
     results = {storages.of(n) for n in graph.output_node().all_input_nodes}
     seen: dict[Any, fx.Node] = {}
+
     for node in list(graph.nodes):
         if node.op != "call_function" or not (
             node.target is operator.getitem or isinstance(node.target, OpOverload)
         ):
             continue
+
         if node.target is not operator.getitem and _has_effect(node):
             continue
+
         key = _computation_key(node)
         first = seen.setdefault(key, node) if key is not None else node
         if first is node or storages.of(node) in results or storages.of(first) in results:
             continue
+
         if _last_use(first, position, storages) >= position[node] or _is_view(node, storages):
             _replace(node, first, storages)
 

@@ -23,6 +23,7 @@ def roofline(device: str | devices.Device = "") -> Roofline:
     """
     if isinstance(device, str):
         device = devices.device(device) if device else devices.local_device()
+
     backends: Any = torch.backends
     return Roofline(
         device,
@@ -49,6 +50,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
     """
     if isinstance(spec, CostModel):
         return spec
+
     kind, _, device = spec.partition(":")
     if kind == "flops" and not device:
         return flops()
@@ -56,6 +58,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
         return roofline(device or devices.local_device(device_type))
     if kind == "profile" and not device:
         return profile(device_type)
+
     raise ValueError(
         f'unknown costs {spec!r}; known are "flops", "roofline", "roofline:DEVICE" '
         '(roofline:H100) and "profile"'

@@ -96,6 +96,7 @@ class Roofline(CostModel):
         arithmetic_s = (
             draws / self.device.draws_per_s if draws else flop_of(call) / self._flop_per_s(call)
         )
+
         traffic_s = bytes_moved(call) / self.device.bandwidth
         return OperatorCost(
             max(arithmetic_s, traffic_s) + self.device.launch_s,

@@ -36,6 +36,7 @@ def _pointwise(call: Call) -> int | None:
     packet = call.packet
     if not call.outputs[0].dtype.is_complex and any(t.dtype.is_complex for t in call.inputs):
         return _real_of_complex(call)
+
     operands = (
         call.args[1:]
         if packet is aten.where
@@ -43,18 +44,23 @@ def _pointwise(call: Call) -> int | None:
         if packet is aten.masked_fill
         else call.args
     )
+
     tensors = [t for t in operands if isinstance(t, TensorSpec)]
     operands = operands[: 1 if packet is aten.pow else 2]
     numbers = [n for n in operands if isinstance(n, int | float | complex)]
+
     common = _common_dtype(call, tensors, numbers)
     casts = sum(t.numel for t in tensors if t.dtype != common) * common.itemsize
+
     if packet is aten.where:
         return casts + common.itemsize * len(numbers)
+
     if packet in _WRAPS_NUMBERS:
         casts += sum(
             _dtype_of(n).itemsize + (common.itemsize if common is not _dtype_of(n) else 0)
             for n in numbers
         )
+
     return casts
 
 
@@ -96,12 +102,15 @@ def _product(call: Call) -> int | None:
         for t in call.args
         if isinstance(t, TensorSpec) and len(t.shape) >= 2 and t is not _bias(call)
     )
+
     if left.dtype.itemsize < 4:
         return None
     if left.is_conj or right.is_conj:
         return _conjugate_product(left, right)
+
     if len(left.shape) == 3 and left.shape[1] * left.shape[2] * right.shape[2] < 400:
         return 0
+
     batch = left.shape[0] if len(left.shape) == 3 else 1
     return sum(t.nbytes // max(1, batch) for t in (left, right) if not _suits_blas(t))
 
@@ -230,6 +239,7 @@ def _batch_norm(call: Call) -> int | None:
     spec: TensorSpec = call.args[0]
     if len(spec.shape) == 2:
         return None
+
     channels, wide = spec.shape[1], max(4, spec.dtype.itemsize)
     if spec.is_contiguous:
         return 2 * wide * channels
@@ -251,6 +261,7 @@ def _batch_norm_backward(call: Call) -> int | None:
         or call.argument("weight") is None  # then it depends on the machine's kernels
     ):
         return None
+
     return max(
         int(spec.nbytes),
         8 * spec.shape[1] * (torch.get_num_threads() + 2) if spec.is_channels_last else 0,

@@ -47,23 +47,28 @@ def cuda_attention(device_name: str) -> Iterator[None]:
         query, key, value, attn_mask = map(_as_autocast, (query, key, value, attn_mask))
         kernel = chosen_kernel(device_name, query, key, attn_mask, enable_gqa=enable_gqa)
         mask = _as_float(attn_mask, query.dtype)
+
         needs_gradient = torch.is_grad_enabled() and any(
             t.requires_grad for t in (query, key, value)
         )
+
         if kernel == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
                 query, key, value, mask, needs_gradient, dropout_p, is_causal, False, scale=scale
             )[0]
+
         if kernel == "flash":
             return aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
+
         if kernel == "efficient":
             if mask is not None:
                 mask = mask.expand(*query.shape[:-1], key.shape[-2])
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
             )[0]
+
         return aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -94,12 +99,14 @@ def chosen_kernel(
     """
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return "math"
+
     is_half, width = query.dtype in _HALF, query.shape[-1]
     is_short = width <= _WIDEST and width % 8 == 0
     if is_half and is_short and device_name.startswith(_WITH_CUDNN):
         return "cudnn"
     if is_half and is_short and mask is None and not device_name.startswith(_WITHOUT_FLASH):
         return "flash"
+
     return "math" if enable_gqa and key.shape[1] != query.shape[1] else "efficient"
 
 

@@ -140,6 +140,7 @@ def _with_float32_result(operator: OpOverload, fused: OpOverload | None) -> Kern
         tensor: torch.Tensor = args[0]
         if _is_cast(tensor) and given.get("dtype") is None:
             given["dtype"] = torch.float32
+
         with below_autocast("cpu"):
             is_half = tensor.dtype == torch.float16 and given.get("dtype") == torch.float32
             if fused is not None and is_half:
@@ -157,6 +158,7 @@ def _with_dtype(operator: OpOverload, other: OpOverload) -> Kernel:
             if argument.has_default_value()
         }
         given |= _by_name(operator, args, kwargs)
+
         dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
         with below_autocast("cpu"):
             return other(**given, dtype=dtype)

@@ -237,6 +237,7 @@ def cuda_settings() -> str:
         "deterministic": torch.are_deterministic_algorithms_enabled()
         or backends.cudnn.deterministic,
     }
+
     described = ", ".join(f"{name} {value}" for name, value in settings.items())
     return f"{torch.cuda.get_device_name()}, {described}"
 
@@ -258,8 +259,10 @@ def _cpu() -> Device:
     if figures is None:
         figures = _measure_cpu()
         store.put(key, figures)
+
     fp32, bf16, fp16, bandwidth, launch_s, draws_per_s = figures
     source = f"measured on {key}"
+
     return Device(
         "cpu",
         fp32,
@@ -286,12 +289,15 @@ def _measure_cpu() -> tuple[float, ...]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         a = torch.ones(size, size, dtype=dtype)
         rates.append(2 * size**3 / _best_s(torch.ops.aten.mm.default, a, a))
+
     source = torch.ones(1 << 25, dtype=torch.uint8)
     bandwidth = 2 * source.nbytes / _best_s(torch.empty_like(source).copy_, source)
+
     one = torch.ones(1)
     launch_s = _best_s(torch.ops.aten.add.Tensor, one, one)
     mask, generator = torch.ones(1 << 18), torch.Generator()
     draws_per_s = mask.numel() / _best_s(lambda: mask.bernoulli_(0.5, generator=generator))
+
     return (*rates, bandwidth, launch_s, draws_per_s)
 
 
@@ -305,6 +311,7 @@ def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:
         best = min(best, now - start) if repeat else best
         if now > end and repeat:
             break
+
     return best
 
 

@@ -61,12 +61,15 @@ def layouts_of(call: Call) -> tuple[Layout, ...] | None:
     """Returns the layouts of the tensors that a call returns; None where they can't be found."""
     if sum(spec.extent_bytes for spec in (*call.inputs, *call.outputs)) <= SMALL_BYTES:
         return _run(call)
+
     found = _run_smaller(call)
     if found is not None:
         return found
+
     if bytes_moved(call) > _MOST_BYTES or flop_of(call) > _MOST_FLOP:
         _LOG.info("%s is too large to be run for its layout: torch's is used", call.target)
         return None
+
     return _run(call)
 
 
@@ -82,12 +85,14 @@ def _run_smaller(call: Call) -> tuple[Layout, ...] | None:
     change = _smaller_sizes(call) or _smaller_batch(call)
     small = _changed(call, change) if change else None
     found = _run(small) if small else None
+
     if (
         small is None
         or found is None
         or [t.shape for t in found] != [t.shape for t in small.outputs]
     ):
         return None
+
     grown = [_grown(*pair, call, small) for pair in zip(found, call.outputs, strict=True)]
     return tuple(layout for layout in grown if layout) if all(grown) else None
 
@@ -98,10 +103,12 @@ def _smaller_sizes(call: Call) -> Change | None:
         whole = torch.broadcast_shapes(*(t.shape for t in call.inputs))
     except RuntimeError:
         return None
+
     if any(t.shape not in (whole, ()) for t in call.outputs):
         return None
     if any(number >= FIRST_SIZE for number in _numbers(call)):
         return None
+
     large = sorted({n for n in whole if n >= FIRST_SIZE})
     small_of = dict(zip(large, range(FIRST_SIZE, FIRST_SIZE + len(large)), strict=True))
     return lambda shape: tuple(small_of.get(n, n) for n in shape)
@@ -171,13 +178,16 @@ def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layo
     extent = TensorSpec(found.shape, found.stride, found.dtype)
     if stride is None or extent.extent_bytes != extent.nbytes:  # gaps in full size are not known
         return None
+
     dense_bytes = math.prod(promised.shape) * found.dtype.itemsize
     if found.size_bytes == extent.nbytes:
         return Layout(promised.shape, stride, found.dtype, dense_bytes)
+
     pairs = zip(call.inputs, small.inputs, strict=True)
     as_input = {one.extent_bytes for one, other in pairs if other.extent_bytes == found.size_bytes}
     if len(as_input) != 1:
         return None
+
     return Layout(promised.shape, stride, found.dtype, as_input.pop())
 
 
@@ -190,12 +200,15 @@ def _restrided(
     """
     new = [0] * len(shape)
     end = other_end = 1  # number of elements that the dimensions so far span
+
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] > 1)):
         if stride[d] == 0 and shape[d] > 1:
             continue
         if shape[d] > 1 and stride[d] < end:
             return None
+
         new[d] = other_end if stride[d] == end else 2 * other_end if stride[d] > end else 1
         if shape[d] > 1:
             end, other_end = stride[d] * shape[d], new[d] * other[d]
+
     return tuple(new)

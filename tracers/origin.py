@@ -44,7 +44,9 @@ def source_of(node: fx.Node) -> str:
         for frame in _FRAME.finditer(node.meta.get("stack_trace") or "")
         if Path(frame["file"]).parts[-2:] not in _OWN
     ]
+
     if not frames:
         return ""
+
     frame = frames[-1]
     return printable(f"{Path(frame['file']).name}:{frame['line']}: {frame['code'].strip()}")

@@ -34,6 +34,7 @@ def mark_phases(graph: fx.Graph) -> None:
                 "model (a custom autograd function that writes in its backward), and recomputation "
                 "could then read the changed value; write it in the forward"
             )
+
         is_forward = (
             tag in ("is_forward", "must_be_in_forward")
             or is_change
@@ -42,6 +43,7 @@ def mark_phases(graph: fx.Graph) -> None:
         is_forward = is_forward or any(
             user.op != "output" and user.meta[_TAG] == "is_forward" for user in node.users
         )
+
         node.meta[_TAG] = "is_forward" if is_forward else "is_backward"
 
 
@@ -65,17 +67,22 @@ def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     backward = [
         node for node in nodes if node.op == "call_function" and phase_of(node) is Phase.BACKWARD
     ]
+
     later = set(backward)
     forward = [node for node in nodes if node not in later]
     copies = [node for node in forward if node.target is _COPY]
     order = [node for node in forward if node not in set(copies)]
+
     for copy in copies:
         target = copy.args[0]
         assert isinstance(target, fx.Node)
+
         shared = {n for n in order if storages.of(n) == storages.of(target)}
         needed = (
             set(copy.all_input_nodes) | {user for node in shared for user in node.users} | shared
         )
+
         last = max(index for index, node in enumerate(order) if node in needed)
         order.insert(last + 1, copy)
+
     return order + backward

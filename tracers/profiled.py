@@ -80,6 +80,7 @@ class Profile(CostModel):
             flop_of(call),
             bytes_moved(call),
         )
+
         try:
             return Roofline(devices.local_device(self.device_type)).cost_of(call)
         except ValueError:  # a GPU that is not in the table

@@ -87,14 +87,17 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return f"{target.name()} is a higher-order operator, whose body can have effects"
+
     if not isinstance(target, OpOverload):
         return f"{target} is no operator of the dispatcher, and may have effects"
+
     if target.namespace in _COLLECTIVES:
         return "it is a collective: every rank would have to repeat it"
     if target._schema.is_mutable:
         return "it changes a tensor in place"
     if target.namespace not in _KNOWN_NAMESPACES:
         return f"{target} is a custom operator, not known to give the same result twice"
+
     if torch.Tag.data_dependent_output in target.tags or not all(
         isinstance(n, int) for t in tensors_of(node) for n in t.shape
     ):
@@ -117,6 +120,7 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
+
     arguments = named_arguments(node)
     if arguments.get("generator") is not None:
         return True
@@ -129,6 +133,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Returns all arguments of an operator node by their schema names, defaults included."""
     assert isinstance(node.target, OpOverload)
     values: dict[str, Any] = {}
+
     for index, argument in enumerate(node.target._schema.arguments):
         if index < len(node.args):
             values[argument.name] = node.args[index]
@@ -195,17 +200,20 @@ def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
         or target._schema.is_mutable
     ):
         return
+
     output = node.meta["val"]
     candidates = [
         arg for arg in node.all_input_nodes if _has_same_layout(arg.meta.get("val"), output)
     ]
     if not candidates:
         return
+
     method = _in_place_overload(target, device_type)
     if method is not None and node.args and node.args[0] in candidates:
         assert isinstance(node.args[0], fx.Node)
         yield InPlaceForm(node.args[0], method, node.args, dict(node.kwargs))
         candidates = [arg for arg in candidates if arg is not node.args[0]]
+
     if (
         method is not None
         and target.name() in _COMMUTATIVE
@@ -216,6 +224,7 @@ def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
         assert isinstance(node.args[1], fx.Node)
         yield InPlaceForm(node.args[1], method, (node.args[1], node.args[0]), {})
         candidates = [arg for arg in candidates if arg is not node.args[1]]
+
     found = _out_overload(target, device_type)
     if found is not None:
         overload, out_name = found
@@ -250,6 +259,7 @@ def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | Non
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if not isinstance(overload, OpOverload) or not _has_kernel(overload, device_type):
         return None
+
     same = [a.name for a in overload._schema.arguments] == [
         a.name for a in target._schema.arguments
     ]
@@ -266,6 +276,8 @@ def _out_overload(target: OpOverload, device_type: str) -> tuple[OpOverload, str
         types = [str(a.type) for a in overload._schema.arguments if not a.is_out] == [
             str(a.type) for a in target._schema.arguments
         ]
+
         if len(outs) == 1 and rest == names and types and _has_kernel(overload, device_type):
             return overload, outs[0]
+
     return None

@@ -43,11 +43,13 @@ def results_of(call: Call) -> tuple[torch.Tensor, ...] | None:
     """Returns the tensors that a call returns, flat; None where it can't be run alone."""
     if not _can_run(call):
         return None
+
     with _without_traces(call.device_type):
         try:
             found = _run_of(call)()
         except _REFUSALS:
             return None
+
     items = found if isinstance(found, list | tuple) else [found]
     return tuple(item for item in items if isinstance(item, torch.Tensor))
 
@@ -76,17 +78,21 @@ def seconds_of(call: Call, budget_s: float) -> float | None:
     """
     if not _can_count(call):
         return None
+
     clock = _seconds_cuda if call.device_type == "cuda" else _seconds_cpu
     times: list[float] = []
+
     with _without_traces(call.device_type):
         try:
             run = _run_of(call)
             run()
         except _REFUSALS:
             return None
+
         end = time.perf_counter() + budget_s
         while len(times) < 3 or (len(times) < 25 and time.perf_counter() < end):
             times.append(clock(run))
+
     return statistics.median(times)
 
 
@@ -131,11 +137,13 @@ def _fresh(value: Any, is_zero: bool) -> Any:
         return [_fresh(item, is_zero) for item in value]
     if not isinstance(value, TensorSpec):
         return value
+
     num_elements = value.extent_bytes // value.dtype.itemsize
     if not is_zero and value.dtype.is_floating_point and value.dtype.itemsize > 1:
         flat = torch.rand(num_elements, dtype=value.dtype, device=value.device_type)
     else:
         flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device_type)
+
     tensor = flat.as_strided(value.shape, value.stride)
     if value.is_conj:
         tensor = tensor.conj()

@@ -38,6 +38,7 @@ def refuse_uneven_gates(graph: fx.Graph) -> None:
             is_uneven = (
                 row_bytes % _VECTORS_BYTES and part.numel() * part.itemsize >= _VECTORS_BYTES
             )
+
             if (
                 part.device.type == "cpu"
                 and part.is_floating_point()

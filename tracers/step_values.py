@@ -69,9 +69,11 @@ class StepValues:
         """
         if tensor.device.type != self.traced_on:
             return 0
+
         size_bytes = tensor.untyped_storage().nbytes()
         if dtype is not None:
             size_bytes = size_bytes // tensor.dtype.itemsize * dtype.itemsize
+
         return (
             -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
             if self.device_type == "cuda"
@@ -94,10 +96,12 @@ class StepValues:
                 str(dtype or tensor.dtype).removeprefix("torch."),
             )
         )
+
         index = len(self.values) - 1
         key = self.storages.key(tensor)
         assert key is not None
         self.value_of_storage[key] = index
+
         return index
 
     def add_inputs(self, order: list[fx.Node]) -> None:
@@ -106,22 +110,27 @@ class StepValues:
         numbers = {
             node for node in order if node.op == "placeholder" and is_only_read_as_number(node)
         }
+
         for node in order:
             if node.op not in ("placeholder", "get_attr"):
                 continue
+
             tensor = node.meta.get("val")
             if tensor is None and node.op == "get_attr":
                 tensor = getattr(self.module, str(node.target), None)
                 node.meta["val"] = tensor
+
             is_tangent = node.op == "placeholder" and is_backward_input(node)
             primals += node.op == "placeholder" and not is_tangent
             key = self.storages.key(tensor)
             if key is None or is_tangent or node in numbers:
                 continue
+
             if key not in self.value_of_storage:
                 assert isinstance(tensor, torch.Tensor)
                 self.add(node.name, tensor, self._input_kind(node, primals))
             self.value_of[node] = self.value_of_storage[key]
+
             if is_inference(node):
                 self.unsavable.add(self.value_of[node])
 
@@ -138,11 +147,13 @@ class StepValues:
         """Adds the parameters and buffers that the step does not read, as one value."""
         constants = {self.value_of[node] for node in self.value_of if node.op == "get_attr"}
         held = (ValueKind.PARAMETER, ValueKind.BUFFER)
+
         read_bytes = sum(
             value.size_bytes
             for i, value in enumerate(self.values)
             if value.kind in held and i not in constants
         )
+
         if model_bytes > read_bytes:
             self.values.append(
                 Value("unread_parameters_and_buffers", model_bytes - read_bytes, ValueKind.BUFFER)
@@ -160,11 +171,14 @@ class StepValues:
             )
             for tensor in fresh
         )
+
         if isinstance(node.meta.get("val"), torch.Tensor):
             self.value_of[node] = self.value_of_storage[self.storages.of(node) or 0]
+
         for part in node.users:
             if is_part(part) and isinstance(part.meta.get("val"), torch.Tensor):
                 self.value_of[part] = self.value_of_storage[self.storages.of(part) or 0]
+
         return writes
 
     def _part_name(self, node: fx.Node, tensor: torch.Tensor) -> str:

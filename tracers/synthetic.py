@@ -43,11 +43,13 @@ def training_step(
     length = len(parents)
     edges = [(p, i) for i, reads in enumerate(parents) for p in reads]
     users: list[list[int]] = [[v for u, v in edges if u == i] for i in range(length)]
+
     for i in range(length):
         back = 2 * length - i
         gradients = [2 * length - user for user in users[i]] or [length]
         edges += [(u, back) for u in (i, *parents[i], *gradients)]
     edges += [(i, length) for i in range(length) if not users[i]]
+
     return Graph.from_arrays(
         [*cost, float(any(cost)), *(c * backward_ratio for c in reversed(cost))],
         [*size, min(size, default=1), *reversed(size)],
@@ -87,17 +89,21 @@ def unet(depth: int) -> Graph:
     parents: list[list[int]] = []
     size: list[int] = []
     ends: list[int] = []
+
     for level in range(depth):
         for _ in range(2):
             parents.append([len(parents) - 1] if parents else [])
             size.append(2 ** (depth - level + 2))
         ends.append(len(parents) - 1)
+
     parents.append([len(parents) - 1] if parents else [])
     size.append(4)
+
     for level in reversed(range(depth)):
         parents.append(sorted({len(parents) - 1, ends[level]}))
         parents.append([len(parents) - 1])
         size += [2 ** (depth - level + 2)] * 2
+
     return training_step(parents, [3.0] * len(parents), size)
 
 
@@ -125,9 +131,11 @@ def random_layered(num_nodes: int, *, seed: int, width: int = 4, is_training: bo
     """
     random = np.random.default_rng(seed)
     parents: list[list[int]] = []
+
     for i in range(num_nodes):
         first = (i // width) * width
         near = range(max(0, first - width), first)
+
         chosen = (
             {
                 int(p)
@@ -138,11 +146,14 @@ def random_layered(num_nodes: int, *, seed: int, width: int = 4, is_training: bo
             if near
             else set()
         )
+
         if first > width and random.random() < 0.15:
             chosen.add(int(random.integers(0, first - width)))
         parents.append(sorted(chosen))
+
     cost = [float(c) for c in random.integers(1, 20, num_nodes)]
     size = [int(s) for s in random.integers(1, 50, num_nodes)]
+
     if is_training:
         return training_step(parents, cost, size)
     return Graph.from_arrays(cost, size, [(p, i) for i, reads in enumerate(parents) for p in reads])
@@ -196,16 +207,19 @@ def two_regions(length: int) -> Graph:
             ("tangent", region),
             *(("backward", i) for i in reversed(range(region * length, (region + 1) * length))),
         ]
+
     place = {node: position for position, node in enumerate(order)}
     edges = [(position - 1, position) for position in range(1, len(order))]
     for i in range(2 * length):
         edges += [(place["forward", j], place["backward", i]) for j in (i - 1, i) if j >= 0]
+
     plain = Graph.from_arrays(
         [float(kind != "tangent") for kind, _ in order],
         [1] * len(order),
         edges,
         first_backward=place["tangent", 1],
     )
+
     operators = [
         replace(
             op,
@@ -215,6 +229,7 @@ def two_regions(length: int) -> Graph:
         )
         for op, (kind, i) in zip(plain.operators, order, strict=True)
     ]
+
     return replace(plain, operators=tuple(operators), outputs=(place["loss", 1],))
 
 
@@ -230,19 +245,23 @@ def random_step(num_operators: int, *, seed: int) -> Graph:
         Value(f"resident{i}", int(random.integers(0, 4)), ValueKind.PARAMETER)
         for i in range(int(random.integers(0, 3)))
     ]
+
     operators: list[Operator] = []
     boundary = int(random.integers(1, num_operators + 1)) if num_operators else 0
+
     for i in range(num_operators):
         phase = Phase.FORWARD if i < boundary else Phase.BACKWARD
         operator, fresh = _random_operator(random, values, i, phase)
         operators.append(operator)
         values += fresh
+
     written = [w for op in operators for w in op.writes]
     outputs = (
         tuple(int(v) for v in random.choice(written, min(2, len(written)), replace=False))
         if written
         else ()
     )
+
     return Graph(tuple(values), tuple(operators), outputs)
 
 
@@ -256,10 +275,12 @@ def _random_operator(
         len(values) - len(recent) + int(j)
         for j in random.choice(len(recent), min(count, len(recent)), replace=False)
     )
+
     is_snapshot = bool(random.random() < 0.1)
     num_writes = 1 if is_snapshot else int(random.choice([0, 1, 1, 1, 1, 2]))
     writes = tuple(range(len(values), len(values) + num_writes))
     written = [Value(f"v{w}", int(random.integers(0, 9))) for w in writes]
+
     operator = Operator(
         f"op{index}",
         float(random.integers(0, 6)),
@@ -273,6 +294,7 @@ def _random_operator(
         else (),
         is_snapshot=is_snapshot,
     )
+
     return operator, written
 
 

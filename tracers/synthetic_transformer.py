@@ -49,9 +49,11 @@ class _Tape:
             target=target,
             module=module,
         )
+
         needed = tuple(dict.fromkeys(reads[i] if i >= 0 else writes[-1 - i] for i in saves))
         self.saved_by.append((len(self.operators), needed))
         self.operators.append(operator)
+
         return writes
 
     def snapshot(self, name: str) -> int:
@@ -71,12 +73,14 @@ class _Tape:
             reads = dict.fromkeys(
                 [*(gradient_of[v] for v in op.writes if v in gradient_of), *needed]
             )
+
             targets = [
                 v
                 for v in op.reads
                 if self.values[v].kind is not ValueKind.INPUT and v not in self.states
             ]
             writes = [self.value(f"grad.{op.name}.{v}", self.values[v].size_bytes) for v in targets]
+
             if writes:
                 self.operators.append(
                     Operator(
@@ -88,15 +92,18 @@ class _Tape:
                         module=op.module,
                     )
                 )
+
             for value, written in zip(targets, writes, strict=True):
                 gradient_of[value] = (
                     self._accumulate(gradient_of[value], written)
                     if value in gradient_of
                     else written
                 )
+
         self.outputs += [
             g for v, g in gradient_of.items() if self.values[v].kind is ValueKind.PARAMETER
         ]
+
         return Graph(tuple(self.values), tuple(self.operators), (loss, *self.outputs))
 
     def _accumulate(self, old: int, new: int) -> int:
@@ -130,6 +137,7 @@ def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> 
     tape = _Tape()
     stream = tape.value("tokens", width, ValueKind.INPUT)
     table = tape.value("embed.weight", width, ValueKind.PARAMETER)
+
     (stream,) = tape.call(
         "embed",
         "aten.embedding.default",
@@ -139,9 +147,11 @@ def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> 
         module="embed",
         saves=[1],
     )
+
     for i in range(num_blocks):
         stream = _attention(tape, stream, f"blocks.{i}", width)
         stream = _perceptron(tape, stream, f"blocks.{i}", width)
+
     (loss, _) = tape.call(
         "loss",
         "aten.nll_loss_forward.default",
@@ -151,9 +161,11 @@ def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> 
         module="",
         saves=[0, -2],
     )
+
     graph = tape.backward(loss)
     if has_names:
         return graph
+
     return replace(
         graph, operators=tuple(replace(op, target="", module="") for op in graph.operators)
     )
@@ -166,6 +178,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         tape.value(f"{module}.{name}.weight", width, ValueKind.PARAMETER)
         for name in ("qkv", "proj")
     ]
+
     norm, mean = tape.call(
         f"{block}.norm1",
         "aten.native_layer_norm.default",
@@ -176,6 +189,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         saves=[0, -2],
     )
     del mean
+
     (qkv,) = tape.call(
         f"{module}.qkv",
         "aten.mm.default",
@@ -185,6 +199,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=f"{module}.qkv",
         saves=[0, 1],
     )
+
     dropped = _attention_weights(tape, qkv, module, width)
     (context,) = tape.call(
         f"{module}.context",
@@ -195,6 +210,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=module,
         saves=[0, 1],
     )
+
     (out,) = tape.call(
         f"{module}.proj",
         "aten.mm.default",
@@ -204,6 +220,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=f"{module}.proj",
         saves=[0, 1],
     )
+
     (stream,) = tape.call(
         f"{block}.add1", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block
     )
@@ -221,6 +238,7 @@ def _attention_weights(tape: _Tape, qkv: int, module: str, width: int) -> int:
         module=module,
         saves=[0],
     )
+
     (soft,) = tape.call(
         f"{module}.softmax",
         "aten._softmax.default",
@@ -230,6 +248,7 @@ def _attention_weights(tape: _Tape, qkv: int, module: str, width: int) -> int:
         module=module,
         saves=[-1],
     )
+
     state = tape.snapshot(f"{module}.rng")
     dropped, mask = tape.call(
         f"{module}.dropout",
@@ -241,12 +260,14 @@ def _attention_weights(tape: _Tape, qkv: int, module: str, width: int) -> int:
         saves=[-2],
     )
     del mask
+
     return dropped
 
 
 def _perceptron(tape: _Tape, stream: int, block: str, width: int) -> int:
     module = f"{block}.mlp"
     weights = [tape.value(f"{module}.{i}.weight", 4 * width, ValueKind.PARAMETER) for i in (0, 2)]
+
     (hidden,) = tape.call(
         f"{module}.0",
         "aten.mm.default",
@@ -256,6 +277,7 @@ def _perceptron(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=f"{module}.0",
         saves=[0, 1],
     )
+
     (active,) = tape.call(
         f"{module}.1",
         "aten.gelu.default",
@@ -265,6 +287,7 @@ def _perceptron(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=f"{module}.1",
         saves=[0],
     )
+
     (out,) = tape.call(
         f"{module}.2",
         "aten.mm.default",
@@ -274,6 +297,7 @@ def _perceptron(tape: _Tape, stream: int, block: str, width: int) -> int:
         module=f"{module}.2",
         saves=[0, 1],
     )
+
     (stream,) = tape.call(
         f"{block}.add2", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block
     )

@@ -57,10 +57,12 @@ def measured_bytes(call: Call) -> int:
     known = _store().get(key, (0.0, MOST_WORKSPACE_BYTES))
     if known is not None:
         return int(known[0])
+
     measured = _measure(call)
     if measured is None:
         _LOG.warning("the workspace of %s can't be measured and counts as 0", call.target)
         return 0  # not stored: it may be possible later, when no other profiler runs
+
     _store().put(key, (float(measured),))
     return measured
 

@@ -28,10 +28,12 @@ class _Taken(TorchDispatchMode):
         torch.cuda.reset_peak_memory_stats()
         result = func(*args, **(kwargs or {}))
         after, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
         row = self.rows[str(func)]
         row[0] += 1
         row[1] += after - before
         row[2] = max(row[2], peak - max(before, after))
+
         return result
 
 
@@ -44,20 +46,24 @@ def compare(facts: Facts) -> None:
             model.zero_grad(set_to_none=True)
             with _Taken() as taken:
                 step(model, model, batch, 0)
+
             steps.planned(model, "100%")
             step(model, model, batch, 0)
             graph = remat.report(model).graph
+
             counted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
             for op in graph.operators:
                 row = counted[op.target]
                 row[0] += 1
                 row[1] += sum(graph.values[v].size_bytes for v in op.writes)
                 row[2] = max(row[2], op.workspace_bytes)
+
             rows = {
                 target: {"card": taken.rows.get(target), "plan": counted.get(target)}
                 for target in {*taken.rows, *counted}
                 if taken.rows.get(target) != counted.get(target)
             }
+
             largest = sorted(rows, key=lambda t: -max(map(max, filter(None, rows[t].values()))))
             for target in largest[:_MOST_ROWS]:
                 facts.say(section="operators", model=name, target=target, **rows[target])

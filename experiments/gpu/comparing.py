@@ -34,6 +34,7 @@ def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: fl
         if facts.left_s < need_s:
             facts.say(model=name, way=way, skipped=f"{facts.left_s:.0f} s left")
             continue
+
         facts.clean()
         with facts.section(model=name, way=way), fresh_cache():
             _compare_one(facts, name, way, prepare, reference)
@@ -50,14 +51,17 @@ def _compare_one(
         torch.manual_seed(0)
         model, batch = STEPS[name](place)
         call = prepare(model)
+
     if place.has_cuda:
         torch.cuda.reset_peak_memory_stats()
+
     # costs are measured at 100 %; other plans are made while another process times its steps
     compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
     with nullcontext() if compiles else facts.turn():
         began = time.perf_counter()
         found = gradients(call, model, batch)
         until_first_s = time.perf_counter() - began
+
     first_peak = torch.cuda.max_memory_allocated() if place.has_cuda else 0
     reference.extend(found if not reference else ())
 
@@ -65,11 +69,13 @@ def _compare_one(
     with facts.turn():
         row |= measured(call, model, batch, place)
     row["gradient"] = largest_difference(found, reference)
+
     if way.startswith("remat"):
         row |= told(model)
         if place.has_cuda:
             peak = row["kernels_peak"] or row["predicted"]
             row["measured_minus_predicted"] = row["allocated"] - base - peak
+
     facts.say(model=name, way=way, **row)
 
 

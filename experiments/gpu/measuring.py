@@ -161,6 +161,7 @@ def told(model: Any) -> dict[str, Any]:
     report = remat.report(model)
     solution = report.solution
     attention = sorted({op.target for op in report.graph.operators if "attention" in op.target})
+
     return {
         "predicted": solution.peak_bytes,
         "budget": solution.budget_bytes,

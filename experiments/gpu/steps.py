@@ -50,10 +50,12 @@ def gpt2(
     length, words = 1024, 50257
     if place.is_tiny:
         layers, width, heads, batch, length, words = 2, 64, 4, 4, 64, 64
+
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, use_cache=False,
         bos_token_id=0, eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
+
     ids = torch.randint(0, config.vocab_size, (batch, length), device=place.device)
     with torch.device(place.device):
         model: nn.Module = GPT2LMHeadModel(config)
@@ -68,6 +70,7 @@ def resnet50(place: Place, *, batch: int = 128) -> Made:
     # otherwise the first call sets it, and the step would be captured again
     config = ResNetConfig(problem_type="single_label_classification")
     model: nn.Module = ResNetForImageClassification(config)
+
     images = torch.randn(batch, 3, pixels, pixels, device=place.device, dtype=torch.bfloat16)
     labels = torch.zeros(batch, dtype=torch.long, device=place.device)
     model = model.to(place.device, torch.bfloat16).train()
@@ -81,10 +84,12 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
     width, hidden, heads, length, words = 4096, 14336, 32, 2048, 32000
     if place.is_tiny:
         width, hidden, heads, length, words, layers, batch = 64, 128, 8, 32, 64, 2, 2
+
     config = LlamaConfig(
         hidden_size=width, intermediate_size=hidden, num_attention_heads=heads,
         num_key_value_heads=heads // 4, num_hidden_layers=layers, vocab_size=words, use_cache=False,
     )  # fmt: skip
+
     with torch.device(place.device):
         model: nn.Module = LlamaForCausalLM(config)
     ids = torch.randint(0, words, (batch, length), device=place.device)
@@ -157,6 +162,7 @@ def selective_checkpoints(model: nn.Module) -> Callable[..., Any]:
     kept = [aten.mm.default, aten.addmm.default, aten.bmm.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
     run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
     whole: Any = model
     whole.gradient_checkpointing_enable()
     part: Any

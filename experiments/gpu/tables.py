@@ -64,17 +64,20 @@ def _table(model: str, rows: Sequence[Fact]) -> Table:
     table.add_column("", no_wrap=True)
     for heading in ("predicted", *_COUNTS, "step", "gradient difference"):
         table.add_column(heading, justify="right", no_wrap=True)
+
     plain_s = next((row["step_s"] for row in rows if row["way"].startswith("plain")), None)
     for row in rows:
         peaks = [_predicted(row), *(_peak(row, name) for name in _COUNTS)]
         sizes = [f"{peak / _MIB:,.1f}" if peak > 0 else "-" for peak in peaks]
         pace = f" {row['step_s'] / plain_s:.2f}x" if plain_s else ""
+
         table.add_row(
             row["way"],
             *sizes,
             f"{1000 * row['step_s']:.1f} ms{pace}",
             f"{row['gradient']:.1e}" if "gradient" in row else "-",
         )
+
     return table
 
 
@@ -94,6 +97,7 @@ def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
     planned = [row for row in rows if "predicted" in row]
     figure = new_figure("Peak on the GPU: measured against predicted")
     axes = figure.subplots()
+
     for model in dict.fromkeys(row["model"] for row in planned):
         mine = [row for row in planned if row["model"] == model]
         axes.plot(
@@ -102,6 +106,7 @@ def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
             "o",
             label=model,
         )
+
     largest = max((_predicted(row) / _MIB for row in planned), default=1.0)
     axes.plot([0, largest], [0, largest], ":", color="grey", label="equal")
     quiet(axes, x_label="predicted, MiB", y_label="allocated, MiB", grid="both")
@@ -113,11 +118,13 @@ def _draw_times(rows: Sequence[Fact], path: Path) -> None:
     """Step time against peak, both measured, over plain's: dots for plans, crosses for others."""
     figure = new_figure("Step time against peak, both over plain PyTorch's; dots are plans")
     axes = figure.subplots()
+
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
         mine = [row for row in rows if row["model"] == model]
         plain = [row for row in mine if row["way"].startswith("plain")]
         if not plain:
             continue
+
         plain_s, plain_bytes = min(row["step_s"] for row in plain), _peak(plain[0], "allocated")
         for is_plan, marker in ((True, "o"), (False, "x")):
             shown = [row for row in mine if _is_plan(row) == is_plan and row not in plain]
@@ -128,6 +135,7 @@ def _draw_times(rows: Sequence[Fact], path: Path) -> None:
                 color=f"C{number}",
                 label=model if is_plan else None,
             )
+
     quiet(axes, x_label="peak over plain's", y_label="step time over plain's", grid="both")
     axes.legend(frameon=False, loc="upper right")
     save(figure, path)

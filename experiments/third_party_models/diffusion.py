@@ -91,9 +91,11 @@ def _monai_diffusion() -> Workload:
         "num_res_blocks": 1,
         "num_head_channels": 16,
     }
+
     model = _nets().DiffusionModelUNet(
         spatial_dims=2, in_channels=1, out_channels=1, norm_num_groups=8, **sizes
     )
+
     return step(
         model,
         _denoise_monai,
@@ -128,6 +130,7 @@ def _unet_2d() -> Workload:
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     }
+
     sizes = {
         "sample_size": 32,
         "block_out_channels": (32, 64),
@@ -135,6 +138,7 @@ def _unet_2d() -> Workload:
         "norm_num_groups": 8,
         "dropout": 0.1,
     }
+
     return _diffusers("UNet2DModel", (BATCH, 3, 32, 32), {**blocks, **sizes})
 
 
@@ -150,6 +154,7 @@ def _unet_2d_condition() -> Workload:
         "layers_per_block": 1,
         "norm_num_groups": 8,
     }
+
     config = {**blocks, **sizes, "cross_attention_dim": 32, "attention_head_dim": 8}
     return _diffusers(
         "UNet2DConditionModel",
@@ -168,6 +173,7 @@ def _dit() -> Workload:
         "sample_size": 16,
         "norm_num_groups": 4,
     }
+
     config = {**sizes, "num_embeds_ada_norm": 10, "dropout": 0.1}
     model = load("diffusers").DiTTransformer2DModel(**config)
     batch = {"sample": torch.randn(BATCH, 4, 16, 16), "class_labels": torch.arange(BATCH)}
@@ -183,6 +189,7 @@ def _sd3() -> Workload:
         "sample_size": 16,
         "joint_attention_dim": 32,
     }
+
     config = {
         **sizes,
         "caption_projection_dim": 64,
@@ -190,6 +197,7 @@ def _sd3() -> Workload:
         "in_channels": 4,
         "out_channels": 4,
     }
+
     conditions = {
         "encoder_hidden_states": torch.randn(BATCH, 8, 32),
         "pooled_projections": torch.randn(BATCH, 32),
@@ -222,12 +230,14 @@ def _flux() -> Workload:
         "num_single_layers": 2,
         "in_channels": 16,
     }
+
     config = {
         **sizes,
         "joint_attention_dim": 32,
         "pooled_projection_dim": 32,
         "axes_dims_rope": (4, 6, 6),
     }
+
     model = load("diffusers").FluxTransformer2DModel(**config)
     batch = {
         "hidden_states": torch.randn(BATCH, 64, 16),
@@ -237,6 +247,7 @@ def _flux() -> Workload:
         "img_ids": torch.randint(0, 8, (64, 3)).float(),
         "txt_ids": torch.zeros(8, 3),
     }
+
     return step(model, lambda model, **batch: model(**batch).sample.pow(2).mean(), **batch)
 
 

@@ -98,6 +98,7 @@ def _attentive() -> Workload:
     model = load("torch_geometric.nn").AttentiveFP(
         _FEATURES, 32, 1, edge_dim=8, num_layers=2, num_timesteps=2, dropout=0.1
     )
+
     graph = _graph()
     batch = {
         "x": graph["x"],
@@ -197,6 +198,7 @@ def _e3nn() -> Workload:
         attributes = o3.spherical_harmonics(
             "1x0e + 1x1o", vector, normalize=True, normalization="component"
         )
+
         scalars = torch.exp(-((vector.norm(dim=-1, keepdim=True) - torch.linspace(0, 3, 8)) ** 2))
         out = model(features, torch.ones(16, 1), source, target, attributes, scalars)
         return F.mse_loss(out.sum(), energy)

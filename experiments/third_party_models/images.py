@@ -158,6 +158,7 @@ def _coca() -> Workload:
         attentional_pool=True,
         output_tokens=True,
     )
+
     text = model.CLIPTextCfg(
         context_length=16,
         vocab_size=VOCABULARY,
@@ -167,6 +168,7 @@ def _coca() -> Workload:
         embed_cls=True,
         output_tokens=True,
     )
+
     decoder = load("open_clip.coca_model").MultimodalCfg(
         context_length=16, vocab_size=VOCABULARY, width=64, heads=4, layers=2
     )
@@ -241,6 +243,7 @@ class _Aligned(nn.Module):
         corners = torch.tensor([[0.0, 0.0], [31.0, 0.0], [31.0, 31.0], [0.0, 31.0]]).expand(
             len(moving), 4, 2
         )
+
         moved = corners + self.features(torch.cat([moving, fixed], 1)).tanh().view(-1, 4, 2)
         transform = kornia.geometry.get_perspective_transform(corners, moved)
         aligned = kornia.geometry.warp_perspective(moving, transform, (32, 32))
@@ -268,6 +271,7 @@ def _x_unet() -> Workload:
         nested_unet_depths=(1, 0),
         channels=3,
     )
+
     return step(
         model, mean_square, inputs=torch.randn(2, 3, 32, 32), targets=torch.randn(2, 3, 32, 32)
     )
@@ -285,9 +289,11 @@ def _perceiver() -> Workload:
         "latent_dim_head": 16,
         "cross_dim_head": 16,
     }
+
     model = load("perceiver_pytorch").Perceiver(
         **sizes, num_classes=10, attn_dropout=0.1, weight_tie_layers=True
     )
+
     batch = images(32)
     return step(
         model, classify, images=batch["images"].movedim(1, -1).contiguous(), labels=batch["labels"]

@@ -75,6 +75,7 @@ def _both() -> Workload:
             "max_seq_len": 32,
         }.items()
     }
+
     model = load("x_transformers").XTransformer(dim=64, tie_token_emb=True, **sides)
     return step(
         model,
@@ -94,6 +95,7 @@ def _performer() -> Workload:
         "heads": 4,
         "dim_head": 16,
     }
+
     model = load("performer_pytorch").PerformerLM(
         **sizes, causal=False, nb_features=16, ff_dropout=0.1
     )
@@ -111,6 +113,7 @@ def _reformer() -> Workload:
         "bucket_size": 16,
         "n_hashes": 2,
     }
+
     model = load("reformer_pytorch").ReformerLM(**sizes, ff_chunks=2, causal=True)
     return step(model, next_token, ids=tokens(_LENGTH + 1))
 
@@ -136,6 +139,7 @@ def _local() -> Workload:
         "heads": 4,
         "dim_head": 16,
     }
+
     model = load("local_attention").LocalTransformer(
         **sizes, local_attn_window_size=16, attn_dropout=0.1
     )
@@ -170,9 +174,11 @@ def _sentences(loss: str, columns: int, labels: torch.Tensor | None = None) -> W
     library = load("sentence_transformers")
     parts = load("sentence_transformers.models")
     pooling = parts.Pooling(32, pooling_mode="mean")
+
     model = library.SentenceTransformer(
         modules=[_Encoder(), pooling, parts.Dense(32, 16), parts.Normalize()], device="cpu"
     )
+
     criterion = getattr(load("sentence_transformers.losses"), loss)(model)
     ids = [tokens(24, 8) for _ in range(columns)]
     features = [
@@ -182,6 +188,7 @@ def _sentences(loss: str, columns: int, labels: torch.Tensor | None = None) -> W
         }
         for column in ids
     ]
+
     return step(
         criterion,
         _loss_of_sentences,

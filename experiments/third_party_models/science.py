@@ -117,6 +117,7 @@ def _cde() -> Workload:
     def loss(model: Any, coefficients: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         path = torchcde.CubicSpline(coefficients)
         start = model.first(path.evaluate(path.interval[0]))
+
         ends = torchcde.cdeint(
             X=path,
             func=model,
@@ -126,6 +127,7 @@ def _cde() -> Workload:
             method="rk4",
             options={"step_size": 1.0},
         )
+
         return F.mse_loss(model.out(ends[:, -1]), targets)
 
     coefficients = torchcde.hermite_cubic_coefficients_with_backward_differences(

@@ -56,9 +56,11 @@ class Blocks:
         value, first, last = lifetimes(graph, steps)
         size = effective_sizes(graph.arrays, steps)[value]
         first, last = 2 * first, 2 * np.minimum(last, max(0, len(steps) - 1)) + 1
+
         workspace = graph.arrays.workspace_bytes[steps]
         if in_place:
             first, last, size = _continued(graph, schedule, value, first, last, size)
+
         where = np.flatnonzero(workspace)
         columns = [
             np.append(first, 2 * where),
@@ -66,6 +68,7 @@ class Blocks:
             np.append(size, workspace[where]),
             np.append(value, np.full(len(where), -1)),
         ]
+
         return cls(*(column[columns[2] > 0] for column in columns))
 
     @cached_property
@@ -95,11 +98,13 @@ def _continued(
     dying = {(int(v), int(end)): i for i, (v, end) in enumerate(zip(value, last, strict=True))}
     born = {(int(v), int(begin)): i for i, (v, begin) in enumerate(zip(value, first, strict=True))}
     head = np.arange(len(value))
+
     for step, index in enumerate(schedule.steps):
         op = graph.operators[index]
         ends = [dying[v, 2 * step + 1] for v in op.reuses if (v, 2 * step + 1) in dying]
         if not ends:
             continue
+
         taken = max(ends, key=lambda i: size[i])
         begun = born[op.writes[0], 2 * step]
         block = head[taken]
@@ -107,6 +112,7 @@ def _continued(
             head[begun], last[block], size[begun] = block, last[begun], 0
         else:
             last[block] = 2 * step - 1
+
     return first, last, size
 
 
@@ -127,15 +133,18 @@ def best_fit(blocks: Blocks, order: Ints) -> Ints:
         offset[block] = _smallest_gap(
             offset[beside], blocks.size_bytes[beside], int(blocks.size_bytes[block])
         )
+
     return offset
 
 
 def _smallest_gap(offset: Ints, size: Ints, needed: int) -> int:
     if not len(offset):
         return 0
+
     order = np.argsort(offset)
     begin = offset[order]
     covered = np.maximum.accumulate(begin + size[order])
+
     gap_begin = np.append(0, covered)
     gap = np.append(begin, np.iinfo(np.int64).max) - gap_begin
     fitting = np.flatnonzero(gap >= needed)
@@ -167,14 +176,17 @@ def search(blocks: Blocks, *, time_limit_s: float = 10.0, seed: int = 0) -> Ints
         blocks.size_bytes.astype(np.float64),
         (blocks.last - blocks.first + 1).astype(np.float64),
     )
+
     starts = [
         np.argsort(-key, kind="stable") for key in (size, size * life, life, size * np.sqrt(life))
     ]
     best, best_bytes, order = np.zeros(len(size), np.int64), math.inf, starts[0]
+
     for start in starts:
         offset = best_fit(blocks, start)
         if blocks.arena_bytes(offset) < best_bytes:
             best, best_bytes, order = offset, blocks.arena_bytes(offset), start
+
     current = best
     while best_bytes > blocks.live_bytes and time.monotonic() < deadline:
         changed = _with_top_earlier(blocks, current, order, random)
@@ -183,6 +195,7 @@ def search(blocks: Blocks, *, time_limit_s: float = 10.0, seed: int = 0) -> Ints
             current, order = offset, changed
             if blocks.arena_bytes(offset) < best_bytes:
                 best, best_bytes = offset, blocks.arena_bytes(offset)
+
     return best
 
 
@@ -191,6 +204,7 @@ def _with_top_earlier(
 ) -> Ints:
     top = offset + blocks.size_bytes
     highest = random.choice(np.flatnonzero(top == top.max()))
+
     beside = np.flatnonzero(
         (blocks.first <= blocks.last[highest]) & (blocks.last >= blocks.first[highest])
     )
@@ -200,8 +214,10 @@ def _with_top_earlier(
             beside, min(len(beside), int(random.integers(1, 4))), replace=False
         ).tolist(),
     }
+
     rank = np.empty(len(order), np.float64)
     rank[order] = np.arange(len(order))
     for block in moved:
         rank[block] = random.uniform(-1.0, rank[block])
+
     return np.argsort(rank, kind="stable")

@@ -83,10 +83,12 @@ class Composition:
         value, first, last = lifetimes(graph, steps)
         category = _categories(graph, schedule, value, first, last)
         size = effective_sizes(graph.arrays, steps)[value]
+
         bytes_of = np.zeros((len(order), len(steps)), np.int64)
         for index in range(len(order)):
             mine = category == index
             bytes_of[index] = _over_time(first[mine], last[mine], size[mine], len(steps))
+
         for kind, place in (
             (ValueKind.PARAMETER, Category.PARAMETERS),
             (ValueKind.BUFFER, Category.INPUTS),
@@ -96,6 +98,7 @@ class Composition:
                 v.size_bytes for v in graph.values if v.kind is kind
             )
         bytes_of[order.index(Category.WORKSPACE)] += graph.arrays.workspace_bytes[steps]
+
         parts = cls(graph, bytes_of, value, first, last, category)
         parts._take_over(schedule)
         return parts
@@ -106,6 +109,7 @@ class Composition:
         for step in np.flatnonzero(saved).tolist():
             candidates = self.graph.operators[schedule.steps[step]].reuses
             dying = (self.last == step) & np.isin(self.value, candidates)
+
             taken = next(
                 i
                 for i in np.flatnonzero(dying)
@@ -142,16 +146,19 @@ def _categories(graph: Graph, schedule: Schedule, value: Ints, first: Ints, last
     operator = steps[first]
     earliest = np.full(graph.num_operators, len(steps))
     np.minimum.at(earliest, steps, np.arange(len(steps)))
+
     is_output = np.zeros(len(graph.values), np.bool_)
     is_output[graph.arrays.output] = True
     is_backward = np.array([op.phase is Phase.BACKWARD for op in graph.operators], np.bool_)[
         operator
     ]
+
     cases = [
         (is_backward & is_output[value], Category.PARAMETER_GRADIENTS),
         (is_backward, Category.GRADIENTS),
         (first > earliest[operator], Category.RECOMPUTED),
         (last >= schedule.num_forward_steps, Category.SAVED),
     ]
+
     places = [np.int64(order.index(category)) for _, category in cases]
     return np.select([case for case, _ in cases], places, np.int64(order.index(Category.TEMPORARY)))

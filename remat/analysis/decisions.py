@@ -71,10 +71,12 @@ class _Reader:
         self.has_recomputations = schedule.num_recomputations > 0
         value, first, last = lifetimes(graph, schedule.array)
         self.times = np.bincount(value, minlength=len(graph.values))
+
         earliest = np.full(len(graph.values), len(schedule.steps))
         np.minimum.at(earliest, value, first)
         is_again = (first > earliest[value]) & (last > first)
         is_saved = (first < schedule.num_forward_steps) & (last >= schedule.num_forward_steps)
+
         self.recomputed = set(value[is_again].tolist())
         self.saved = set(value[is_saved].tolist())
         self.outputs = set(graph.outputs)
@@ -122,6 +124,7 @@ class _Reader:
             return f"never recomputed: {op.pinned}"
         if fate is Fate.SAVED and not self.has_recomputations:
             return "nothing has to be recomputed"
+
         operators = f"{num_again} operators" if num_again != 1 else "1 operator"
         price = f"{self.units.cost_text(again_s)} ({operators}){self._price(value, again_s)}"
         return (

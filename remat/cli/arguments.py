@@ -73,6 +73,7 @@ def check_output(path: Path) -> None:
         raise Refused(f"--output {path}: this is a folder; a file is needed")
     if path.exists() and not path.is_file():
         return  # a pipe or a device
+
     if not place.parent.is_dir():
         raise Refused(f"--output {path}: the folder {place.parent} does not exist")
     if not os.access(place.parent, os.W_OK):

@@ -32,6 +32,7 @@ class _OneLineErrors(TyperGroup):
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of a pipe ended: click exits quietly
                 raise
+
             text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             typer.echo(f"remat: {text}", err=True)
             raise typer.Exit(2) from None
@@ -40,6 +41,7 @@ class _OneLineErrors(TyperGroup):
             if not isinstance(error, FactoryFailed):  # its message has several lines
                 text = " ".join(text.split())
             typer.echo(f"remat: {text}", err=True)
+
             is_proved = isinstance(error, BudgetError) and error.is_proved
             raise typer.Exit(
                 3 if is_proved else 4 if isinstance(error, BudgetError) else 2
@@ -144,6 +146,7 @@ def trace(
                 device=device,
                 executor=executor,
             )
+
     graph.save(output)
     show_graph(graph)
     typer.echo(f"saved to {output}")

@@ -66,10 +66,12 @@ class Block(nn.Module):
             .view(batch, length, 3, HEADS, width // HEADS)
             .permute(2, 0, 3, 1, 4)
         )
+
         scores = (q @ k.transpose(-1, -2) / (width // HEADS) ** 0.5).masked_fill(
             self.future, float("-inf")
         )
         heads = self.dropout(scores.softmax(-1)) @ v
+
         x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
         fed: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
         return x + fed
@@ -96,6 +98,7 @@ class GPT(nn.Module):
                 if self.is_checkpointed
                 else block(x)
             )
+
         loss: torch.Tensor = functional.cross_entropy(
             self.head(self.norm(x)).flatten(0, 1), target.flatten()
         )
@@ -135,6 +138,7 @@ def run_demo(output: Path, steps: int = 20) -> None:
         f"A GPT with {LAYERS} layers trains on the Python documentation: {steps} steps of {BATCH} "
         f"x {LENGTH} characters on {device}."
     )
+
     text = _text()
     sample = next(_batches(text, device))
     plain, blocks, half, equal = (_model(device) for _ in range(4))
@@ -155,6 +159,7 @@ def run_demo(output: Path, steps: int = 20) -> None:
             ("remat, peak of blocks", equal),
         ]
         runs = _train(ways, steps, device, text)
+
     console.print(_table(runs, budgets))
     for planned in reports:
         console.print(_plan_line(planned))
@@ -165,6 +170,7 @@ def run_demo(output: Path, steps: int = 20) -> None:
     record = json.dumps(_record(runs, reports, device, steps), indent=1)
     write_whole(numbers, f"{record}\n".encode())
     console.print(f"Pictures: {pictures[0]}, {pictures[1]}. Numbers: {numbers}.")
+
     for model in (half, equal):
         unwrap(model)
 
@@ -196,6 +202,7 @@ def _draw(runs: list[Run], held: int, planned: Report, pictures: tuple[Path, Pat
         title="One training step, four ways",
     )
     save(memory, pictures[0])
+
     schedule = plot_schedule(
         planned.graph, planned.schedule, budget_bytes=budget_bytes, title="The schedule that ran"
     )
@@ -215,6 +222,7 @@ def _record(runs: list[Run], reports: list[Report], device: str, steps: int) -> 
         for planned in reports
     ]
     rows = [{key: value for key, value in asdict(run).items() if key != "timeline"} for run in runs]
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -263,6 +271,7 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
     losses = [0.0 for _ in ways]
     first: list[list[torch.Tensor]] = [[] for _ in ways]
     batches = _batches(text, device)
+
     for step in range(steps):
         batch = next(batches)
         for way, (_, model) in enumerate(ways):
@@ -273,11 +282,13 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
             if step == 0:
                 first[way] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizers[way].step()
+
     runs = []
     for way, (name, model) in enumerate(ways):
         measured = min(
             (_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1]
         )
+
         difference = max(
             (a - b).abs().max().item() for a, b in zip(first[way], first[0], strict=True)
         )
@@ -285,6 +296,7 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
             mine / plain for mine, plain in zip(times[way], times[0], strict=True)
         )
         peak_bytes = _resident_bytes(model, batch) + measured.peak_bytes
+
         runs.append(
             Run(
                 name,
@@ -296,6 +308,7 @@ def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Ten
                 measured,
             )
         )
+
     return runs
 
 
@@ -336,9 +349,11 @@ def _table(runs: list[Run], budgets: tuple[int, int]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+
     table.add_column("")
     for heading in ("measured peak", "step", "loss", "gradient difference"):
         table.add_column(heading, justify="right")
+
     for run in runs:
         share = f"{format_bytes(run.peak_bytes)}, {100 * run.peak_bytes / runs[0].peak_bytes:.0f} %"
         pace = f"{1000 * run.step_s:.0f} ms, {run.step_ratio:.2f} x"
@@ -349,6 +364,7 @@ def _table(runs: list[Run], budgets: tuple[int, int]) -> Table:
             f"{run.loss:.6f}",
             "-" if run is runs[0] else f"{run.gradient_difference:g}",
         )
+
     return table
 
 

@@ -68,6 +68,7 @@ def made_by(factory: str) -> Made:
             f"{factory!r} is not of the form MODULE:CALLABLE or FILE.py:CALLABLE, such as "
             "my_project.model:make or train.py:make"
         )
+
     with own_errors(factory):
         module = _file(module_name) if module_name.endswith(".py") else _module(module_name)
     make: Any = getattr(module, name, None)
@@ -78,6 +79,7 @@ def made_by(factory: str) -> Made:
     with own_errors(factory):
         result = make()
     made = _understood(factory, result)
+
     _check_call(
         f"what {factory} returned",
         getattr(made.model, "forward", made.model),
@@ -143,6 +145,7 @@ def own_step(factory: str) -> Iterator[None]:
             and "torch" not in Path(last.filename).parts
         ):
             raise FactoryFailed(f"the step of {factory} failed: {_in_a_few_lines(error)}") from None
+
         if isinstance(error, ValueError | TypeError):
             raise Refused(str(error)) from None
         raise
@@ -178,6 +181,7 @@ def _understood(factory: str, result: Any) -> Made:
         return Made(model, (), dict(given[0]))
     args = given[0] if given else ()
     kwargs = given[1] if len(given) == 2 else {}
+
     if not isinstance(args, tuple | list):
         raise Refused(
             f"{factory} returned (model, {_named(args)}); the inputs must be a tuple, even a "

@@ -32,6 +32,7 @@ def plot(
     check_output(output)
     if output.suffix.lower() not in PLOT_SUFFIXES:
         raise Refused(f"--output {output}: a picture ends in {', '.join(PLOT_SUFFIXES)}")
+
     graph = read_instance(instance)
     loaded = [
         (path.stem, solution)
@@ -42,6 +43,7 @@ def plot(
         raise Refused(
             "--picture tradeoff needs at least two solutions; `remat frontier --output` saves them"
         )
+
     draw(graph, loaded, str(picture), output)
     typer.echo(f"saved to {output}")
 
@@ -85,6 +87,7 @@ def report(
     chosen = [solution for solution in load_solutions(plan, graph) if solution.is_solved]
     if not chosen:
         raise Refused(f"{plan} has no schedule to report on; `remat solve --output` saves one")
+
     solutions = load_solutions(curve, graph) if curve else []
     if not solutions and points > 1:
         with progress(f"auto, {instance.stem} in {points} budgets"):
@@ -92,6 +95,7 @@ def report(
 
             method = solver_named("auto", time_limit_s=time_limit)
             solutions = frontier_solutions(graph, points, method)
+
     with installed_extra():
         Report(graph, chosen[0]).save(output, curve=solutions, title=title or instance.stem)
     typer.echo(f"saved to {output}")
@@ -121,6 +125,7 @@ def export(
     check_output(output)
     if output.suffix not in EXPORT_SUFFIXES:
         raise Refused(f"--output {output}: an export ends in {' or '.join(EXPORT_SUFFIXES)}")
+
     graph = read_instance(instance)
     schedules = (
         [s.schedule for s in load_solutions(plan, graph) if s.schedule is not None]
@@ -129,5 +134,6 @@ def export(
     )
     if not schedules:
         raise Refused(f"{plan} has no schedule to export; `remat solve --output` saves one")
+
     save(graph, schedules[0], output)
     typer.echo(f"saved to {output}")

@@ -69,6 +69,7 @@ def solve(
         raise Refused(f"--without: only the solver 'auto' has techniques, and {solver!r} was given")
     if output is not None:
         check_output(output)
+
     graph = read_instance(instance)
     solution = _solve(
         graph,
@@ -79,6 +80,7 @@ def solve(
         gap=gap,
         **({"without": tuple(without)} if without else {}),
     )
+
     if output is not None:
         replace(solution, outline=outline(graph)).save(output)
     if format_ is Format.JSON:
@@ -114,12 +116,14 @@ def frontier(
 
     if output is not None:
         check_output(output)
+
     graph = read_instance(instance)
     method = solver_named(solver, time_limit_s=time_limit, gap=gap)
     with progress(f"{solver}, {instance.stem} in {points} budgets"):
         from remat.solvers.auto.frontier import frontier_solutions
 
         solutions = frontier_solutions(graph, points, method)
+
     if output is not None:
         serialize.save(solutions, output)
     if format_ is Format.JSON:
@@ -152,6 +156,7 @@ def bench(
     graphs, names = bench_graphs(instances or []), list(solver or SOLVER_NAMES)
     for method in names:
         solver_named(method)
+
     records = []
     for name, graph in graphs:
         answers = list(
@@ -162,6 +167,7 @@ def bench(
         records += [{"instance": name, "name": label, **solution_record(s)} for label, s in answers]
         if format_ is Format.TABLE:
             show_solutions(graph, answers, title=f"{name}, budget {budget}")
+
     if format_ is Format.JSON:
         write_json(records)
 
@@ -195,6 +201,7 @@ def sweep(
 
     if jobs == 0:
         raise Refused("--jobs 0: give the number of parallel solves, or -1 for one per core")
+
     graphs, method = bench_graphs(instances), solver_named(solver, time_limit_s=time_limit, gap=gap)
     for _, graph in graphs:
         for size in budget:
@@ -202,6 +209,7 @@ def sweep(
     with progress(f"{solver}, {len(graphs)} graphs in {len(budget)} budgets"):
         rows = run_sweep([graph for _, graph in graphs], budget, solver=method, n_jobs=jobs)
     answers = [list(zip(budget, row, strict=True)) for row in rows]
+
     if format_ is Format.TABLE:
         for (name, graph), row in zip(graphs, answers, strict=True):
             show_solutions(graph, row, title=name)

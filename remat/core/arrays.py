@@ -51,10 +51,12 @@ class Arrays:
         reuse_start, reuse = _csr(
             [[v for v in op.reuses if not values[v].is_resident] for op in operators]
         )
+
         write_rank = np.zeros(len(values), np.int64)
         write_rank[write] = np.arange(len(write)) - np.repeat(
             write_start[:-1], np.diff(write_start)
         )
+
         return cls(
             cost_s=np.array([op.cost_s for op in operators], np.float64),
             size_bytes=np.array([value.size_bytes for value in values], np.int64),

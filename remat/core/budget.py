@@ -57,6 +57,7 @@ def _parse_text(text: str, keep_all_bytes: int | None) -> int:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ValueError(f"budget {shown(text)} does not parse; {_HELP}")
+
     number, unit = Decimal(match[1]), match[2].lower()
     if unit == "%":
         if keep_all_bytes is None:
@@ -65,6 +66,7 @@ def _parse_text(text: str, keep_all_bytes: int | None) -> int:
                 "here; write it in bytes"
             )
         return int(number * keep_all_bytes / 100)
+
     if unit not in _UNITS:
         known = ", ".join(["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"])
         raise ValueError(

@@ -53,6 +53,7 @@ class CudaPeaks:
         is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in settings)
         if is_set or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
             return ""
+
         return (
             f"{format_bytes(unused_bytes)} more were reserved than allocated: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"

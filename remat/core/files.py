@@ -32,12 +32,14 @@ def write_whole(path: str | Path, content: bytes) -> None:
 
     target = Path(os.path.realpath(path))
     part = target.with_name(f"{_prefix(target)}{os.getpid()}-{secrets.token_hex(4)}.part")
+
     try:
         with part.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
             written = os.fstat(file.fileno())
+
         if mode is not None:
             with suppress(PermissionError):  # another user's file in a shared folder
                 part.chmod(stat.S_IMODE(mode))

@@ -48,6 +48,7 @@ class Graph:
                 f"this graph has format version {shown(self.version)}; this remat reads "
                 f"version {FORMAT_VERSION}"
             )
+
         self._check_operators()
         self._check_together()
         for value in self.outputs:
@@ -65,6 +66,7 @@ class Graph:
                 f"sizes and the largest workspace add up to {shown(total)}, and at most "
                 f"{limits.MOST_BYTES:,} (2**53 - 1) can be counted exactly; use a larger unit"
             )
+
         dimensions = chain.from_iterable(value.shape for value in self.values)
         if fault := next(filter(None, map(limits.size_fault, set(dimensions))), ""):
             raise GraphError(f"a value's shape has {fault}")
@@ -80,6 +82,7 @@ class Graph:
     def _check_operators(self) -> None:
         if len({operator.name for operator in self.operators}) != len(self.operators):
             raise GraphError("two operators have the same name")
+
         is_written = [value.is_resident for value in self.values]
         for operator in self.operators:
             for value in (*operator.reads, *operator.writes):
@@ -88,12 +91,14 @@ class Graph:
                         f"operator {shown(operator.name)} names value {shown(value)}; values are "
                         f"0..{len(self.values) - 1}"
                     )
+
             for value in operator.reads:
                 if not is_written[value]:
                     raise GraphError(
                         f"operator {shown(operator.name)} reads "
                         f"{shown(self.values[value].name)} before it is written"
                     )
+
             for value in operator.writes:
                 if is_written[value]:
                     raise GraphError(
@@ -101,6 +106,7 @@ class Graph:
                         f"{shown(self.values[value].name)}, which is resident or already written"
                     )
                 is_written[value] = True
+
         if not all(is_written):
             raise GraphError(
                 f"value {shown(self.values[is_written.index(False)].name)} is neither resident nor "
@@ -145,9 +151,11 @@ class Graph:
             raise GraphError(
                 f"first_backward {shown(boundary)} is not a node; nodes are 0..{count - 1}"
             )
+
         for node in range(count):
             if fault := limits.cost_fault(cost[node]) or limits.size_fault(size[node]):
                 raise GraphError(f"node {node} has {fault}")
+
         return cls(
             values=tuple(Value(str(i), int(size[i])) for i in range(count)),
             operators=tuple(
@@ -219,12 +227,14 @@ class Graph:
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.size_bytes},{value.kind};".encode())
+
         text_of = {phase: repr(phase) for phase in Phase}  # repr() of an enum member is slow
         for op in self.operators:
             digest.update(
                 f"({op.target!r}, {op.reads!r}, {op.writes!r}, {text_of[op.phase]}, {op.region!r}, "
                 f"{op.pinned!r}, {op.reuses!r}, {op.is_snapshot!r})".encode()
             )
+
         digest.update(repr(self.outputs).encode())
         return digest.hexdigest()[:32]
 
@@ -241,6 +251,7 @@ class Graph:
             if workspace_bytes is None
             else workspace_bytes
         )
+
         operators = tuple(
             replace(op, cost_s=float(c), workspace_bytes=int(w))
             for op, c, w in zip(self.operators, cost_s, workspace, strict=True)

@@ -39,6 +39,7 @@ def read_instance(path: str | Path) -> Graph:
     plain = serialize.decode(_Plain, content, path, GraphError, _WHAT)
     if not plain.cost:
         raise GraphError(f"{path}: the graph has no nodes; `cost` is empty")
+
     try:
         return Graph.from_arrays(
             plain.cost, plain.size, plain.edges, first_backward=plain.first_backward

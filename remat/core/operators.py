@@ -97,6 +97,7 @@ class Operator:
         )
         if fault:
             raise GraphError(f"operator {shown(self.name)} has {fault}")
+
         if len(set(self.reads)) != len(self.reads) or len(set(self.writes)) != len(self.writes):
             raise GraphError(f"operator {shown(self.name)} names a value twice")
         if not set(self.reuses) <= set(self.reads):

@@ -39,11 +39,13 @@ def first_difference(planned: Sequence[int], graph: Graph) -> str:
     """
     if not planned:
         return ""
+
     for place, (then, now) in enumerate(zip(planned, outline(graph), strict=False)):
         if then == now:
             continue
         if place == 0:
             return _OF_INPUTS[_first_digest(then ^ now, len(_OF_INPUTS))]
+
         op = graph.operators[place - 1]
         where = f" of {op.module}" if op.module else ""
         what = _OF_OPERATORS[_first_digest(then ^ now, len(_OF_OPERATORS))]

@@ -47,6 +47,7 @@ class Schedule:
                 f"this schedule has format version {shown(self.version)}; this remat reads version "
                 f"{FORMAT_VERSION}"
             )
+
         if fault := limits.indices_fault(self.steps):
             raise ScheduleError(f"a schedule names the operator {fault}")
         if not 0 <= self.num_forward_steps <= len(self.steps):
@@ -126,10 +127,12 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     steps = schedule.array
     if len(steps) == 0:
         return Simulation(np.zeros(0, np.int64), graph.resident_bytes, -1, 0.0)
+
     arrays = graph.arrays
     lives = lifetimes(graph, steps)
     size = effective_sizes(arrays, steps)
     weight = size[lives.value].astype(np.float64)  # exact below 2**53 bytes
+
     count = len(steps)
     change = np.bincount(lives.first, weight, count + 2) - np.bincount(
         lives.last + 1, weight, count + 2
@@ -140,6 +143,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         + arrays.workspace_bytes[steps]
     )
     bytes_at -= _reused_bytes(arrays, steps, lives, size)
+
     peak_step = int(np.argmax(bytes_at))
     cost_s = float(np.dot(np.bincount(steps, minlength=graph.num_operators), arrays.cost_s))
     return Simulation(
@@ -160,6 +164,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     arrays = graph.arrays
     if len(steps) and not (0 <= steps.min() and steps.max() < graph.num_operators):
         raise ScheduleError(f"the schedule names an operator outside 0..{graph.num_operators - 1}")
+
     value, first, slot_of_step = _gather(arrays.write_start, arrays.write, steps)
     last = first.copy()
     read, position, _ = _gather(arrays.read_start, arrays.read, steps)
@@ -168,6 +173,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
         _raise_unread(graph, steps, read, position, computed_at)
     # positions ascend, so the last read of each computation stays
     last[slot_of_step[computed_at] + arrays.write_rank[read]] = position
+
     if len(arrays.output):
         end = np.full(len(arrays.output), len(steps))
         final = _latest_before(arrays.producer[arrays.output], end, steps)
@@ -175,6 +181,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
             missing = graph.values[int(arrays.output[int(np.argmin(final))])].name
             raise ScheduleError(f"the output {missing!r} is never computed")
         last[slot_of_step[final] + arrays.write_rank[arrays.output]] = len(steps)
+
     return Lifetimes(value, first, last)
 
 
@@ -240,6 +247,7 @@ def _reused_bytes(
     candidate, position, _ = _gather(arrays.reuse_start, arrays.reuse, steps)
     if len(candidate) == 0:
         return saved
+
     dying = np.unique(lives.value * (len(steps) + 1) + lives.last)
     keys = candidate * (len(steps) + 1) + position
     is_dying = dying[np.minimum(np.searchsorted(dying, keys), len(dying) - 1)] == keys

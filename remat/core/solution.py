@@ -82,6 +82,7 @@ class Solution:
                 f"this solution has format version {shown(self.version)}; this remat reads version "
                 f"{FORMAT_VERSION}"
             )
+
         self._check_numbers()
         if (self.schedule is not None) != self.is_solved:
             raise ScheduleError(
@@ -93,9 +94,11 @@ class Solution:
         for size in (self.peak_bytes, self.minimum_bytes):
             if fault := limits.size_fault(size):
                 raise ScheduleError(f"a solution has {fault}")
+
         for name in ("cost_s", "keep_all_cost_s", "lower_bound_s", "wall_s"):
             if fault := limits.sum_fault(getattr(self, name)):
                 raise ScheduleError(f"a solution has {name} {fault}")
+
         texts = [self.solver, self.fingerprint, self.cut_short, self.found_by, self.proved_by]
         if fault := limits.budget_fault(self.budget_bytes) or limits.texts_fault(texts):
             raise ScheduleError(f"a solution has {fault}")
@@ -180,9 +183,11 @@ class Solution:
         schedule = Schedule.from_steps(graph, list(steps))
         _check_made(graph, schedule, budget_bytes, solver=solver, is_free_order=is_free_order)
         simulation = simulate(graph, schedule)
+
         # float(): solvers may pass NumPy numbers
         bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
         is_optimal = _is_within(simulation.cost_s, bound_s, gap)
+
         return cls(
             status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
             budget_bytes=budget_bytes,
@@ -276,10 +281,12 @@ class Solution:
                 f"{f'; first difference: {difference}' if difference else ''}; trace and solve "
                 "again with this model, these shapes, this precision and this torch version"
             )
+
         if self.schedule is None:
             return Solution.without_schedule(
                 graph, self.budget_bytes, Status.NO_SOLUTION, solver=self.solver, wall_s=self.wall_s
             )
+
         self._check_on(graph, self.schedule)
         simulation = simulate(graph, self.schedule)
         bound_s = self._bound_on(graph, simulation.cost_s)
@@ -288,6 +295,7 @@ class Solution:
         is_best = _is_within(simulation.cost_s, bound_s, 0.0) or (
             is_own and self.status is Status.OPTIMAL
         )
+
         return replace(
             self,
             status=Status.OPTIMAL if is_best and not is_stated else Status.FEASIBLE,
@@ -304,6 +312,7 @@ class Solution:
         found = validate(
             graph, schedule, budget_bytes=self.budget_bytes, is_free_order=self.is_free_order
         )
+
         if found and found[0].rule is Rule.BUDGET:
             peak_bytes = simulate(graph, schedule).peak_bytes
             raise BudgetError(
@@ -313,6 +322,7 @@ class Solution:
                 minimum_bytes=peak_bytes,
                 is_proved=False,
             )
+
         if found:
             raise ScheduleError(
                 f"this plan is broken: {found[0].rule} (step {found[0].step}: "

@@ -51,6 +51,7 @@ def validate(
         *_missing_operators(graph, schedule),
         *_outside_regions(graph, schedule),
     ]
+
     if not found and budget_bytes is not None:
         held = _bytes_at(graph, schedule) or [graph.resident_bytes]
         if max(held) > budget_bytes:
@@ -146,6 +147,7 @@ def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
             if born[value] >= 0:
                 dying.setdefault(last[value], []).append((value, born[value]))
             born[value] = last[value] = step
+
     for value in graph.outputs:
         last[value] = len(schedule.steps)
     for value, step in enumerate(born):
@@ -163,4 +165,5 @@ def _bytes_at(graph: Graph, schedule: Schedule) -> list[int]:
         result.append(held + op.workspace_bytes - taken)
         for value, _ in ending:
             held -= size[value]
+
     return result

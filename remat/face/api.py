@@ -125,6 +125,7 @@ def checkpoint(
         is_accumulating,
         on_unsupported,
     )
+
     part, plans = planned_part(step), Plans(options)
     if blocks is not None:
         _refuse_blocks(step, on_unsupported)
@@ -161,6 +162,7 @@ def wrap(
         raise ScheduleError(
             f"this solution has no schedule to run: its status is {solution.status}"
         )
+
     part, plan = planned_part(step), FixedPlan(solution)
     call = PlannedCall(
         part, plan, costs, differentiate=differentiate, on_unsupported=on_unsupported
@@ -191,6 +193,7 @@ def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported) -> None:
             'on_unsupported="plain" works for a step that is planned as one graph, and blocks= '
             "makes several; leave one of them out"
         )
+
     if isinstance(step, StepFunction):
         raise ValueError(
             "blocks= plans the blocks of one module, and a function was given; give the module "
@@ -242,6 +245,7 @@ def trace(
             "autocast= is the dtype of autocast on device=, and no device was given; put "
             "torch.autocast around the call, or name a device"
         )
+
     target = device_named(device) if device else None
     if executor == "inductor":
         return trace_kernels(
@@ -253,6 +257,7 @@ def trace(
             autocast=autocast,
             differentiate=differentiate,
         )
+
     if target:
         return trace_for(
             target,
@@ -263,6 +268,7 @@ def trace(
             autocast=autocast,
             differentiate=differentiate,
         )
+
     try:
         return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
     except GraphBreak as found:
@@ -348,9 +354,11 @@ def report(model: Callable[..., Any]) -> Report:
             f"{name} has no plan; call remat.checkpoint(model, budget=...) first, and for a "
             "function pass what that returned"
         )
+
     if call.piecewise is not None and call.piecewise.plan is not None:
         plan = call.piecewise.plan
         breaks = tuple(call.piecewise.breaks)
+
         return Report(
             plan.step.graph,
             plan.solution,
@@ -364,10 +372,12 @@ def report(model: Callable[..., Any]) -> Report:
             kernels_peak_bytes=plan.kernels_peak_bytes,
             executor=call.executor.text(),
         )
+
     if not call.pieces:
         raise TraceError(
             f"{name} has not run yet; its plan is made at the first call with gradients enabled"
         )
+
     last = call.pieces[-1]
     return Report(
         call.outside.with_loss(last.graph),

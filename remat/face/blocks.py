@@ -43,6 +43,7 @@ class PlannedBlocks(PlannedCall):
         self.captured_s = 0.0
         self.executor = chosen_executor(module, plan, self.device_type)
         self.outside = OutsideRoom(module, is_fixed=True)  # blocks run in pieces: stays empty
+
         self.blocks = list(blocks)
         self.piecewise: Piecewise
         self._outside_bytes = 0
@@ -120,6 +121,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
             "blocks is empty; leave it out to capture the model whole, or pass blocks, such as "
             "blocks=model.layers"
         )
+
     for block in blocks:
         if block not in names or block is model:
             raise ValueError(
@@ -131,6 +133,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
                 f"blocks has {names[block]!r}, a {type(block).__name__} that is never called; "
                 "pass the modules in it"
             )
+
     for block in blocks:
         inner = next(
             (other for other in blocks if other is not block and other in set(block.modules())),
@@ -141,6 +144,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
                 f"blocks has {names[inner]!r}, which is inside of {names[block]!r}; pass one "
                 "of them"
             )
+
     return blocks
 
 

@@ -97,11 +97,13 @@ def _captured(
             model_bytes=partial(model_bytes, model),
         )
         compiled = compile_call(model, backend)
+
         try:
             run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False)
         except Exception as error:
             if not isinstance(unwrap_failure(error), _CapturedError):
                 raise
+
     if not captured:
         raise TraceError(nothing_to_differentiate(model))
     return captured[0]
@@ -157,6 +159,7 @@ def compile_call(
     exec(compile(source, frame or new_frame(), "exec"), namespace)
     step = namespace["step"]
     compiled = compile_frame(step, backend, is_whole=is_whole, on_recapture=on_recapture)
+
     if not is_whole:  # eager parts may use checkpointing, which works by hooks
         return partial(compiled, module)
 
@@ -187,6 +190,7 @@ def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
             f"{type(module).__name__} has lazy modules, whose parameters get their shapes from a "
             "first batch; run it once under torch.no_grad() before it is planned"
         )
+
     if any(tensor.is_nested for tensor in tensors_in(args, kwargs)):
         raise TraceError(nested_is_refused("an argument"))
     if not needs_gradient(module, tensors_in(args, kwargs)):
@@ -234,6 +238,7 @@ def run_compiled(
         cause = unwrap_failure(error)
         if isinstance(cause, RematError):
             raise cause from None
+
         if is_graph_break(error):
             why, place = failure_text(error)
             if not is_whole:
@@ -241,12 +246,14 @@ def run_compiled(
                 raise TraceError(
                     f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
                 ) from None
+
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {why}{place}\n"
                 "Rewrite the line it names, or move it out of the forward (run with "
                 "TORCH_LOGS=graph_breaks for the place).",
                 why.split("\n")[0] + place,
             ) from None
+
         # the backend failed: AOTAutograd could not trace the step, or it could not be planned
         if cause is not error:
             raise TraceError(

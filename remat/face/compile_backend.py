@@ -34,19 +34,23 @@ def backend(
             "DDP's buckets, and this backend plans one graph at a time; set "
             "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
         )
+
     reason = compile_reason(module)
     if reason is not None and reason.graph_break:
         raise TraceError(
             f"the step has a graph break ({reason.reason}), and this backend plans one graph at "
             "a time; remat.checkpoint plans the pieces together"
         )
+
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     plans, kind = Plans(options), "cuda" if any(t.is_cuda for t in tensors) else "cpu"
     plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
     costs = resolve_costs(options.costs, kind)
+
     make = make_backend
     if options.executor in ("inductor", "auto"):
         from remat.inductor.backend import make_inductor_backend as make
+
     inner = make(
         plans,
         costs,

@@ -42,6 +42,7 @@ class Executor:
         """
         if asked != "auto":
             return cls(asked, asked)
+
         if device_type == "cpu" and shutil.which("g++") is None:
             return cls(asked, "eager", "Inductor needs a C++ compiler, g++, and there is none")
         if is_compiled:

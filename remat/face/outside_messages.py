@@ -24,6 +24,7 @@ def outside_is_over(
         if is_fixed
         else "The next plan leaves room for that."
     )
+
     return (
         f"the whole step held {describe_bytes(excess)} more than the budget: outside of the "
         f"planned call of {type(module).__name__} it holds {describe_bytes(beside_bytes)}, such as "

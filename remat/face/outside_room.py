@@ -82,11 +82,13 @@ class OutsideRoom:
                 loss_bytes = self.loss_bytes
                 self._begin_anew()
                 raise nothing_fits_outside(self.module, error, loss_bytes) from None
+
             if self.loss_bytes:  # an estimate for this shape: plan without it, and measure first
                 return make(step, self.size_bytes)
             if not self.size_bytes or missing_bytes <= 0:
                 raise
             self.size_bytes -= min(self.size_bytes, missing_bytes)
+
         least = make(step, self.size_bytes)
         self._least.append(least)
         return least
@@ -165,6 +167,7 @@ class OutsideRoom:
             planned, whole = entry.planned, entry.planned.meter.whole
             if whole is None and planned.meter.peak_bytes is None:
                 continue
+
             budget_bytes = planned.budget_bytes + unplanned_bytes + entry.room_bytes
             is_over = whole is not None and _is_over(planned, whole.peak_bytes, budget_bytes)
             room = self._room(planned, whole, budget_bytes) if whole and is_over else (0, 0)
@@ -207,9 +210,11 @@ class OutsideRoom:
         needed_bytes = max(whole.peak_bytes if whole else 0, budget_bytes + 1)
         own_bytes = planned.meter.tensor_bytes or planned.solution.peak_bytes
         beside_bytes = max(0, needed_bytes - own_bytes)
+
         if any(planned.solution is least for least in self._least):
             self._begin_anew()  # another shape may fit
             raise nothing_fits_beside(self.module, budget_bytes, needed_bytes, beside_bytes)
+
         if not self._has_warned:
             self._has_warned = True
             excess, num_calls = needed_bytes - budget_bytes, whole.num_calls if whole else 1

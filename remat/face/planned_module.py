@@ -70,6 +70,7 @@ def install(module: nn.Module, call: OwnCall) -> None:
             'within the plan use executor="inductor"',
             type(module).__name__,
         )
+
     set_call(module, call)
 
 
@@ -109,15 +110,18 @@ class PlannedCall(OwnCall):
         self._plain_steps = PlainSteps.asked(on_unsupported, type(module).__name__)
         self.device_type, self.differentiate = device_type(module), differentiate
         self._costs_asked, self.costs = costs, resolve_costs(costs, self.device_type)
+
         self.pieces: list[PlannedStep] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
         self.unplanned_bytes = 0  # what Inductor's kernels held above the budget
         self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
+
         # bytes of gradients that earlier steps left -> the compiled step
         self._whole: dict[int, Callable[..., Any]] = {}
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
+
         self.executor = chosen_executor(module, plan, self.device_type)
         # a fixed plan was made for a graph in which every number is a constant
         self._numbers_are_inputs = isinstance(plan, Plans) and not self.is_inductor
@@ -137,6 +141,7 @@ class PlannedCall(OwnCall):
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
+
         if excess > 0:
             _LOG.warning(
                 "Inductor's kernels held %s more than the budget; planning again with less",
@@ -200,11 +205,13 @@ class PlannedCall(OwnCall):
         check_module(self.module, args, kwargs)
         if self.piecewise is None:
             refuse_sharded(self.module)
+
         if isinstance(self.plan, Plans):
             inputs = tensors_in(args, kwargs)
             self.plan.look_at_card(
                 self.device_type, lambda: there_bytes(self.module, inputs, self.device_type)
             )
+
         start = time.perf_counter()
         self._plan_largest(args, kwargs)
         try:
@@ -215,6 +222,7 @@ class PlannedCall(OwnCall):
             self._forget_plans()
             result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
+
         if not self.pieces and not (self.piecewise and self.piecewise.plans):
             is_left_plain = any(tensor.requires_grad for tensor in tensors_of(result))
             raise TraceError(
@@ -230,6 +238,7 @@ class PlannedCall(OwnCall):
         tensors = tensors_in(args, kwargs)
         if isinstance(self.plan, FixedPlan) or not any(largest_shape(tensor) for tensor in tensors):
             return
+
         largest = pytree.tree_map_only(torch.Tensor, _at_its_largest, (args, kwargs))
         try:
             step = captured_step(
@@ -241,6 +250,7 @@ class PlannedCall(OwnCall):
             )
         except GraphBreak:  # pieces are found by running a step
             return
+
         self.plan(step, is_largest=True)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -256,11 +266,13 @@ class PlannedCall(OwnCall):
     def _run_static(self, args: Any, kwargs: Any) -> Any:
         if self.piecewise is not None:
             return self._run_pieces(self.piecewise, self._in_pieces, args, kwargs)
+
         try:
             return self._run_whole(args, kwargs)
         except GraphBreak as found:
             piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
             piecewise.breaks[found.place] = None
+
         in_pieces = compile_call(
             self.module,
             piecewise.backend,
@@ -268,6 +280,7 @@ class PlannedCall(OwnCall):
             frame=self._frame,
             on_recapture=self._recaptures.note,
         )
+
         result = self._run_pieces(piecewise, in_pieces, args, kwargs)
         # only after it succeeded: a call that fails, say for a wrong shape, decides nothing
         self.piecewise, self._in_pieces = piecewise, in_pieces
@@ -300,6 +313,7 @@ class PlannedCall(OwnCall):
             if not (self._numbers_are_inputs and self.pieces):
                 raise
             _LOG.info("the step can't be captured with numbers as inputs: %s", failure)
+
         result = run(numbers_are_inputs=False)
         self._numbers_are_inputs = False
         return result
@@ -328,6 +342,7 @@ class PlannedCall(OwnCall):
         if self.is_inductor:
             # Inductor takes seconds to import
             from remat.inductor.backend import make_inductor_backend as make
+
         return make(
             lambda step, **beside: planned()._plan(step, held_bytes, **beside),
             self.costs,

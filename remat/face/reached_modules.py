@@ -61,6 +61,7 @@ class _Walk:
             return
 
         self._seen[id(value)] = value
+
         if isinstance(value, nn.Module):
             self._add(name, value)
         elif isinstance(value, FunctionType):
@@ -87,6 +88,7 @@ class _Walk:
             ]
             if not waiting:
                 return
+
             for owner, name in waiting:
                 tried.add((id(owner), name))
                 self.look(_attribute(owner, name), name)

@@ -42,6 +42,7 @@ class Recaptures:
             (self.shapes, _ON_SHAPES) if _SHAPE.search(change) else (self.values, _ON_VALUES)
         )
         changes[change] = None
+
         if len(changes) == _PLANS - 1:
             _LOG.warning(
                 "%s has its third plan, since something changes from step to step. Earlier plans "

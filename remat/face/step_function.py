@@ -45,6 +45,7 @@ class StepFunction(nn.Module):
         found = reached_modules(self.function, args, kwargs)
         if found == dict(self.named_children()):
             return False
+
         for module in found.values():
             planned_part(module)  # refuses what can't be planned
         self._modules.clear()
@@ -106,6 +107,7 @@ def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
     if isinstance(model, type) or not callable(model):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"a torch.nn.Module or a function is needed, and {given} was given")
+
     step = planned_step(model) or StepFunction.of(model)
     if isinstance(step, StepFunction):
         step.reach(args, kwargs)

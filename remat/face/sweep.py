@@ -62,12 +62,14 @@ def sweep(
         if isinstance(solver, str)
         else solver
     )
+
     tasks = []
     for graph in graphs:
         keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
         asked = [parse_budget(budget, keep_all_bytes=keep_all_bytes) for budget in budgets]
         content = msgspec.json.encode(graph)
         tasks += [joblib.delayed(_solve)(content, budget_bytes, method) for budget_bytes in asked]
+
     with nullcontext() if n_jobs == 1 else _ending_workers():
         answers: Any = joblib.Parallel(n_jobs=n_jobs)(tasks)
     solutions = [msgspec.json.decode(answer, type=Solution) for answer in answers]

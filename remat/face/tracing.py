@@ -62,6 +62,7 @@ def trace_kernels(
             'executor="inductor" plans the kernels of devices that are there, and this machine has '
             f'no GPU such as {wanted}; use executor="eager", which traces for any device'
         )
+
     if device and costs == "roofline":
         costs = roofline(device)
     with (
@@ -87,6 +88,7 @@ def trace_for(
             f'costs="profile" times operators on this machine, and device={device.name!r} may be '
             'another device; use costs="roofline", or leave device= out'
         )
+
     with as_on(device, autocast=autocast):
         step = trace_step(
             model,
@@ -154,6 +156,7 @@ def trace_pieces(
         on_fakes(step, args, kwargs or {}) as (fake_args, fake_kwargs),
     ):
         compiled = compile_call(step, runner.backend, is_whole=False)
+
         try:
             runner.run(
                 lambda: run_compiled(compiled, fake_args, fake_kwargs, numbers_are_inputs=False),
@@ -166,6 +169,7 @@ def trace_pieces(
                 "remat.checkpoint finds them in the first real step.",
                 found.place,
             ) from error
+
     if runner.joined is None:
         raise TraceError(nothing_to_differentiate(step))
     return runner.joined

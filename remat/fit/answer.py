@@ -129,6 +129,7 @@ class Fit:
                 else "keeping everything"
             )
             return f"{where}: fits, {price}."
+
         how_sure = "proved" if self.status is Status.INFEASIBLE else "no plan was found"
         return f"{where}: does not fit ({how_sure}). {self._remedy()}"
 
@@ -138,6 +139,7 @@ class Fit:
             + self.held.gradient_bytes
             + self.held.total
         )
+
         if fixed > self.budget_bytes:
             share = -(-fixed // self.budget_bytes)
             return (
@@ -145,12 +147,14 @@ class Fit:
                 f"{format_bytes(fixed)}, and recomputing does not change that: shard them over "
                 f"more than {share} such devices, or use an optimizer with less state."
             )
+
         if self.optimizer_step_bytes > self.budget_bytes:
             return (
                 f"While {self.held.optimizer.name} steps, "
                 f"{format_bytes(self.optimizer_step_bytes)} are needed: use foreach=False or "
                 "fused=True, or an optimizer with less state."
             )
+
         return (
             f"The least budget known to work is {describe_bytes(self.minimum_bytes)}: use a "
             "smaller batch or a larger device."
@@ -168,6 +172,7 @@ class Fit:
         table.add_column("keeping everything", justify="right")
         if self:
             table.add_column("planned", justify="right")
+
         state = f"optimizer state ({self.held.optimizer.name}){self._beside}"
         gradients = format_bytes(self.held.gradient_bytes + self.held.accumulated_bytes)
         rows = {

@@ -50,20 +50,24 @@ def _torch() -> Iterator[Finding]:
     except ImportError as reason:
         yield Finding("torch", False, f"does not import: {reason}")
         return
+
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     first, last = _TORCH_VERSIONS
     is_known = first <= version <= last
     tested = f"tested on {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+
     yield Finding(
         "torch",
         is_known,
         torch.__version__ if is_known else f"{torch.__version__}; remat is {tested}",
     )
+
     if not torch.cuda.is_available():
         yield Finding(
             "cuda", None, "no GPU is visible; models run on the CPU, plans work for any device"
         )
         return
+
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield Finding(
@@ -105,12 +109,14 @@ def _cache() -> Finding:
             False,
             f"{folder} can't be written: {reason.strerror}; measured costs are not kept",
         )
+
     plans = PlanCache(plans_path())
     sizes = [status.st_size for _, status in plans.files()]
     held = (
         f"{len(sizes)} plans of {format_bytes(sum(sizes))} in {plans.folder.name}, of at most "
         f"{format_bytes(plans.limit_bytes)}"
     )
+
     return Finding("cache", True, f"{folder} can be written; {held}")
 
 
@@ -118,6 +124,7 @@ def _self_check() -> Finding:
     # a chain of four operators and its backward
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (4, 5), (1, 6), (5, 6), (0, 7), (6, 7)]
     graph = Graph.from_arrays([1.0] * 8, [4] * 8, edges, first_backward=4)
+
     try:
         solutions = [
             make_solver("auto", time_limit_s=10.0).solve(graph, budget_bytes=budget)
@@ -125,6 +132,7 @@ def _self_check() -> Finding:
         ]
     except (RematError, ImportError) as reason:
         return Finding("self-check", False, f"a chain of eight operators can't be solved: {reason}")
+
     return Finding(
         "self-check", all(s.is_solved for s in solutions), ", ".join(map(_summary, solutions))
     )

@@ -73,5 +73,6 @@ def fits(
         time_limit_s=time_limit_s,
         executor=executor,
     )
+
     graph = question.trace(args, kwargs)
     return replace(question.answer(graph), plain_bytes=question.plain_bytes(graph, args, kwargs))

@@ -73,6 +73,7 @@ class Batches:
         table = Table(box=box.SIMPLE, pad_edge=False)
         for name in ("batch", "peak", "overhead", "step", "samples/s", ""):
             table.add_column(name, justify="right" if name else "left")
+
         for row in self.rows:
             best = (
                 "best predicted throughput"
@@ -81,6 +82,7 @@ class Batches:
                 if row.batch == self.largest
                 else ""
             )
+
             step_text = Scale.for_largest(row.fit.step_s, "s").text(row.fit.step_s)
             peak = row.fit.planned.total if row.fit.planned else 0
             table.add_row(
@@ -91,16 +93,19 @@ class Batches:
                 f"{row.samples_per_s:,.4g}",
                 best,
             )
+
         console = Console(
             width=80, no_color=True, highlight=False, force_terminal=False, legacy_windows=False
         )
         fit = self.rows[-1].fit
+
         with console.capture() as capture:
             console.print(
                 f"{fit.model} in {format_bytes(fit.budget_bytes)} of {fit.device}, with "
                 f"{fit.held.optimizer.name}:"
             )
             console.print(table)
+
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -136,17 +141,21 @@ def max_batch(
             f"budget {budget!r} is a percentage, which would be another budget for every batch; "
             "write it in bytes"
         )
+
     if limit < 1 or points < 1:
         raise ValueError(f"limit={limit} and points={points} must be at least 1")
+
     search = _Search(Question.of(model, budget=budget, **options), make_args)
     largest = _largest(search.least_bytes, search.budget_bytes, limit)
     if largest == 0:
         raise _nothing_fits(search)
+
     first = max(1, _largest(search.keep_all_bytes, search.budget_bytes, largest))
     rows = [
         BatchFit(batch, search.question.answer(search.graph_of(batch)))
         for batch in _between(first, largest, points)
     ]
+
     return Batches(tuple(row for row in rows if row.fit))
 
 
@@ -195,14 +204,17 @@ def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> i
     """
     low, high, batch = 0, limit + 1, 1
     known: list[tuple[int, int]] = []
+
     while high - low > 1:
         size = bytes_of(batch)
         known.append((batch, size))
+
         before = high - low
         low, high = (batch, high) if size <= budget_bytes else (low, batch)
         is_slow = len(known) > 4 and 2 * (high - low) > before
         batch = (low + high) // 2 if is_slow and high <= limit else _secant(known, budget_bytes)
         batch = min(max(batch, low + 1), high - 1)
+
     return low
 
 

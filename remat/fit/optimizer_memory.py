@@ -60,20 +60,24 @@ def optimizer_memory(
     """
     make, name = _maker(optimizer)
     counted = CountStorages(rounded_to=512 if device_type == "cuda" else 1, makes_numbers_up=True)
+
     needed = [p for p in parameters if p.requires_grad]
     if not needed:
         return OptimizerMemory(name, 0, 0)
+
     with FakeTensorMode():
         trained = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in needed]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
             counted.ignore(parameter, parameter.grad)
+
         with counted:
             made = _made(make, trained, name)
             _take_all_at_once(made, is_cuda=device_type == "cuda")
             _step(made, name)
             counted.peak_bytes = state_bytes = counted.held_bytes
             _step(made, name)
+
     return OptimizerMemory(name, state_bytes, counted.peak_bytes - state_bytes)
 
 
@@ -114,6 +118,7 @@ def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
                 "its class"
             )
         return OPTIMIZERS[optimizer.lower()], optimizer.lower()
+
     if not callable(optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; pass a name, a class, or `lambda "

@@ -48,6 +48,7 @@ def plain_peak_bytes(
     counted = CountStorages(CUDA_GRANULARITY_BYTES if is_cuda else 1, workspace_of=device_type)
     dropout = torch.ops.aten.dropout.default
     as_on_device = with_kernel(dropout, lambda _: _fused_dropout) if is_cuda else nullcontext()
+
     try:
         with on_fakes(model, args, kwargs or {}, traced_on) as (fake_args, fake_kwargs):
             counted.ignore(*model.parameters(), *model.buffers())
@@ -57,6 +58,7 @@ def plain_peak_bytes(
     except RuntimeError as error:
         _LOG.info("the peak of plain PyTorch is unknown, as the step needs data: %s", error)
         return None
+
     return counted.peak_bytes
 
 
@@ -80,4 +82,5 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
             found += [
                 v for v in pytree.tree_leaves(dict(vars(leaf))) if isinstance(v, torch.Tensor)
             ]
+
     return found

@@ -81,10 +81,13 @@ class Question:
         """Returns the question for arguments of `fits`, which describes them."""
         step = as_step(model)
         check_traced(executor)
+
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
+
         target = device_named(device) if device else local_device()
         memory = optimizer_memory(optimizer, step.parameters(), device_type=target.type)
+
         return cls(
             step,
             target,
@@ -117,6 +120,7 @@ class Question:
                 traced_on=traced_on(self.device.type),
                 device_type=self.device.type,
             )
+
         if step_bytes is None:
             return None
         return graph.resident_bytes + step_bytes + self.held.total
@@ -127,6 +131,7 @@ class Question:
         gradient_bytes = sum(
             p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
         )
+
         return Held(
             self.optimizer,
             gradient_bytes,
@@ -159,17 +164,20 @@ class Question:
         budget_bytes, after = self.budget_bytes(graph), self.optimizer_step_bytes(graph)
         least = minimum(graph, time_limit_s=self.time_limit_s)
         bound_bytes = max(least.lower_bound_bytes + self.held.total, after)
+
         solution = (
             self._solve(graph, budget_bytes - self.held.total, least)
             if bound_bytes <= budget_bytes
             else None
         )
+
         is_solved = solution is not None and solution.is_solved
         peak_bytes = (
             min(least.peak_bytes, solution.peak_bytes)
             if solution is not None and is_solved
             else least.peak_bytes
         )
+
         return Fit(
             model=type(self.model).__name__,
             device=self.device.name,
@@ -190,6 +198,7 @@ class Question:
             if isinstance(self.solver, str)
             else self.solver
         )
+
         if isinstance(method, Auto):
             return method.improve(
                 graph,

@@ -68,6 +68,7 @@ class Attempts:
         self.budget_bytes = budget_bytes
         self.room_bytes += self._more_room(peak_bytes - budget_bytes)
         self._may_keep_layouts = may_keep_layouts and not self.keeps_layouts
+
         next_ = "with less"
         if self._may_keep_layouts and len(self.held) == _ATTEMPTS_COPYING:
             self._keep_layouts()

@@ -82,6 +82,7 @@ def make_inductor_backend(
 
         compilation = _within_budget(module, example_inputs, read, plan, plain)
         compiled, planned = compilation.compiled, compilation.planned
+
         if planned:
             if planned.meter.device == "cuda":
                 planned.meter.num_unmeasured = 1  # the first step also tries Triton's kernels
@@ -92,9 +93,11 @@ def make_inductor_backend(
                     kernels_room_bytes=compilation.room_bytes,
                 )
             )
+
             compiled = with_missing_gradients(compiled, planned.step)
             if plain_steps and plain:
                 compiled = plain_steps.around(plain, compiled)
+
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
@@ -213,6 +216,7 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         fused = self.read(joint, num_fwd_outputs, static_lifetime_input_indices)
         self.planned = PlannedStep.of(fused.step, self.plan, self.plain, fused)
+
         limit_bytes = (
             self.planned.solution.budget_bytes
             + min(0, self.room_bytes)
@@ -224,6 +228,7 @@ class _Compilation:
             (limit_bytes, limit_bytes),
             keeps_layouts=self.keeps_layouts,
         )
+
         return self.planned.split.forward, self.planned.split.backward
 
     def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -61,6 +61,7 @@ class CompiledHalves:
         self.memory: dict[bool, HalfMemory] = {}
         self._arriving_bytes = 0  # of gradients
         self._modules: list[CompiledModule] = []
+
         inputs = step.module.graph.find_nodes(op="placeholder")
         # names of what exists throughout a half: inputs, and what the forward returned
         self._resident = {node.name for node in inputs}
@@ -78,6 +79,7 @@ class CompiledHalves:
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         is_resident = [name in self._resident for name in names]
         half = "backward" if is_backward else "forward"
+
         kernels = KernelPlan(
             self.limits_bytes[is_backward]
             - (self._held_beside(inputs, is_resident) if is_backward else 0),
@@ -87,6 +89,7 @@ class CompiledHalves:
         options = compile_options(
             keeps_layouts=self.keeps_layouts, pads_products=pads_products(graph.graph)
         )
+
         writing = stage(f"writing the kernels of the {half}")
         with _refusing(), writing, kernels_later(), kernels.followed(), options:
             compiled = compile_fx_inner(graph, inputs, **kwargs)
@@ -101,10 +104,12 @@ class CompiledHalves:
                 stays = list(map(operator.or_, memory.is_input, memory.is_returned))
                 self._resident -= set(self._saved)
                 self._resident.update(compress(self._saved, stays[num_returned:]))
+
             self._modules.append(module)
             if self._is_within_limit(is_backward):
                 with _refusing():
                     module.start_kernels()
+
         return compiled
 
     def wait(self) -> None:

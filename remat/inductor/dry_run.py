@@ -63,6 +63,7 @@ def dry_run(
     counting = CountStorages(
         CUDA_GRANULARITY_BYTES if device_type == "cuda" else 1, workspace_of=device_type
     )
+
     with FakeTensorMode(allow_non_fake_inputs=True), counting:
         args = [_made_again(value) for value in inputs]
         held = [value for value, stays in zip(args, is_resident, strict=True) if stays]
@@ -71,6 +72,7 @@ def dry_run(
         end_bytes = counting.held_bytes
         is_input = _share_memory(results, held)
         is_returned = _share_memory(results, results[:num_returned])
+
     return HalfMemory(
         counting.peak_bytes - begin_bytes, end_bytes - begin_bytes, is_input, is_returned
     )
@@ -95,6 +97,7 @@ def _without_kernels(compiled: CompiledModule) -> dict[str, Any]:
             names[name] = _allocation(name.removeprefix(_ALLOCATION))
         elif name.startswith("assert_"):
             names[name] = _nothing
+
     names |= dict.fromkeys(_KERNEL.findall(compiled.source), _IdleKernel())
     names["reinterpret_tensor"] = torch.as_strided
     return names

@@ -58,6 +58,7 @@ class FusedPiece(Piece):
         # by the number of the halves: how much more than planned the kernels of the forward and of
         # the backward hold
         self.excess_bytes: list[tuple[int, int] | None] = []
+
         if self.num_numbers or any("with_effects" in str(n.target) for n in self.joint.graph.nodes):
             raise TraceError(
                 "a piece of this step has an operator with an effect, such as a check, or takes a "
@@ -83,6 +84,7 @@ class FusedPiece(Piece):
         bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
         planned = [int(max(half, default=0)) for half in (bytes_at[:mark], bytes_at[mark:])]
         kernels = CompiledHalves(fused.step, halves, (planned[0], planned[1]))
+
         forward, backward = halves.forward, halves.backward
         num_forward = self.num_forward
         forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_forward))
@@ -90,12 +92,14 @@ class FusedPiece(Piece):
         inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
         with reporting_strides(inputs) as strides:
             run_forward = kernels.compile(forward, inputs)
+
         given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
         saved = strides[num_forward:]
         for place, stride in enumerate(saved):
             if stride is not None:
                 given[place] = given[place].as_strided(given[place].shape, stride)
         run_backward = kernels.compile(backward, given, is_backward=True)
+
         held = kernels.peaks_bytes
         self.excess_bytes.append(held and (held[0] - planned[0], held[1] - planned[1]))
 
@@ -193,9 +197,11 @@ class FusedPiecewise(Piecewise):
         for piece, number in zip(path, numbers, strict=True):
             assert isinstance(piece, FusedPiece), "all pieces of a step are made alike"
             excess.append(piece.excess_bytes[number])
+
         for time, index in enumerate(steps):
             own = excess[joined.origin[index][0]] if index in joined.origin else (0, 0)
             if own is None:
                 return None
             extra_bytes[time] = own[time >= mark]
+
         return int(max(simulate(joined.graph, schedule).bytes_at + extra_bytes, default=0))

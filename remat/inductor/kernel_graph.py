@@ -98,6 +98,7 @@ class FusedStep:
             ]
             for positions in (range(mark), range(mark, len(schedule.steps)))
         )
+
         operators = self.step.graph.operators
         # only the backward reads these; a schedule has every operator, and Inductor drops them
         idle = {
@@ -105,6 +106,7 @@ class FusedStep:
             for index in set(backward) - set(forward)
             if operators[index].phase is Phase.FORWARD
         }
+
         return Schedule((*forward, *sorted(idle), *backward), len(forward) + len(idle))
 
 
@@ -130,12 +132,14 @@ def fuse(step: TracedStep) -> FusedStep:
     step = _functional(step)
     graph = step.graph
     inlined = _inlined(step)
+
     members: dict[int, set[int]] = {}
     for index, kernel in enumerate(_kernels(step, inlined)):
         if index not in inlined:
             read = {graph.producer[v] for v in graph.operators[index].reads}
             chains = (inlined[producer] for producer in read & inlined.keys())
             members.setdefault(kernel, set()).update({index}, *chains)
+
     order = sorted(members)
     inside = {
         v
@@ -146,6 +150,7 @@ def fuse(step: TracedStep) -> FusedStep:
     }
     kept = [v for v in range(len(graph.values)) if v not in inside]
     place = {value: number for number, value in enumerate(kept)}
+
     fused = Graph(
         values=tuple(graph.values[v] for v in kept),
         operators=tuple(_kernel(graph, sorted(members[kernel]), place) for kernel in order),
@@ -153,6 +158,7 @@ def fuse(step: TracedStep) -> FusedStep:
         device=graph.device,
         costs=graph.costs,
     )
+
     return FusedStep(
         fused,
         step,
@@ -190,6 +196,7 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
             continue
         if not all(_inlines(step, reader) for reader in readers):
             continue
+
         read = {value: graph.producer[value] for value in op.reads}
         chain = frozenset({index}).union(*(chains[p] for p in read.values() if p in chains))
         made_of = frozenset(v for v, producer in read.items() if producer not in chains).union(
@@ -198,6 +205,7 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
         is_slow = graph.device == "cpu" and any(_is_of(step, i, _SLOW_ON_CPU) for i in chain)
         if is_slow and len(readers) > 1:
             continue
+
         held = sum(graph.values[v].size_bytes for v in made_of if not graph.values[v].is_resident)
         own = graph.values[op.writes[0]].size_bytes
         if len(chain) <= _MOST_INLINED and held <= _SLACK * own:
@@ -210,6 +218,7 @@ def _candidates(step: TracedStep) -> list[int]:
     graph = step.graph
     mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
     outputs = set(graph.outputs)
+
     return [
         index
         for index, op in enumerate(graph.operators)
@@ -230,6 +239,7 @@ def _kernels(step: TracedStep, inlined: Mapping[int, Set[int]]) -> list[int]:
         readers = {reader for v in graph.operators[index].writes for reader in graph.users_of[v]}
         through = (readers_of[reader] for reader in readers & inlined.keys())
         readers_of[index] = (readers - inlined.keys()).union(*through)
+
     for index in reversed(_candidates(step)):
         kernels = {kernel_of[reader] for reader in readers_of[index]}
         op = graph.operators[index]
@@ -247,6 +257,7 @@ def _is_generated(step: TracedStep, index: int) -> bool:
         "generator_state",
     ):
         return False
+
     return (torch.Tag.pointwise in target.tags or str(target) in _GENERATED) and not is_random(
         step.nodes[index]
     )
@@ -275,15 +286,18 @@ def _kernel(graph: Graph, members: Sequence[int], place: dict[int, int]) -> Oper
     )
     if len(members) == 1:
         return replace(last, reads=reads, writes=tuple(place[v] for v in last.writes))
+
     operators = [graph.operators[i] for i in members]
     moved = _moved_bytes(
         graph.values, {v for op in operators for v in op.reads if v in place} | set(last.writes)
     )
+
     others = [op for op in operators if op.target != _RANDOM]
     one_by_one = sum(_moved_bytes(graph.values, {*op.reads, *op.writes}) for op in others)
     cost_s = sum(op.cost_s for op in others) * min(1.0, moved / max(one_by_one, 1))
     # drawing numbers takes longer than moving them
     cost_s += sum(op.cost_s for op in operators if op.target == _RANDOM)
+
     workspace_bytes = max(op.workspace_bytes for op in operators)
     return replace(
         last,

@@ -96,6 +96,7 @@ class Loops:
                 waiting[user] -= 1
                 if not waiting[user]:
                     heapq.heappush(ready, (self._place(kernels[user]), user))
+
         if len(order) < len(kernels):
             raise ValueError("two kernels need each other")
         return order
@@ -111,17 +112,20 @@ class Loops:
         first = dict.fromkeys(self.inputs, 0)
         read = {buffer for loop in self.loops for buffer in loop.reads}
         last = {buffer: 0 if buffer in read else len(order) - 1 for buffer in self.inputs}
+
         for time, kernel in enumerate(order):
             for loop in kernel:
                 written = dict.fromkeys(self.loops[loop].writes, time)
                 first |= written
                 last |= written
+
         for time, kernel in enumerate(order):
             for loop in kernel:
                 for buffer in self.loops[loop].reads:
                     if buffer in last:
                         last[buffer] = max(last[buffer], time)
         last |= {buffer: len(order) - 1 for buffer in self.outputs if buffer in last}
+
         return {
             buffer: (first[buffer], last[buffer])
             for buffer in first
@@ -149,6 +153,7 @@ class Loops:
                 and together_bytes <= limit_bytes
                 and all(self.loops[loop].is_fusible for loop in (*kernel, *found[-1][-1]))
             )
+
             if is_joined:
                 found[-1].append(kernel)
             else:
@@ -162,11 +167,13 @@ class Loops:
         for buffer, (first, last) in spans.items():
             change[first] += self.size_bytes[buffer]
             change[last + 1] -= self.size_bytes[buffer]
+
         held_bytes = 0
         for time, kernel in enumerate(order):
             written = {b for loop in kernel for b in self.loops[loop].writes} & spans.keys()
             overwritten_bytes = self._overwritten(time, kernel, spans)
             workspace_bytes = max(self.loops[loop].workspace_bytes for loop in kernel)
+
             held_bytes += change[time]
             yield _Step(
                 held_bytes + workspace_bytes - overwritten_bytes,
@@ -183,6 +190,7 @@ class Loops:
             loop = self.loops[index]
             later = set(kernel) - self._before(index, kernel) - {index}
             read_later = {b for other in later for b in self.loops[other].reads}
+
             for buffer in (b for b in loop.writes if b in spans):
                 dying = (
                     other
@@ -192,6 +200,7 @@ class Loops:
                     and other not in read_later
                     and self.size_bytes[other] == self.size_bytes[buffer]
                 )
+
                 overwritten = next(dying, None)
                 if overwritten is not None:
                     taken.add(overwritten)
@@ -216,6 +225,7 @@ class Loops:
         planned = self.in_order(self.alone)
         planned_spans = self.spans(planned)
         places = [self.loops[kernel[0]].place for kernel in planned]
+
         time_of = {loop: time for time, kernel in enumerate(order) for loop in kernel}
         fused = [loop for loop in time_of if len(order[time_of[loop]]) > 1]
         spans = self.spans(order)
@@ -223,6 +233,7 @@ class Loops:
         for time, size_bytes in enumerate(self.bytes_at(order)):
             if size_bytes <= limit_bytes:
                 continue
+
             place = self._place(order[time])
             then = max(0, bisect_right(places, place) - 1)
             extra = {
@@ -230,6 +241,7 @@ class Loops:
                 for buffer, (first, last) in spans.items()
                 if first <= time <= last and not _contains(planned_spans.get(buffer), then)
             }
+
             for loop in fused:
                 is_late = time_of[loop] >= time and self.loops[loop].place <= place
                 is_early = time_of[loop] <= time and self.loops[loop].place >= place

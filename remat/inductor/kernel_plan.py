@@ -79,6 +79,7 @@ class KernelPlan:
         limited = [name for name in names if name in self._reach]
         if not limited:
             return True
+
         places = [self._place_of[name] for name in names]
         first, last = min(places), max(places)
         return all(
@@ -90,6 +91,7 @@ class KernelPlan:
         """Returns the kernels in the plan's order, fused again while they hold too much."""
         if not kernels:
             return kernels
+
         parts = parts_of(kernels, self.resident)
         number = {part.name: index for index, part in enumerate(parts.parts)}
         loops = _loops(parts, self.device_type)
@@ -107,6 +109,7 @@ class KernelPlan:
             blamed = loops.to_blame(order, self.limit_bytes)
             if not blamed:
                 break
+
             for loop, reach in blamed.items():
                 name = parts.parts[loop].name
                 self._reach[name] = min(reach, self._reach.get(name, reach))
@@ -115,6 +118,7 @@ class KernelPlan:
 
         self.peak_bytes = max(loops.bytes_at(order))
         self.num_parts, self.num_kernels = len(number), len(order)
+
         by_first = {number[part_names(kernel)[0]]: kernel for kernel in kernels}
         ordered = [by_first[kernel[0]] for kernel in order]
         if self.device_type == "cpu":

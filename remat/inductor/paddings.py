@@ -29,10 +29,12 @@ def share_paddings(joint: fx.GraphModule) -> None:
         source, sizes, value = _arguments(padded)
         while sizes[-2:] == [0, 0]:
             sizes = sizes[:-2]
+
         first = known.setdefault((source, tuple(sizes), value), padded)
         if first is not padded:
             padded.replace_all_uses_with(first)
             graph.erase_node(padded)
+
     if known:
         _find_strides(graph)
         joint.recompile()
@@ -72,12 +74,14 @@ def _padded_first(node: fx.Node) -> fx.Node:
     ends = dict(zip(reversed(order), zip(sizes[::2], sizes[1::2], strict=True), strict=False))
     moved = [size for d in reversed(range(len(order))) for size in ends.get(d, (0, 0))]
     graph = node.graph
+
     with graph.inserting_before(node):
         padded = graph.call_function(_PAD, (source, moved, value))
         again = graph.call_function(_PERMUTE, (padded, order))
     for made in (padded, again):
         made.meta = dict(node.meta)
         made.meta["val"] = _computed(made)
+
     node.replace_all_uses_with(again)
     graph.erase_node(node)
     if not permuted.users:
@@ -92,6 +96,7 @@ def _find_strides(graph: fx.Graph) -> None:
         is_view = bool(schema and schema.returns and schema.returns[0].alias_info)
         if not is_view or isinstance(node.meta.get("val"), list | tuple):
             continue
+
         try:
             found = _computed(node)
         except (RuntimeError, ValueError):

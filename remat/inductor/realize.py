@@ -37,6 +37,7 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
     base = _bases(nodes)
     users: dict[fx.Node, list[fx.Node]] = {}
     last_use: dict[fx.Node, int] = {}
+
     for node in nodes:
         for source in node.all_input_nodes:
             last_use[base[source]] = place[node]
@@ -51,6 +52,7 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
         made_from[node] = frozenset([node])
         if not _is_inlined(node):
             continue
+
         sources = frozenset[fx.Node]().union(
             *(made_from[base[source]] for source in node.all_input_nodes)
         )
@@ -60,6 +62,7 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
             for source in sources
             if last_use.get(source, 0) < last and source.name not in resident
         ]
+
         if sum(map(_size_bytes, longer)) > _size_bytes(node):
             found.append(node)
         else:

@@ -59,17 +59,21 @@ def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """
     blocks = Blocks.of(graph, schedule)
     resident = [v for v in graph.values if v.is_resident and v.size_bytes]
+
     base = _BASE_ADDRESS + sum(v.size_bytes for v in resident)
     address = in_time_order(blocks) + base
     total = base - _BASE_ADDRESS + blocks.arena_bytes(address - base)
+
     events = [_event("segment_alloc", _BASE_ADDRESS, total, 0, [])]
     where = _BASE_ADDRESS
     kept: list[tuple[int, int, list[dict[str, Any]]]] = []
+
     for value in resident:
         frames = [_frame(f"{value.kind} {value.name} {shape_text(value.dtype, value.shape)}")]
         events.append(_event("alloc", where, value.size_bytes, 0, frames))
         kept.append((where, value.size_bytes, frames))
         where += value.size_bytes
+
     allocations, left = _block_events(graph, schedule, blocks, address)
     segment = {
         "device": 0, "address": _BASE_ADDRESS, "total_size": total, "stream": 0,
@@ -79,6 +83,7 @@ def memory_snapshot(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     segment["allocated_size"] = segment["active_size"] = segment["requested_size"] = sum(
         size for _, size, _ in [*kept, *left]
     )
+
     return {
         "segments": [segment],
         "device_traces": [[*events, *allocations]],
@@ -94,12 +99,14 @@ def _block_events(
     ends_s = np.cumsum(np.append(0.0, graph.arrays.cost_s[schedule.array]))
     scale = 1e6 if Units.of(graph).cost == "s" else 1.0
     num_half_steps = 2 * len(schedule.steps)
+
     moments = sorted(
         [(int(blocks.first[i]), 1, i) for i in range(len(address))]
         + [(int(blocks.last[i]) + 1, 0, i) for i in range(len(address))]
     )
     frames = {i: _block_frames(graph, schedule, blocks, i) for i in range(len(address))}
     outlives = set(graph.arrays.output.tolist())
+
     events, left = [], []
     for moment, is_alloc, i in moments:
         where, size, time_us = (
@@ -107,6 +114,7 @@ def _block_events(
             int(blocks.size_bytes[i]),
             int(scale * ends_s[min(moment // 2, len(ends_s) - 1)]),
         )
+
         if is_alloc:
             events.append(_event("alloc", where, size, time_us, frames[i]))
         elif moment >= num_half_steps and int(blocks.value[i]) in outlives:
@@ -116,6 +124,7 @@ def _block_events(
                 _event(action, where, size, time_us, frames[i])
                 for action in ("free_requested", "free_completed")
             ]
+
     return events, left
 
 
@@ -130,6 +139,7 @@ def _block_frames(
         if value >= 0
         else "workspace"
     )
+
     filename, line, code = source_parts(op.source)
     made_by = f"{op.phase} {short_target(op.target) or op.name} {op.module}".rstrip()
     frames = [_frame(held), _frame(made_by)]
@@ -159,6 +169,7 @@ def _segment_blocks(
     """Returns a segment's blocks and holes at the end of the step, in order of address."""
     blocks: list[dict[str, Any]] = []
     where = _BASE_ADDRESS
+
     for address, size, frames in sorted(held, key=lambda block: block[0]):
         if address > where:
             blocks.append(
@@ -170,6 +181,7 @@ def _segment_blocks(
                     "frames": [],
                 }
             )
+
         blocks.append(
             {
                 "address": address,
@@ -180,11 +192,13 @@ def _segment_blocks(
             }
         )
         where = address + size
+
     if where < _BASE_ADDRESS + total:
         rest = _BASE_ADDRESS + total - where
         blocks.append(
             {"address": where, "size": rest, "requested_size": 0, "state": "inactive", "frames": []}
         )
+
     return blocks
 
 
@@ -207,6 +221,7 @@ def _names() -> Iterator[dict[str, Any]]:
         "tid": 0,
         "args": {"name": "predicted training step"},
     }
+
     for track, name in enumerate(_TRACKS):
         yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
         yield {
@@ -228,6 +243,7 @@ def _slices(graph: Graph, schedule: Schedule) -> Iterator[dict[str, Any]]:
         written = ", ".join(
             shape_text(graph.values[v].dtype, graph.values[v].shape) for v in op.writes
         )
+
         yield {
             "name": short_target(op.target) or op.name, "cat": _TRACKS[track], "ph": "X", "pid": 0,
             "tid": track, "ts": begin_us[step],

@@ -64,13 +64,16 @@ def _stacked_source(parts: Composition, schedule: Schedule, scale: Scale) -> Any
     """Returns the upper and lower edge of each category that takes memory."""
     edges = np.arange(len(schedule.steps) + 1)
     heights = np.cumsum(parts.bytes_of, axis=0) / scale.factor
+
     data: dict[str, Any] = {"edge": edges.astype(np.int32)}
     lower = np.zeros(len(edges), np.float32)
+
     for place, category in enumerate(Category):
         upper = np.append(heights[place], heights[place][-1:]).astype(np.float32)
         if parts.bytes_of[place].any():
             data[category], data[f"{category} below"] = upper, lower
         lower = upper
+
     return ColumnDataSource(data)
 
 
@@ -87,6 +90,7 @@ def _draw_stack(chart: Any, source: Any, shown: Sequence[Category]) -> None:
             alpha=0.85,
         )
         areas[str(category)] = [area]
+
     add_legend(chart, areas)
 
 
@@ -95,6 +99,7 @@ def _step_source(parts: Composition, schedule: Schedule, scale: Scale) -> Any:
     graph, steps = parts.graph, schedule.array
     operators, units, is_first = graph.operators, Units.of(graph), is_first_time(steps)
     ends_s = np.cumsum(graph.arrays.cost_s[steps])
+
     data: dict[str, Any] = {
         "middle": (np.arange(len(steps)) + 0.5).astype(np.float32),
         "at": np.arange(len(steps), dtype=np.int32),
@@ -104,8 +109,10 @@ def _step_source(parts: Composition, schedule: Schedule, scale: Scale) -> Any:
         "again": ["" if first else "computed again" for first in is_first],
         "time": [units.cost_text(float(end)) for end in ends_s],
     }
+
     for place, category in enumerate(Category):
         data[category] = (parts.bytes_of[place] / scale.factor).astype(np.float32)
+
     return ColumnDataSource(data)
 
 
@@ -115,11 +122,13 @@ def _add_tooltips(chart: Any, source: Any, shown: Sequence[Category], scale: Sca
         f'<td style="text-align:right">@{{{c}}}{{0,0.0}} {scale.name}</td></tr>'
         for c in reversed(shown)
     )
+
     text = (
         f"step @at, compute so far @time<br><b>@target</b> @module <i>@again</i><table>{lines}"
         '<tr><td></td><td><b>total</b></td><td style="text-align:right">'
         f"<b>@total{{{{0,0.0}}}} {scale.name}</b></td></tr></table>"
     )
+
     line = chart.line("middle", "total", source=source, line_alpha=0)
     chart.add_tools(
         HoverTool(
@@ -136,6 +145,7 @@ def _mark_peak(chart: Any, simulation: Simulation, scale: Scale, units: Units) -
     x, y = simulation.peak_step + 0.5, simulation.peak_bytes / scale.factor
     chart.scatter([x], [y], size=9, color=INK, line_color="white")
     at_right = simulation.peak_step > 0.6 * len(simulation.bytes_at)
+
     chart.add_layout(
         Label(
             x=x, y=y, text=f"peak {units.size_text(simulation.peak_bytes)}",

@@ -73,6 +73,7 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
     graph, schedule = report.graph, report.schedule
     parts, decisions = Composition.of(graph, schedule), decide(graph, schedule)
     script, divisions = components(_charts(report, parts, decisions, curve))
+
     resources = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"])
     environment = Environment(
         loader=PackageLoader("remat.look"),
@@ -81,6 +82,7 @@ def render_html(report: Report, *, curve: Sequence[Solution] = (), title: str = 
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
     return environment.get_template("report.html.jinja").render(
         title=title,
         resources=resources.render(),
@@ -122,6 +124,7 @@ def _figures(report: Report) -> list[Figure]:
     solution, units, keep_all = report.solution, Units.of(report.graph), report.keep_all.peak_bytes
     num_operators = report.graph.num_operators
     share = f"the plan needs {solution.peak_bytes / keep_all:.0%} of it" if keep_all else ""
+
     figures = [
         Figure(
             "predicted peak",
@@ -140,6 +143,7 @@ def _figures(report: Report) -> list[Figure]:
             f"{len(report.recomputed):,} of {num_operators:,} operators are recomputed",
         ),
     ]
+
     # a plan that counts a loss outside of the module predicts the peak of the whole step
     measured = report.whole_peak_bytes if report.outside_bytes else report.measured_peak_bytes
     if measured:
@@ -152,6 +156,7 @@ def _figures(report: Report) -> list[Figure]:
                 f"{off:+,} bytes from the prediction",
             ),
         )
+
     return figures
 
 
@@ -172,6 +177,7 @@ def _lead(report: Report) -> str:
             f"Everything fits: the step needs {units.size_text(keep_all)}, and nothing is "
             "recomputed."
         )
+
     return (
         f"This training step needs {units.size_text(keep_all)} if everything is kept. The plan "
         f"runs it in {units.size_text(solution.peak_bytes)} and computes "
@@ -186,6 +192,7 @@ def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> 
     step = int(parts.bytes_of.sum(0).argmax()) if len(schedule.steps) else -1
     if step < 0:
         return {}
+
     op = graph.operators[schedule.steps[step]]
     total = int(parts.bytes_of[:, step].sum())
     shares = [
@@ -193,10 +200,12 @@ def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> 
         for category, size in parts.at(step).items()
         if size
     ]
+
     held = [h for h in parts.held_at(step) if graph.values[h.value].size_bytes]
     reason_of = {d.value: d.reason for d in decisions}
     rows = [_peak_row(graph, h.value, h.category, reason_of[h.value]) for h in held[:_LARGEST]]
     rest = held[_LARGEST:]
+
     return {
         "step": step,
         "num_steps": len(schedule.steps),
@@ -215,6 +224,7 @@ def _peak(report: Report, parts: Composition, decisions: Sequence[Decision]) -> 
 def _peak_row(graph: Graph, value: int, category: Category, reason: str) -> PeakRow:
     held, op = graph.values[value], graph.operators[graph.producer[value]]
     shape, size = shape_text(held.dtype, held.shape), Units.of(graph).size_text(held.size_bytes)
+
     return PeakRow(
         COLOUR_OF[category],
         str(category),
@@ -244,6 +254,7 @@ def _group_row(graph: Graph, group: Group) -> tuple[str, ...]:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     solution, graph = report.solution, report.graph
+
     return [
         ("solver", f"{solution.solver}, {solution.wall_s:.2f} s, {solution.status}"),
         *((("cut short", solution.cut_short),) if solution.cut_short else ()),

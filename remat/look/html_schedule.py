@@ -46,9 +46,11 @@ def schedule_chart(
     )
     chart.y_range = Range1d(start=-1, end=graph.num_operators, bounds="auto")
     chart.xgrid.visible = chart.ygrid.visible = False
+
     _name_operators(chart, graph)
     _draw_held(chart, parts, decisions)
     points = _draw_computed(chart, graph, schedule)
+
     add_legend(chart, points | _held_patches(chart, parts))
     mark_forward_end(chart, schedule)
     return chart
@@ -65,6 +67,7 @@ def _draw_held(chart: Any, parts: Composition, decisions: Sequence[Decision]) ->
         line_color=None,
         source=_held_source(parts, decisions),
     )
+
     chart.add_tools(HoverTool(renderers=[held], tooltips=_HELD_TIPS, attachment="horizontal"))
 
 
@@ -80,6 +83,7 @@ def _draw_computed(chart: Any, graph: Graph, schedule: Schedule) -> dict[str, li
     recomputed = chart.scatter(
         "step", "operator", source=again, size=size + 1.5, color=RED, **shape
     )
+
     chart.add_tools(
         HoverTool(
             renderers=[computed, recomputed], tooltips=_COMPUTED_TIPS, attachment="horizontal"
@@ -92,14 +96,17 @@ def _draw_computed(chart: Any, graph: Graph, schedule: Schedule) -> dict[str, li
 def _held_source(parts: Composition, decisions: Sequence[Decision]) -> Any:
     graph, units = parts.graph, Units.of(parts.graph)
     decision_of = {d.value: d for d in decisions}
+
     size = graph.arrays.size_bytes[parts.value]
     is_held = (parts.last > parts.first) & (size > 0)
     chosen = np.flatnonzero(is_held)
+
     value = parts.value[chosen]
     order = list(Category)
     operators = [graph.operators[graph.producer[v]] for v in value]
     end = len(parts.bytes_of[0])
     alpha = 0.3 + 0.65 * np.sqrt(size[chosen] / max(1, size.max(initial=1)))
+
     return ColumnDataSource(
         {
             "operator": graph.arrays.producer[value].astype(np.int32),
@@ -143,13 +150,16 @@ def _name_operators(chart: Any, graph: Graph) -> None:
             for name, start, stop in groups
             if stop - start > graph.num_operators / 60
         }
+
         chart.yaxis.ticker = FixedTicker(ticks=list(name_of))
         chart.yaxis.major_label_overrides = {
             middle: ".".join(name.split(".")[-2:]) for middle, name in name_of.items()
         }
         chart.yaxis.major_tick_line_color = None
+
         for _, _, stop in groups:
             _draw_line(chart, stop - 0.5, PALE)
+
     if 0 < graph.num_forward < graph.num_operators:
         _draw_line(chart, graph.num_forward - 0.5, GREY)
 
@@ -162,6 +172,7 @@ def _held_patches(chart: Any, parts: Composition) -> dict[str, list[Any]]:
     """Returns one patch of colour per category of values, by its label in the legend."""
     patches = {}
     present = {int(place) for place in np.unique(parts.category[parts.last > parts.first])}
+
     for place, category in enumerate(Category):
         if place in present:
             patch = chart.hbar(
@@ -174,4 +185,5 @@ def _held_patches(chart: Any, parts: Composition) -> dict[str, list[Any]]:
                 alpha=0.85,
             )
             patches[f"held: {category}"] = [patch]
+
     return patches

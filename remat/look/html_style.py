@@ -53,9 +53,11 @@ def new_chart(*, x_label: str, y_label: str, height: int, **options: Any) -> Any
         **options,
     )
     chart.toolbar.logo = None
+
     for axis, text in ((chart.xaxis, x_label), (chart.yaxis, y_label)):
         axis.axis_label = text
         quiet_axis(axis)
+
     chart.xgrid.grid_line_color = None
     chart.ygrid.grid_line_color = PALE
 
@@ -100,6 +102,7 @@ def mark_height(chart: Any, y: float, text: str, colour: str) -> None:
     chart.add_layout(
         Span(location=y, dimension="width", line_color=colour, line_dash="dashed", line_width=1.5)
     )
+
     chart.add_layout(
         Label(
             x=6, x_units="screen", y=y, text=text,

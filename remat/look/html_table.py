@@ -42,6 +42,7 @@ def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
     largest = max((v.size_bytes for v in graph.values), default=1)
     scale = Scale.for_largest(largest, units.size)
     source = _source(graph, decisions, scale)
+
     view = CDSView(filter=BooleanFilter(booleans=[True] * len(decisions)))
     table = DataTable(
         source=source,
@@ -52,12 +53,14 @@ def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
         sizing_mode="stretch_width",
         row_height=_ROW_HEIGHT,
     )
+
     return column(_filters(source, view), table, sizing_mode="stretch_width")
 
 
 def _source(graph: Graph, decisions: Sequence[Decision], scale: Scale) -> ColumnDataSource:
     operators = [graph.operators[d.operator] for d in decisions]
     values = [graph.values[d.value] for d in decisions]
+
     return ColumnDataSource(
         {
             "value": [v.name for v in values],
@@ -79,13 +82,16 @@ def _columns(size_title: str) -> list[TableColumn]:
         "shape": ("shape", 125), "source": ("source", 165), "size": (size_title, 70),
         "fate": ("fate", 90), "times": ("computed", 72), "reason": ("why", 345),
     }  # fmt: skip
+
     number = NumberFormatter(format="0,0.[000]", text_align="right")
     text = HTMLTemplateFormatter(template=_WHOLE_ON_HOVER)
+
     columns = [
         TableColumn(field=name, title=title, width=width) for name, (title, width) in titles.items()
     ]
     for shown in columns:
         shown.formatter = number if shown.field in ("size", "times") else text
+
     return columns
 
 

@@ -27,9 +27,11 @@ def tradeoff_chart(
     impossible = max(
         (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0
     )
+
     right = max([1, keep_all_bytes, *(s.budget_bytes for s in solved)])
     left = min([s.peak_bytes for s in solved] + ([impossible] if impossible else []) or [0])
     scale = Scale.for_largest(right, units.size)
+
     chart = new_chart(
         x_label=labelled("memory of the whole step", scale, units),
         y_label="extra compute (%)",
@@ -40,17 +42,21 @@ def tradeoff_chart(
     lines: dict[str, list[Any]] = {}
     if solved:
         lines |= _draw_found(chart, solved, right, scale, units)
+
     if chosen is not None and chosen.is_solved:
         _mark_plan(chart, chosen, scale, units)
+
     if impossible:
         top = 100 * max((s.overhead for s in solved), default=1.0)
         edge = [impossible / scale.factor] * 2
         area = chart.harea([0, 0], edge, [0, top], color=RED, alpha=0.1)
         lines["proved: no schedule fits"] = [area]
+
     top = 108 * max([0.01, *(s.overhead for s in solved)])
     edge = [keep_all_bytes / scale.factor] * 2
     line = chart.line(edge, [0, top], color=GREY, line_dash="dotted", line_width=2)
     lines[f"keeping everything: {units.size_text(keep_all_bytes)}"] = [line]
+
     add_legend(chart, lines)
 
     chart.x_range = Range1d(
@@ -99,6 +105,7 @@ def _draw_found(
         left=left_x, right=right_x, top=above, bottom=below, color=BLUE, alpha=0.1, line_color=None
     )
     gap.level = "underlay"
+
     return {
         "found": [found, points],
         f"{bound_source(solved)}: less is impossible": [proved],
@@ -117,6 +124,7 @@ def _draw_points(
             "size": [units.size_text(s.peak_bytes) for s in solved],
         }
     )
+
     points = chart.scatter("x", "y", source=source, size=8, color=BLUE, line_color="white")
     text = "<b>@size</b><br>@y{0.00} % more compute, at least @bound{0.00} %"
     chart.add_tools(HoverTool(renderers=[points], tooltips=text))
@@ -127,6 +135,7 @@ def _mark_plan(chart: Any, plan: Solution, scale: Scale, units: Units) -> None:
     x, y = plan.peak_bytes / scale.factor, 100 * plan.overhead
     chart.scatter([x], [y], size=17, marker="star", color=RED, line_color="white")
     text = f"this plan: {units.size_text(plan.peak_bytes)}, {y:.2f} % more compute"
+
     chart.add_layout(
         Label(
             x=x, y=y, text=text, text_font=FONT, text_font_size="13px", text_color=RED,

@@ -87,6 +87,7 @@ class Timeline:
             graph.arrays.cost_s[schedule.array] if graph.cost_s else np.ones(len(schedule.steps)),
             out=edges[1:],
         )
+
         bytes_at = simulate(graph, schedule).bytes_at
         return cls(
             label, edges, bytes_at, float(edges[schedule.num_forward_steps]), graph.resident_bytes
@@ -118,17 +119,21 @@ def plot_memory(
     units = units or Units()
     figure = new_figure(title)
     axes = figure.subplots()
+
     top = max([1, budget_bytes or 0, *(t.peak_bytes for t in timelines)])
     end = max((float(t.edges[-1]) for t in timelines), default=0.0) or 1.0
     y_scale, x_scale = Scale.for_largest(top, units.size), Scale.for_largest(end, units.cost)
+
     quiet(
         axes,
         x_label=axis_label(x_label, x_scale, units.cost),
         y_label=axis_label("memory", y_scale, units.size),
     )
+
     colours = _timeline_colours(len(timelines))
     for index, (timeline, colour) in enumerate(zip(timelines, colours, strict=True)):
         _draw_timeline(axes, timeline, colour, units, is_last=index == len(timelines) - 1)
+
     ends = [
         (t.forward_end, colour)
         for t, colour in zip(timelines, colours, strict=True)
@@ -136,13 +141,16 @@ def plot_memory(
     ]
     if ends:
         mark_forward_end(axes, *ends[-1])
+
     _draw_resident(axes, max((t.resident_bytes for t in timelines), default=0), top)
     if budget_bytes is not None:
         label_line(axes, budget_bytes, f"budget {units.size_text(budget_bytes)}", RED)
+
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.18 * top)
     scale_axis(axes, "x", x_scale)
     scale_axis(axes, "y", y_scale)
+
     legend(figure, axes)
     return figure
 
@@ -162,6 +170,7 @@ def _draw_timeline(
     axes.stairs(
         timeline.size_bytes, timeline.edges, baseline=None, color=colour, linewidth=1.4, label=label
     )
+
     if len(timeline.size_bytes):
         peak = int(np.argmax(timeline.size_bytes))
         axes.plot(
@@ -176,6 +185,7 @@ def _draw_timeline(
 def _draw_resident(axes: Axes, resident_bytes: int, top: int) -> None:
     if not resident_bytes:
         return
+
     text = "parameters, buffers, inputs"
     has_room = resident_bytes > 0.05 * top
     axes.axhspan(
@@ -186,6 +196,7 @@ def _draw_resident(axes: Axes, resident_bytes: int, top: int) -> None:
         zorder=0.5,
         label=None if has_room else text,
     )
+
     if has_room:
         axes.annotate(
             text, (0, resident_bytes), xycoords=("axes fraction", "data"), xytext=(5, -11),
@@ -218,31 +229,37 @@ def plot_tradeoff(
     solved = sorted((s for s in solutions if s.is_solved), key=lambda s: (s.peak_bytes, -s.cost_s))
     figure = new_figure(title)
     axes = figure.subplots()
+
     known = [s.peak_bytes for s in solved] + [
         s.peak_bytes for group in (others or {}).values() for s in group if s.is_solved
     ]
     right = max([1, *known, *(s.budget_bytes for s in solved), keep_all_bytes or 0])
     scale = Scale.for_largest(right, units.size)
+
     quiet(
         axes,
         x_label=axis_label("memory of the whole step", scale, units.size),
         y_label="extra compute over keeping everything (%)",
         grid="both",
     )
+
     if solved:
         _draw_frontier(axes, solved, right)
     _draw_others(axes, others or {})
+
     impossible = max(
         (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0
     )
     left = min([*known, impossible] if impossible else known, default=0)
     axes.set_xlim(left - 0.06 * (right - left), right + 0.03 * (right - left))
     axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])
+
     if impossible:
         label = "proved: no schedule fits"
         axes.axvspan(0, impossible, facecolor=RED, alpha=0.1, linewidth=0, label=label)
     if keep_all_bytes:
         _mark_keep_all(axes, keep_all_bytes, units)
+
     scale_axis(axes, "x", scale)
     legend(figure, axes)
     return figure
@@ -281,6 +298,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         [s.peak_bytes for s in solved],
         np.minimum.accumulate([100 * s.overhead for s in solved]),
     )
+
     by_budget = sorted(solved, key=lambda s: s.budget_bytes)
     budget = [s.budget_bytes for s in by_budget]
     least = [
@@ -288,10 +306,12 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         for s in by_budget
     ]
     least = list(np.maximum.accumulate(least[::-1])[::-1])
+
     edges = np.unique([*peak, *budget, right])
     found = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
     # nothing is proved for more than the largest budget
     proved = [[*least, 0.0][np.searchsorted(budget, at)] for at in edges[1:]]
+
     axes.stairs(
         found,
         edges,
@@ -302,8 +322,10 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         linewidth=0,
         label="gap: between found and bound",
     )
+
     axes.step([*peak, right], [*overhead, overhead[-1]], where="post", color=BLUE, linewidth=1.6)
     axes.plot(peak, overhead, "o-", color=BLUE, markersize=5, linewidth=0, label="found")
+
     axes.step(
         [min(peak), *budget],
         [least[0], *least],
@@ -327,6 +349,7 @@ def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, 
     """
     units, keep_all = Units.of(graph), Schedule.keep_all(graph)
     solved = [(label, s) for label, s in solutions if s.schedule is not None]
+
     if picture == "tradeoff":
         figure = plot_tradeoff(
             [s for _, s in solutions],
@@ -338,18 +361,21 @@ def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, 
         label, plan = solved[0] if solved else ("keep everything", None)
         schedule = plan.schedule if plan and plan.schedule else keep_all
         budget = plan.budget_bytes if plan else None
+
         figure = plot_schedule(graph, schedule, budget_bytes=budget, title=f"Schedule: {label}")
     else:
         lines = [("keep everything", keep_all)] + [
             (label, s.schedule) for label, s in solved if s.schedule is not None
         ]
         timelines = [Timeline.of_schedule(label, graph, schedule) for label, schedule in lines]
+
         figure = plot_memory(
             timelines,
             budget_bytes=min((s.budget_bytes for _, s in solved), default=None),
             units=units,
             title="Memory over one training step",
         )
+
     save(figure, path)
 
 

@@ -47,12 +47,15 @@ def plot_schedule(
     height = 5.5 + 2.5 * min(1.0, graph.num_operators / 400)
     figure = new_figure(title, width=10, height=height)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3.2))
+
     _draw_memory(above, graph, schedule, budget_bytes)
     _draw_held(below, graph, schedule)
     _draw_computed(below, graph, schedule)
     _name_operators(below, graph)
+
     below.set_xlim(0, max(1, len(schedule.steps)))
     below.set_ylim(-0.5, max(1, graph.num_operators) - 0.5)
+
     mark_forward_end(above, schedule.num_forward_steps, INK)
     below.axvline(schedule.num_forward_steps, color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
     return figure
@@ -62,13 +65,16 @@ def _draw_memory(axes: Axes, graph: Graph, schedule: Schedule, budget_bytes: int
     units, simulation = Units.of(graph), simulate(graph, schedule)
     top = max(1, simulation.peak_bytes, budget_bytes or 0)
     scale = Scale.for_largest(top, units.size)
+
     edges = np.arange(len(schedule.steps) + 1)
     axes.stairs(simulation.bytes_at, edges, fill=True, color=BLUE, alpha=0.25)
     axes.stairs(simulation.bytes_at, edges, baseline=None, color=BLUE, linewidth=1.0)
     axes.plot(simulation.peak_step + 0.5, simulation.peak_bytes, "o", color=BLUE, markersize=4)
+
     quiet(axes, y_label=axis_label("memory", scale, units.size))
     axes.set_ylim(0, 1.25 * top)
     scale_axis(axes, "y", scale)
+
     if budget_bytes is not None:
         label_line(
             axes,
@@ -83,6 +89,7 @@ def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     value, first, last = lifetimes(graph, schedule.array)
     size = graph.arrays.size_bytes[value]
     is_held = (last > first) & (size > 0)
+
     row, left, right = (
         graph.arrays.producer[value][is_held] - 0.5,
         first[is_held],
@@ -95,6 +102,7 @@ def _draw_held(axes: Axes, graph: Graph, schedule: Schedule) -> None:
         ],
         1,
     )
+
     shade = np.sqrt(size[is_held] / max(1, size.max(initial=1)))
     axes.add_collection(
         PolyCollection(
@@ -113,6 +121,7 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
     is_first = is_first_time(steps)
     # in points squared; about the size of one cell
     area = float(np.clip(90_000 / max(1, len(steps)) / max(1, graph.num_operators) * 4, 3, 60))
+
     step = np.arange(len(steps)) + 0.5
     # recomputations are rarer, and drawn larger
     for is_drawn, colour, factor in ((is_first, BLUE, 1.0), (~is_first, ORANGE, 1.8)):
@@ -125,12 +134,14 @@ def _draw_computed(axes: Axes, graph: Graph, schedule: Schedule) -> None:
             linewidths=0,
             zorder=3,
         )
+
     num_again = int(np.sum(~is_first))
     extra = (
         100 * float(graph.arrays.cost_s[steps[~is_first]].sum()) / graph.cost_s
         if graph.cost_s
         else 0.0
     )
+
     _add_legend(
         axes,
         f"computed ({len(steps) - num_again:,})",
@@ -144,6 +155,7 @@ def _add_legend(axes: Axes, first: str, again: str) -> None:
         Line2D([], [], marker="s", linestyle="", color=ORANGE, markersize=6, label=again),
         Patch(facecolor=_HELD(0.75), label="held in memory (darker: larger)"),
     ]
+
     axes.legend(
         handles=handles,
         loc="upper left",
@@ -172,11 +184,14 @@ def _name_operators(axes: Axes, graph: Graph) -> None:
                 xytext=(5, offset),
                 textcoords="offset points", fontsize=8.5, color=GREY,
             )  # fmt: skip
+
     groups = module_groups(graph)
     if not 2 <= len(groups) <= _MAX_GROUPS:
         return
+
     for _, _, stop in groups:
         axes.axhline(stop - 0.5, color=PALE, linewidth=0.6, zorder=0)
+
     named = [group for group in groups if group[2] - group[1] > graph.num_operators * _LEAST_NAMED]
     axes.set_yticks(
         [(start + stop - 1) / 2 for _, start, stop in named],
@@ -197,8 +212,10 @@ def module_groups(graph: Graph) -> list[tuple[str, int, int]]:
         parts = op.module.split(".")
         depth = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
         name = ".".join(parts[: depth + 1])
+
         if groups and (groups[-1][0] == name or not name):
             groups[-1] = (groups[-1][0], groups[-1][1], index + 1)
         elif name:
             groups.append((name, index, index + 1))
+
     return groups

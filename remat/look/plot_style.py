@@ -60,6 +60,7 @@ def legend(figure: Figure, axes: Axes) -> None:
         fontsize=9,
         frameon=False,
     )
+
     for text in shown.get_texts():
         text.set_parse_math(False)  # a dollar in a file's name is not a formula
 

@@ -181,12 +181,14 @@ class Report:
             found[_INDEX.sub("*", op.module), op.target, op.source].append(
                 ([self.graph.values[v] for v in written], cost_s)
             )
+
         groups = []
         for (module, target, source), members in found.items():
             values = [value for member, _ in members for value in member]
             largest = max(values, key=lambda value: value.size_bytes)
             size_bytes = sum(value.size_bytes for value in values)
             cost_s = sum(cost for _, cost in members)
+
             groups.append(
                 Group(
                     module,
@@ -199,6 +201,7 @@ class Report:
                     cost_s,
                 )
             )
+
         return sorted(groups, key=lambda group: -group.size_bytes)
 
     def __str__(self) -> str:
@@ -210,13 +213,16 @@ class Report:
             force_terminal=False,
             file=None,
         )
+
         with console.capture() as capture:
             console.print(self._summary())
             console.print(_group_table("saved for the backward", self.saved_groups()))
+
             if self.recomputed:
                 console.print(
                     _group_table("computed again in the backward", self.recomputed_groups())
                 )
+
             if self.breaks:
                 console.print(
                     f"{self.num_pieces} compiled pieces share the budget; torch.compile cut the "
@@ -224,18 +230,22 @@ class Report:
                 )
                 for place in self.breaks:
                     console.print(f"- {place}", markup=False)
+
             if self.unplanned_bytes:
                 console.print(
                     f"{describe_bytes(self.unplanned_bytes)} are held between the pieces; the "
                     "plan leaves room for them"
                 )
+
             if self.cuda_peaks and self.cuda_peaks.advice():
                 console.print(self.cuda_peaks.advice())
+
             for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
                 console.print(
                     f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}",
                     markup=False,
                 )
+
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def _budget_rows(self) -> list[tuple[str, str]]:
@@ -260,6 +270,7 @@ class Report:
     def _peak_rows(self) -> list[tuple[str, str]]:
         resident, measured = self.graph.resident_bytes, self.measured_peak_bytes
         kernels = self.kernels_peak_bytes
+
         return [
             ("predicted peak", describe_bytes(self.solution.peak_bytes)),
             *([("- of the kernels", describe_bytes(kernels))] if kernels else []),
@@ -276,6 +287,7 @@ class Report:
     def _summary(self) -> Table:
         solution, table = self.solution, Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         backward = sum(op.phase is Phase.BACKWARD for op in self.graph.operators)
+
         rows = [
             *self._budget_rows(),
             *self._peak_rows(),
@@ -297,10 +309,12 @@ class Report:
             ("planned", f"by {solution.solver}, in {solution.wall_s:.2f} s"),
             *([("executor", self.executor)] if self.executor else []),
         ]
+
         if solution.techniques:
             rows.append(("techniques", solution.techniques))
         if solution.cut_short:
             rows.append(("cut short", f"{solution.cut_short}; not kept for later jobs"))
+
         for name, text in rows:
             table.add_row(name, Text(text))
         return table
@@ -320,6 +334,7 @@ def _group_table(title: str, groups: list[Group]) -> Table:
             format_bytes(group.size_bytes),
         )
         table.add_row(*map(Text, cells))  # Text: a name in brackets is not markup
+
     rest = groups[_ROWS:]
     if rest:
         table.add_row("...", "", "", "", str(sum(group.count for group in rest)), _total(rest))
@@ -330,6 +345,7 @@ def _empty_group_table(title: str) -> Table:
     table = Table(
         box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0)
     )
+
     # widths include the padding
     for name, width in (
         ("module", _MODULE + 1),
@@ -340,6 +356,7 @@ def _empty_group_table(title: str) -> Table:
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width)
     for name, width in (("of", 3), ("bytes", 9)):
         table.add_column(name, justify="right", no_wrap=True, width=width)
+
     return table
 
 

@@ -47,6 +47,7 @@ def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallba
 def solution_record(solution: Solution) -> dict[str, Any]:
     """Returns the record of a solution for `--format json`; numbers that it lacks are None."""
     is_solved = solution.is_solved
+
     return {
         "status": str(solution.status),
         "cost": solution.cost_s if is_solved else None,
@@ -74,13 +75,16 @@ def show_solution(graph: Graph, solution: Solution) -> None:
         ("status", f"[{_COLOUR[status]}]{status}[/] ({_MEANING[status]})"),
         ("budget", units.size_text(solution.budget_bytes)),
     ]
+
     if solution.schedule is not None:
         rows += _schedule_rows(solution, solution.schedule, units)
     if solution.minimum_bytes:
         least = units.size_text(solution.minimum_bytes)
         rows.append(("least budget", f"{least}, the smallest known to work"))
+
     if solution.techniques:
         rows.append(("techniques", solution.techniques))
+
     rows.append(("solver", f"{solution.solver} in {solution.wall_s:.2f} s"))
     if solution.cut_short:
         rows.append(("cut short", solution.cut_short))
@@ -111,10 +115,12 @@ def show_solutions(
     if is_shared:
         budget = units.size_text(budgets.pop())
         title = f"{title}: {budget}" if title else f"budget {budget}"
+
     table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False)
     names = ["", "status", "budget", "peak", "overhead", "at least", "gap", "time"]
     if is_shared:
         names.remove("budget")
+
     for name in names:
         table.add_column(name, justify="left" if name in ("", "status") else "right", no_wrap=True)
 
@@ -126,6 +132,7 @@ def show_solutions(
             *_numbers(solution, units),
             f"{solution.wall_s:.2f} s",
         )
+
     Console().print(table)
 
 
@@ -144,6 +151,7 @@ def show_graph(graph: Graph) -> None:
     keep_all = simulate(graph, Schedule.keep_all(graph))
     forward = sum(op.phase is Phase.FORWARD for op in graph.operators)
     pinned = Counter(op.pinned for op in graph.operators if op.pinned)
+
     rows = [
         (
             "operators",
@@ -163,6 +171,7 @@ def show_graph(graph: Graph) -> None:
             or "none",
         ),
     ]
+
     _show_pairs(rows)
 
 

@@ -30,17 +30,20 @@ def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
     places = ", ".join(breaks)
     found = f"torch.compile finds no piece of {type(module).__name__} to plan"
     hooked = [name or "itself" for name, part in module.named_modules() if has_backward_hook(part)]
+
     if hooked:
         return (
             f"{found}: it captures nothing around a module with a backward hook, and "
             f"{', '.join(hooked)} has one ({places}). Remove the hook, or hook the parameters "
             "(parameter.register_hook), or put what is to be planned into modules beside it"
         )
+
     if "sparse Tensor" in places:
         return (
             f"{found}: it captures nothing that reads a sparse tensor ({places}). Move the lines "
             "that do into a function or module of their own, so that the rest is planned"
         )
+
     return (
         f"{found}: after a graph break inside of a loop or a `with` it leaves the whole function "
         "to plain Python. Move the loop's body into a function or module of its own, or the line "
@@ -56,6 +59,7 @@ def naming_breaks(error: BudgetError, breaks: Iterable[str]) -> BudgetError:
     places = ", ".join(breaks)
     if not places:
         return error
+
     message = (
         f"{error} torch.compile cuts this step, and what runs between its pieces is not planned; "
         f"it cuts at: {places}"

@@ -121,6 +121,7 @@ class Piece:
             for i, node in enumerate(inputs)
             if _is_copied(args[i]) and _is_dense(node) and not is_only_read_as_number(node)
         ]
+
         results: Any = self.joint.graph.output_node().args[0]
         made = [
             ("result", i)
@@ -189,10 +190,12 @@ def _with_copies(
     results = list(results)
     inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     last = graph.find_nodes(op="placeholder")[-1]
+
     for kind, place in sorted(copied):
         source = inputs[place] if kind == "input" else results[place]
         with graph.inserting_after(last if kind == "input" else source):
             made = graph.call_function(copy_of, (source,))
+
         if kind == "result":
             made.meta = {"val": source.meta["val"].clone(), "partitioner_tag": "is_forward"}
             results[place] = made
@@ -203,6 +206,7 @@ def _with_copies(
                     not _writes(user, made, source)
                 ),
             )
+
             # Views of the input are now views of the copy: the copy gets the input's fake tensor,
             # and the input a new one.
             made.meta = {"val": source.meta["val"], "partitioner_tag": "is_forward"}
@@ -210,6 +214,7 @@ def _with_copies(
                 node.meta["val"] = (
                     source.meta["val"].clone() if node is source else source.meta["val"]
                 )
+
     graph.output(tuple(results))
     graph.output_node().meta = dict(joint.graph.output_node().meta)
     return fx.GraphModule(joint, graph)
@@ -231,6 +236,7 @@ def signature(piece: Piece) -> str:
             node.target, torch._ops.HigherOrderOperator
         ):
             return ""
+
         layouts = [Place.of(t).layout for t in tensors_of(node) if t.layout == torch.strided]
         lines.append(
             f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} "

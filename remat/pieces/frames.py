@@ -45,6 +45,7 @@ class OwnFrames:
             for part, frame in ours:
                 _USERS[id(part)] += 1
                 vars(part).setdefault("forward", frame)
+
         try:
             yield
         finally:

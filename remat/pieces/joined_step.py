@@ -136,10 +136,12 @@ class JoinedStep:
             [i for i, op in enumerate(run.step.graph.operators) if op.target == "tangent"]
             for run in self.runs
         ]
+
         for position, index in enumerate(schedule.steps):
             if index in self.origin:
                 run, own = self.origin[index]
                 (forward if position < schedule.num_forward_steps else backward)[run].append(own)
+
         return [
             Schedule((*first, *second), len(first))
             for first, second in zip(forward, backward, strict=True)
@@ -151,6 +153,7 @@ def composed(joined: JoinedStep, schedules: Sequence[Schedule]) -> Schedule:
     index_of = {place: index for index, place in joined.origin.items()}
     steps: list[int] = []
     mark = 0
+
     for (region, phase), group in groupby(
         enumerate(joined.graph.operators), key=lambda item: (item[1].region, item[1].phase)
     ):
@@ -161,6 +164,7 @@ def composed(joined: JoinedStep, schedules: Sequence[Schedule]) -> Schedule:
         else:
             steps += [index for index, _ in group]
         mark = len(steps) if phase is Phase.FORWARD else mark
+
     return Schedule(tuple(steps), mark)
 
 
@@ -193,6 +197,7 @@ def tangents_of(run: Run) -> Iterator[tuple[int, Place | None, tuple[Any, ...]]]
     step = run.step
     described = step.module.graph.output_node().meta.get("desc", ())
     places = dict(zip(described, run.outputs, strict=False))
+
     for node in step.module.graph.find_nodes(op="placeholder"):
         if is_backward_input(node) and node in step.value_of:
             yield (

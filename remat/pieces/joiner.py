@@ -53,6 +53,7 @@ class _Joiner:
         self.runs, self.results, self.kept = tuple(runs), results, kept
         self.values = list(resident.values())
         self.value_of_storage = {storage: value for value, storage in enumerate(resident)}
+
         self.operators: list[Operator] = []
         self.origin: dict[int, tuple[int, int]] = {}
         # for each run: value of its piece -> value of the joined graph
@@ -60,6 +61,7 @@ class _Joiner:
         self.gap_of: dict[int, int] = {}  # storage made in a gap -> the gap
         self.maker_of: dict[Place, tuple[int, int]] = {}  # -> run, index among its results
         self.handed_over: dict[int, None] = {}  # storages passed between runs
+
         # gap -> gradients consumed in it: place of the input, value, layout
         self.pending: dict[int, list[tuple[Place, int, tuple[Any, ...]]]] = {}
         self.gradients_of: dict[int, list[int]] = {}  # resident value -> its gradients
@@ -72,15 +74,18 @@ class _Joiner:
         self._add_gap(len(self.runs))
         self._add_holding()
         self._add_outside_gradients()
+
         for index in reversed(range(len(self.runs))):
             self._add_gap_backward(index + 1)
             self._add_backward(index)
         self._add_gap_backward(0)
         self._add_sums()
+
         self.outputs |= dict.fromkeys(
             self.value_of_storage[s] for s in self.results if s in self.value_of_storage
         )
         kept = tuple(sorted(v for v in self.outputs if not self.values[v].is_resident))
+
         first = self.runs[0].step.graph
         graph = Graph(
             tuple(self.values), tuple(self.operators), kept, device=first.device, costs=first.costs
@@ -98,6 +103,7 @@ class _Joiner:
         pinned = "it runs between compiled pieces, and is not planned"
         region = len(self.runs) + len(self.operators)
         own = tuple(dict.fromkeys(v for v in reads if v not in writes))
+
         self.operators.append(
             Operator(
                 name,
@@ -119,11 +125,13 @@ class _Joiner:
         made = {
             storage: size for storage, size in made.items() if storage not in self.value_of_storage
         }
+
         for storage, size_bytes in made.items():
             self.value_of_storage[storage] = self._add_value(
                 Value(f"gap{gap}_{len(self.values)}", size_bytes)
             )
             self.gap_of[storage] = gap
+
         if made:
             self._add_between(
                 f"gap{gap}", (), [self.value_of_storage[s] for s in made], phase=Phase.FORWARD
@@ -137,6 +145,7 @@ class _Joiner:
                 if place and node in run.step.value_of
                 else None
             )
+
             if place and value and value.kind is ValueKind.INPUT:
                 unknown[place.storage] = value.size_bytes
                 self.handed_over[place.storage] = None
@@ -151,6 +160,7 @@ class _Joiner:
             if place.storage not in self.value_of_storage:
                 self.value_of_storage[place.storage] = self._copy_value(index, value)
             own[value] = self.value_of_storage[place.storage]
+
         self._add_operators(index, Phase.FORWARD)
         for number, (node, place) in enumerate(zip(results_of(run.step), run.outputs, strict=True)):
             if place is not None and isinstance(node, fx.Node) and node in run.step.value_of:
@@ -168,9 +178,11 @@ class _Joiner:
         for number, op in enumerate(step.graph.operators):
             if op.phase is not phase or op.target == "tangent":
                 continue
+
             for value in (*op.reads, *op.writes):
                 if value not in own:
                     own[value] = self._copy_value(index, value)
+
             self.origin[len(self.operators)] = (index, number)
             self.operators.append(
                 replace(
@@ -230,6 +242,7 @@ class _Joiner:
         for value, place, layout in tangents_of(self.runs[index]):
             if value in self.value_of[index]:
                 continue  # it came from outside
+
             sources = [(made, gradient) for at, gradient, made in arrived if at == place]
             if len(sources) == 1 and sources[0][0] == layout:
                 self.value_of[index][value] = sources[0][1]
@@ -242,6 +255,7 @@ class _Joiner:
         run = self.runs[index]
         # recomputation for the backward's first operator comes after this one: within the region
         begin = f"{index}.backward"
+
         self.operators.append(
             Operator(
                 begin,
@@ -254,10 +268,12 @@ class _Joiner:
                 target="between",
             )
         )
+
         self._add_operators(index, Phase.BACKWARD)
         for place, node in zip(run.inputs, gradients_of(run.step), strict=True):
             if place is None or not isinstance(node, fx.Node) or node not in run.step.value_of:
                 continue
+
             gradient = self.value_of[index][run.step.value_of[node]]
             gap = self._gap_of(place)
             if gap < 0:

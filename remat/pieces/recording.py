@@ -64,11 +64,13 @@ class Session:
         self.plan, self.path = plan, path
         self.has_turned = False  # it left the plan's path after a piece that ran as planned
         self.expects_pieces = True  # False while a forward may end without calling any piece
+
         self.pieces: list[Piece] = []
         self.numbers: list[int] = []
         self.places: list[tuple[tuple[Place | None, ...], tuple[Place | None, ...]]] = []
         # run, "input" or "result", its index, the tensor, its version
         self.versions: list[tuple[int, str, int, Callable[[], torch.Tensor | None], int]] = []
+
         self._given: list[tuple[str, int, Callable[[], torch.Tensor | None]]] = []
         # weak references: while they exist, no other storage gets the same address
         self.storages: list[Any] = []
@@ -80,9 +82,11 @@ class Session:
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
             self.has_turned |= turn > 0  # with other shapes, the first piece is another one already
             self.plan = None  # not the last path: the rest runs with the least memory
+
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]
         self.pieces.append(piece)
         self.numbers.append(number)
+
         self._given = [
             ("input", place, self._reference(tensor))
             for place, tensor in enumerate(args)
@@ -99,6 +103,7 @@ class Session:
             for place, tensor in enumerate(results)
             if _is_watched(tensor)
         ]
+
         for kind, place, reference in (*self._given, *made):
             tensor = reference()
             if tensor is not None:

@@ -88,6 +88,7 @@ class Piecewise:
         self.module, self.plan_of, self.costs = module, plan, costs
         self.device_type = device_type(module)
         self.is_trace = plan is None
+
         self.breaks: dict[str, None] = {}
         self.follows_data = False
         self.plans: dict[tuple[Path, int], JoinedPlan] = {}
@@ -95,6 +96,7 @@ class Piecewise:
         self.plan: JoinedPlan | None = None
         self.joined: JoinedStep | None = None
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined
+
         self._pieces: dict[str, Piece] = {}
         self._frames = OwnFrames(module)
         self._local = threading.local()
@@ -140,6 +142,7 @@ class Piecewise:
             refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, inference)
             pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
+
             step = pieces[-1].step(frozenset())
             halves = pieces[-1].split(frozenset(), Schedule.keep_all(step.graph))
             return halves.forward, halves.backward
@@ -172,6 +175,7 @@ class Piecewise:
             device_type=self.device_type,
             is_trace=self.is_trace,
         )
+
         text = signature(piece)
         return self._pieces.setdefault(text, piece) if text else piece
 
@@ -191,6 +195,7 @@ class Piecewise:
         number = session.begin(piece, args)
         results = piece.halves(number)[0](args)
         session.end(results[: piece.num_forward])
+
         token = torch.empty((0, number, 0))
         if session.plan:
             session.plan.meter.saved(token, results[piece.num_forward :])
@@ -219,16 +224,19 @@ class Piecewise:
         self._keep_within_budget()
         for known in self.plans.values():
             known.meter.forget()
+
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
         plan = self._plan_beside(held_bytes)
         session = Session(plan, self.last)
         with self._open(session), self._frames.installed(), without_leaf_warnings():
             result = plan.meter.forward(call, inputs) if plan else call()
+
         path = tuple(session.pieces)
         if not path and session.expects_pieces and _needs_gradient(result):
             raise TraceError(
                 NOT_COMPILED if self.plans else nothing_compiled(self.module, self.breaks)
             )
+
         if plan and path != self.last:
             plan.meter.forget()
         if path and (path, held_bytes) not in self.plans:
@@ -274,6 +282,7 @@ class Piecewise:
         self.joined = joined_with(copies)
         if self.plan_of is None:
             return
+
         firsts = [piece.first for piece in session.pieces if piece.first is not None]
         planned = self.install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
@@ -317,6 +326,7 @@ class Piecewise:
             )
         except BudgetError as error:
             raise naming_breaks(error, self.breaks) from None
+
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(
@@ -325,6 +335,7 @@ class Piecewise:
         )
         meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
+
         planned = JoinedPlan(
             joined,
             solution,
@@ -337,6 +348,7 @@ class Piecewise:
             self.kernels_peak_bytes(path, numbers, joined, solution.schedule),
             kernels_room_bytes,
         )
+
         self.plans[path, held_bytes] = planned
         return planned
 
@@ -359,15 +371,18 @@ class Piecewise:
             excess = plan.excess.of_all_ranks(max(0, measured - plan.allowed_bytes))
             if excess == 0:
                 continue
+
             _LOG.warning(
                 "the step held %s, which is %s more than its budget: what runs between its "
                 "pieces is not planned; planning again with less",
                 describe_bytes(plan.allowed_bytes + excess),
                 describe_bytes(excess),
             )
+
             for key in [key for key in self.plans if key[0] == path]:
                 # plans for other sizes of gradients exceed it as much: they are made again on use
                 del self.plans[key]
+
             # a budget that is smaller only by what the plan leaves unused gives the same plan
             unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
             self.install(

@@ -91,6 +91,7 @@ class _Timeline:
         self.operators: list[Operator] = []
         self.origin: dict[int, tuple[int, int]] = {}
         self.outputs = dict.fromkeys(joined.graph.outputs)
+
         self.full_bytes = self._full_bytes()
         self.order = [i for i, size in enumerate(self.full_bytes) if size]  # runs of sharded blocks
         self.buffer: dict[int, int] = {}  # run -> buffer gathered ahead for its backward
@@ -105,6 +106,7 @@ class _Timeline:
                 if readers[value]
                 else len(sizes)
             )
+
             if region < len(sizes):
                 sizes[region] += self.values[value].size_bytes
             self.values[value] = replace(self.values[value], size_bytes=0)
@@ -116,6 +118,7 @@ class _Timeline:
             is_first = index == 0 or self._half(index - 1) != self._half(index)
             is_last = index + 1 == graph.num_operators or self._half(index + 1) != self._half(index)
             is_sharded_run = op.region in self.order
+
             if is_sharded_run and is_first:
                 self._begin(op.region, op.phase)
             if index in self.joined.origin:
@@ -123,12 +126,14 @@ class _Timeline:
             self.operators.append(op)
             if is_sharded_run and is_last:
                 self._end(op.region, op.phase)
+
         if self.sharding.outside_bytes:
             self.values.append(
                 Value(
                     "gradients_outside_of_blocks", 2 * self.sharding.outside_bytes, ValueKind.BUFFER
                 )
             )
+
         joined = Graph(
             tuple(self.values),
             tuple(self._numbered()),
@@ -154,6 +159,7 @@ class _Timeline:
     def _begin(self, run: int, phase: Phase) -> None:
         size, place = self.full_bytes[run], self.order.index(run)
         before = self.order[place - 1] if place else None
+
         if phase is Phase.FORWARD:
             self.parameters = self._value(f"{run}.gathered", 2 * size)
             previous = self.full_bytes[before] if before is not None else 0
@@ -165,6 +171,7 @@ class _Timeline:
                 workspace_bytes=previous + self._shard(size),
             )
             return
+
         self.parameters = self._value(f"{run}.gathered_again", size)
         own = self.buffer.pop(run, None)
         writes = [self.parameters]
@@ -172,6 +179,7 @@ class _Timeline:
             self.buffer[before] = self._value(f"{before}.gathered_ahead", self.full_bytes[before])
             writes.append(self.buffer[before])
         workspace_bytes = self._shard(size) + (size if own is None else 0)
+
         self._add(
             f"{run}.gather_again",
             () if own is None else (own,),
@@ -184,9 +192,11 @@ class _Timeline:
         self._add(f"{run}.reshard_{phase}", (self.parameters,), (), phase)
         if phase is Phase.FORWARD:
             return
+
         gradients = self._gradients(run)
         for gradient in gradients:
             self.outputs.pop(gradient, None)
+
         size = sum(self.values[v].size_bytes for v in gradients)
         reads = gradients if self.reduced < 0 else (*gradients, self.reduced)
         self.reduced = self._value(f"{run}.reduced", size)

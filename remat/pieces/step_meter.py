@@ -69,17 +69,20 @@ class StepMeter:
         """
         if self.peak_bytes is not None or is_profiling():
             return run()
+
         self._followed.clear()
         self._state, self._step = "forward", self._step + 1
         if self.device == "cuda":
             self._mark = CudaMark.now()
             return run()
+
         with garbage_left_alone():
             result, events = run_counting_allocations(run)
         measured = from_events(events, "cpu")
         self._peak_bytes = measured.peak_bytes
         results = tensors_of(result)
         self._follow(results)
+
         leaves: dict[int, torch.Tensor] = {}
         for node in autograd_nodes(results, inputs):
             self._follow(saved_tensors(node))
@@ -88,9 +91,11 @@ class StepMeter:
                 for parent, _ in node.next_functions
                 if hasattr(parent, "variable")
             }
+
             if not is_compiled_node(node):
                 node.register_prehook(partial(self._begin_node, self._step))
                 node.register_hook(self._end_node)
+
         self._leaves = list(leaves.values())
         self._follow(leaf.grad for leaf in self._leaves)
         self._other_bytes = measured.end_bytes - self._followed_bytes()
@@ -130,9 +135,11 @@ class StepMeter:
         if token.untyped_storage()._cdata not in self._followed:
             self.forget()  # the backward of an earlier forward
             return run(args)
+
         self._begin_backward()
         if self.device == "cuda":
             return run(args)
+
         held_bytes = self._held_bytes(args[len(args) - num_tangents :])
         with garbage_left_alone():
             result, events = run_counting_allocations(lambda: run(args))
@@ -159,11 +166,13 @@ class StepMeter:
     def _end_backward(self, step: int) -> None:
         if step != self._step or self._state != "backward":
             return
+
         if self._mark is not None:
             self.cuda_peaks = self._mark.peaks().beside(self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
         else:
             self.peak_bytes = self.resident_bytes + self._peak_bytes
+
         self._followed.clear()
         self._leaves.clear()
 

@@ -37,6 +37,7 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
         *((name, tensor, ValueKind.BUFFER) for name, tensor in module.named_buffers()),
         *((f"input_{i}", tensor, ValueKind.INPUT) for i, tensor in enumerate(inputs)),
     ]
+
     found: dict[int, Value] = {}
     for name, tensor, value_kind in named:
         for part in dense_parts(tensor):
@@ -48,6 +49,7 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
             found.setdefault(
                 storage._cdata, Value(name, size_bytes, value_kind, tuple(part.shape), dtype)
             )
+
     return found
 
 
@@ -104,6 +106,7 @@ def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> It
         node = waiting.pop()
         if node in seen:
             continue
+
         seen.add(node)
         waiting += [parent for parent, _ in node.next_functions]
         if not hasattr(node, "variable"):
@@ -129,10 +132,12 @@ def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> lis
                 f"torch can't run the backward of this step cut into pieces: {why} (saved by "
                 f"{node.name()}). {OUT_OF_THE_PIECES}"
             ) from None
+
         if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and is_compiled_node(node):
             runs.append(sequence_number(node))
         elif saved:
             eager.append((sequence_number(node), saved))
+
     found: dict[tuple[int, int], Kept] = {}
     for number, saved in eager:
         gap = sum(run < number for run in runs)

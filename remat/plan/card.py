@@ -55,10 +55,12 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
     """
     if device_type != "cuda":
         raise ValueError(_NEEDED)
+
     left_bytes, total_bytes = _left_on_card()
     reserved_bytes = max(int(_RESERVED_SHARE * total_bytes), _LEAST_RESERVED_BYTES)
     own_bytes = left_bytes + step_bytes - reserved_bytes
     budget_bytes = least_of_all_ranks(own_bytes // _MULTIPLE_BYTES * _MULTIPLE_BYTES)
+
     if budget_bytes <= 0:
         raise ValueError(
             f"the GPU has {describe_bytes(left_bytes)} left of {describe_bytes(total_bytes)}, and "

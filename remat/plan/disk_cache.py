@@ -85,6 +85,7 @@ class PlanCache:
         except (RematError, OSError) as reason:
             _LOG.warning("the cached plan %s can't be read, and is made again: %s", path, reason)
             return None
+
         is_asked = solution.budget_bytes == budget_bytes and not solution.is_free_order
         if not (is_asked and solution.is_solved):
             _LOG.warning("the cached plan %s does not fit its step, and is made again", path)
@@ -113,6 +114,7 @@ class PlanCache:
             if path != fresh:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
+
         collect_parts(self.folder, now_s=fresh.stat().st_mtime)
 
 

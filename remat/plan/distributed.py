@@ -82,6 +82,7 @@ def solve_once(
         return solve()
     workspaces = graph.arrays.workspace_bytes.tobytes()
     step = hashlib.sha256(f"{graph.fingerprint} {asked} ".encode() + workspaces).hexdigest()[:32]
+
     with _naming_a_lost_store():
         store = rank_store("remat")
         tries = _counts_of(store)
@@ -129,12 +130,14 @@ def least_of_all_ranks(own: int) -> int:
     """
     if not is_distributed():
         return own
+
     with _naming_a_lost_store():
         store = rank_store("remat")
         counts, num_ranks = _counts_of(store), dist.get_world_size()
         counts["least"] = counts.get("least", 0) + 1
         key, began = f"least/{counts['least']}", time.monotonic()
         store.append(key, f"{own} ")
+
         while len(said := store.get(key).split()) < num_ranks:
             if time.monotonic() - began > store.timeout.total_seconds():
                 raise SolverError(
@@ -157,10 +160,12 @@ def _wait(store: Any, key: str, time_limit_s: float) -> _Answer:
     most_s = max(timeout_s, _MOST_LIMITS * time_limit_s)
     began = heard = time.monotonic()
     beats = 0
+
     while not store.check([key]):
         now, latest = time.monotonic(), store.add(f"{key}/alive", 0)
         if latest != beats:
             beats, heard = latest, now
+
         if now - heard > silent_s or now - began > most_s:
             store.set(f"{key}/given-up", "")
             gone = now - heard > silent_s
@@ -172,11 +177,13 @@ def _wait(store: Any, key: str, time_limit_s: float) -> _Answer:
                 "output"
             )
         time.sleep(_POLL_S)
+
     return msgspec.json.decode(zlib.decompress(store.get(key)), type=_Answer)
 
 
 def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solution:
     answer = _Answer(dist.get_rank(), message="it was interrupted")
+
     try:
         with _beating(store, key):
             solution = solve()
@@ -190,12 +197,14 @@ def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solut
             error.minimum_bytes,
             error.is_proved,
         )
+
         raise
     except Exception as error:
         answer = _Answer(dist.get_rank(), message=f"{type(error).__name__}: {error}")
         raise
     finally:
         store.set(key, zlib.compress(msgspec.json.encode(answer)))
+
     if store.check([f"{key}/given-up"]):
         raise SolverError(
             "other ranks gave up waiting for this one's plan, since it gave no sign of life; try "
@@ -266,6 +275,7 @@ class Agreement:
         self._asked += 1
         if self._asked > 2:
             return 0
+
         with _naming_a_lost_store():
             store, key = rank_store("remat"), f"agreement/{self.name}"
             if self._asked == 1:
@@ -284,17 +294,20 @@ def planned_part(model: nn.Module) -> nn.Module:
     model = original_module(model)  # the module inside of what torch.compile returned
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
+
     if isinstance(model, DataParallel):
         raise TraceError(
             "nn.DataParallel copies the module at every step, its plan included; use "
             "DistributedDataParallel, with one process per GPU"
         )
+
     if is_first_fsdp(model):
         raise TraceError(
             "FullyShardedDataParallel (FSDP1) flattens parameters and takes them out of the "
             "module; use torch.distributed.fsdp.fully_shard (FSDP2), and call "
             "remat.checkpoint(model, budget, blocks=...) before it"
         )
+
     return model
 
 

@@ -37,6 +37,7 @@ class FixedPlan:
             raise ScheduleError(
                 f"this solution has no schedule to run: its status is {self.solution.status}"
             )
+
         solution = self.solution.on(step.graph)
         left_bytes = solution.budget_bytes - solution.peak_bytes
         if unplanned_bytes > left_bytes:
@@ -49,6 +50,7 @@ class FixedPlan:
                 minimum_bytes=solution.peak_bytes + unplanned_bytes,
                 is_proved=False,
             )
+
         if gap_bytes:
             raise BudgetError(
                 f"this plan's peak is {describe_bytes(solution.peak_bytes)}, and between its "
@@ -58,6 +60,7 @@ class FixedPlan:
                 minimum_bytes=solution.peak_bytes + gap_bytes,
                 is_proved=False,
             )
+
         return solution
 
     def room_of(self, solution: Solution) -> Room:

@@ -68,6 +68,7 @@ class Options:
             check_has_card()
         else:
             parse_budget(self.budget, keep_all_bytes=1 << 60)
+
         if self.reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
         if self.executor not in ("eager", "inductor", "auto"):
@@ -93,6 +94,7 @@ class Plans:
         self._library_bytes = 0  # what cuBLAS holds on the GPU
         # what the largest step so far needs to keep everything: "60%" is a percentage of it
         self._keep_all_bytes = 0
+
         self._cache = (
             PlanCache(plans_path())
             if options.plan_cache and isinstance(options.solver, str)
@@ -185,6 +187,7 @@ class Plans:
         self._keep_all_bytes = max(self._keep_all_bytes, keep_all_bytes)
         asked = self.options.budget
         assert asked is not None or self._card_bytes, "the GPU is looked at before a capture"
+
         return Room(
             asked,
             self._card_bytes
@@ -206,6 +209,7 @@ class Plans:
         known = self._of_another_shape(graph, room.plan_bytes)
         if known and self._has_largest:
             return known, room
+
         try:
             return self._of_all_ranks(graph, room, known), room
         except BudgetError:
@@ -259,6 +263,7 @@ class Plans:
         entry = self._known.get((computation, room.gap_bytes))
         if entry is None:
             return None
+
         _, solution, before = entry
         _LOG.warning(
             "the budget of %s leaves no room for a plan beside %s of gradients that accumulate: "
@@ -267,6 +272,7 @@ class Plans:
             room.budget_text(),
             describe_bytes(room.gradient_bytes),
         )
+
         budget_bytes = before.budget_bytes + room.gradient_bytes
         return replace(solution), replace(
             before, budget_bytes=budget_bytes, gradient_bytes=room.gradient_bytes
@@ -283,6 +289,7 @@ class Plans:
                 or validate(graph, schedule, budget_bytes=budget_bytes)
             ):
                 continue
+
             solver = solution.solver.removesuffix(_ELSEWHERE) + _ELSEWHERE
             found.append(
                 Solution.of_steps(
@@ -295,6 +302,7 @@ class Plans:
                     cut_short=solution.cut_short,
                 )
             )
+
         return min(found, key=lambda s: s.cost_s, default=None)
 
 

@@ -42,6 +42,7 @@ def solve_in(
         if isinstance(solver, str)
         else solver
     )
+
     solution = _solved(graph, room.plan_bytes, method)
     if solution.is_solved:
         return replace(solution, outline=outline(graph))
@@ -72,6 +73,7 @@ def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
         if graph.resident_bytes
         else ""
     )
+
     return BudgetError(
         f"{what} in the budget {room.budget_text()}{kept_free}: the least budget known to work "
         f"is {describe_bytes(minimum_bytes)}{held}. "

@@ -29,11 +29,13 @@ class Bindings:
         target: Any = node.target
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             return target  # type: ignore[no-any-return]
+
         form = (
             target,
             tuple(map(_form, node.args)),
             tuple((name, _form(arg)) for name, arg in node.kwargs.items()),
         )
+
         if form not in self._known:
             self._known[form] = next(
                 (c for c in _candidates(target) if _is_same_call(c, node)), target
@@ -62,12 +64,14 @@ def _is_same_call(candidate: Callable[..., Any], node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg(
         (node.args, dict(node.kwargs)), lambda source: hint_of(source.meta["val"])
     )
+
     recorder = _Recorder()
     try:
         with torch.no_grad(), recorder:
             candidate(*args, **kwargs)
     except (TypeError, RuntimeError, ValueError, NotImplementedError):
         return False
+
     return (
         len(recorder.calls) == 1
         and recorder.calls[0][0] is node.target
@@ -83,6 +87,7 @@ def _named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     } | dict(kwargs)
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     comparable = {name: _comparable(value) for name, value in named.items()}
+
     return {
         name: value
         for name, value in comparable.items()

@@ -187,6 +187,7 @@ def make_backend(
             refuse_changing_sizes(joint.graph)
             refuse_what_has_no_size(joint)
             mark_inference_inputs(joint, inference)
+
             step = read_joint(
                 joint,
                 num_fwd_outputs,

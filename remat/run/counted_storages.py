@@ -38,10 +38,12 @@ class CountStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and self.makes_numbers_up:
             # stands for the value of `step.item()`, which sizes do not depend on
             return 0.5 if args[0].is_floating_point() else 1
+
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
+
         # `prim` is how a fake tensor asks for its device; it takes no workspace
         if self.workspace_of and func.namespace != "prim":
             call = Call.made(func, args, kwargs or {}, result)

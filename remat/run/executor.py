@@ -29,6 +29,7 @@ def compile_graph(module: fx.GraphModule) -> BoxedFunction:
         compile(writer.write(), f"<remat step of {len(module.graph.nodes)} nodes>", "exec"),
         namespace,
     )
+
     function: Any = namespace["run"]
     function._boxed_call = True  # tells AOTAutograd to pass the inputs in a list
     return function  # type: ignore[no-any-return]
@@ -54,6 +55,7 @@ class _Source:
         self.lines.append("    args.clear()")
         unused = [node for node in inputs if node not in self.last_user]
         self._delete(unused)
+
         for node in graph.nodes:
             if node.op == "call_function" and not _is_unpacked_part(node):
                 self._call(node)
@@ -64,6 +66,7 @@ class _Source:
                 )
             elif node.op == "output":
                 self.lines.append(f"    return {self._expression(node.args[0])}")
+
         return "\n".join(self.lines)
 
     def _call(self, node: fx.Node) -> None:
@@ -72,11 +75,13 @@ class _Source:
             f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()
         ]
         call = f"{self._constant(self.bindings.of(node))}({', '.join(arguments)})"
+
         parts = [user for user in node.users if _is_unpacked_part(user)]
         if parts and len(parts) == len(node.users):
             self._unpack(node, parts, call)
         else:
             self.lines.append(f"    {_variable(node)} = {call}")
+
         dead = [source for source in node.all_input_nodes if self.last_user.get(source) is node]
         self._delete([*dead, *([] if parts or node in self.last_user else [node])])
 
@@ -85,11 +90,13 @@ class _Source:
         first: dict[Any, fx.Node] = {}
         for part in parts:
             first.setdefault(part.args[1], part)
+
         count = len(node.meta["val"])
         names = [_variable(first[i]) if i in first else "_" for i in range(count)]
         self.lines.append(f"    {', '.join(names)}{',' if count == 1 else ''} = {call}")
         if "_" in names:
             self.lines.append("    del _")
+
         self.lines += [
             f"    {_variable(part)} = {_variable(first[part.args[1]])}"
             for part in parts
@@ -111,6 +118,7 @@ class _Source:
     def _expression(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
             return _variable(argument)
+
         if isinstance(argument, list | tuple):
             if not any(isinstance(item, fx.Node | list | tuple) for item in argument):
                 return self._constant(argument)
@@ -120,6 +128,7 @@ class _Source:
                 if isinstance(argument, list)
                 else f"({', '.join(items)}{',' if len(items) == 1 else ''})"
             )
+
         if isinstance(argument, dict):
             return (
                 "{"
@@ -128,6 +137,7 @@ class _Source:
                 )
                 + "}"
             )
+
         if argument is None or isinstance(argument, bool | int | str):
             return repr(argument)
         return self._constant(argument)

@@ -34,6 +34,7 @@ class IdleHooks:
         for hooks, _ in before:
             for number in [number for number, hook in hooks.items() if _only_asks(hook)]:
                 del hooks[number]
+
         try:
             yield
         finally:

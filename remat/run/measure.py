@@ -99,6 +99,7 @@ def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
         trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
     signs = {"alloc": 1, "free_completed": -1}
     events = [
         (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
@@ -219,7 +220,9 @@ class FirstStepMeter:
         if self.num_unmeasured:
             self.num_unmeasured -= 1
             return run(args)
+
         forward = MeasuredForward(storages_of(args))
+
         if self.device == "cuda":
             note_peak()
             forward.mark = CudaMark.now()
@@ -233,6 +236,7 @@ class FirstStepMeter:
             results, events = _profiled(run, args)
             measured = from_events(events, "cpu")
             forward.peak_bytes, forward.held_bytes = measured.peak_bytes, measured.end_bytes
+
         forward.end(results, self.num_results)
         self.waiting = forward
         return results
@@ -243,6 +247,7 @@ class FirstStepMeter:
         is_its_own = forward is not None and forward.saved.keys() <= storages_of(args).keys()
         if forward is None or not is_its_own:
             return run(args)
+
         if forward.mark is not None and not is_profiling():
             note_peak()
             result = run(args)
@@ -250,6 +255,7 @@ class FirstStepMeter:
             self.peak_bytes = self.cuda_peaks.allocated_bytes
             note_peak(forward)
             return result
+
         known = forward.saved.keys() | forward.args.keys()
         arrived = [s for key, s in storages_of(args).items() if key not in known]
         outer = _MEASURED.now
@@ -257,6 +263,7 @@ class FirstStepMeter:
             result, span = outer.run(run, args)
             outer.ask([forward.span[1], span], partial(self._is_measured, _gone(arrived)))
             return result
+
         if forward.span is not None or is_profiling():
             return run(args)
         result, events = _profiled(run, args)

@@ -23,6 +23,7 @@ def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     values = [
         node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results
     ]
+
     has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in values]
     scalars = [
         i
@@ -32,6 +33,7 @@ def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     others = [i for i in range(len(values)) if has_gradient[i] and i not in scalars]
     if not scalars or not others:
         return []
+
     replaced = list(results)
     with module.graph.inserting_before(output):
         for place in others:
@@ -40,6 +42,7 @@ def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
             detached = module.graph.call_method("detach", (source,))
             detached.meta = {**source.meta, "example_value": source.meta["example_value"].detach()}
             replaced[place] = detached
+
     output.args = (tuple(replaced),)
     module.recompile()
     return [(place, scalars[0]) for place in others]

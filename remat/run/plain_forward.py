@@ -74,6 +74,7 @@ class PlainForward:
         for node in graph.nodes:
             node.meta = {}  # used only during the capture
         self.module = fx.GraphModule(module, graph)
+
         self._trained = frozenset(
             i for i, value in enumerate(inputs) if getattr(value, "requires_grad", False)
         )
@@ -81,6 +82,7 @@ class PlainForward:
         operators = set(higher_order_operators(module))
         self.refusal = _refusal_of_inputs(inputs) or _refusal_of_operators(operators)
         self.has_custom_functions = any(map(is_custom_function, operators))
+
         self._changed: frozenset[int] = frozenset()
         self._devices: tuple[torch.device, ...] = ()  # of the generators that it draws from
         self._read_by: dict[int, frozenset[int]] = {}  # result -> the inputs that it depends on
@@ -99,6 +101,7 @@ class PlainForward:
         self._devices = tuple({t.device for node in drawing for t in tensors_of(node)})
         self._changed = frozenset(place for place in changed if place is not None)
         self._read_by = _dependences(step, places)
+
         self.refusal = self.refusal or _refusal_of_changes(step, changed, self._trained)
         if self.refusal:
             return {}  # nothing is copied
@@ -156,6 +159,7 @@ def _refusal_of_changes(
     is_handed_over = any(type(each).__name__ == "InputMutationAOTOutput" for each in described)
     if is_handed_over or not trained.isdisjoint(changed):
         return "it changes an input that needs a gradient"
+
     inputs = step.module.graph.find_nodes(op="placeholder")
     is_based = any("SyntheticBase" in type(node.meta.get("desc")).__name__ for node in inputs)
     if None in changed or is_based:
@@ -173,6 +177,7 @@ def _dependences(step: TracedStep, places: dict[fx.Node, int | None]) -> dict[in
     for node, place in places.items():
         own = frozenset() if place is None else frozenset({place})
         read[node] = own.union(*(read[source] for source in node.all_input_nodes))
+
     output = step.module.graph.output_node()
     results: Any = output.args[0]
     described = output.meta.get("desc", ())

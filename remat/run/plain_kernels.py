@@ -85,6 +85,7 @@ def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -
         return _in_all_memory(result, args[0])
     if not _may_differ(operator, result, args, kwargs):
         return result
+
     found = layouts_of(Call.made(operator, args, kwargs, result))
     if found is None or len(found) != len(_tensors(result)):  # it can't be run, or returns others
         return result
@@ -98,11 +99,13 @@ def _may_differ(operator: Any, result: Any, args: Any, kwargs: Any) -> bool:
         return False
     if operator._schema.is_mutable:
         return False
+
     inputs, results = _tensors((args, kwargs)), _tensors(result)
     if not inputs or not results or not all(map(_is_plain, (*inputs, *results))):
         return False
     if torch.Tag.pointwise in operator.tags and all(t.is_contiguous() for t in inputs):
         return False
+
     memory = [t.untyped_storage()._cdata for t in results]
     given = {t.untyped_storage()._cdata for t in inputs}
     return len(set(memory)) == len(memory) and given.isdisjoint(memory)

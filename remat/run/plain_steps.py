@@ -76,6 +76,7 @@ class PlainSteps:
             is_run = not any(isinstance(arg, FakeTensor) for arg in args)
             if forward.refusal or not is_run or not torch.is_grad_enabled():
                 return compiled(*args)
+
             given = _Given.of(forward, self, args)
             results = list(compiled(*args))
             given.watch(results)
@@ -139,11 +140,13 @@ class _Given:
             and result.requires_grad
             and _memory(result) not in memory  # a view of an input: not made by the plan
         ]
+
         watched = [results[place] for place in places]
         nodes = [compiled_node(result) for result in watched]
         if len({_memory(result) for result in watched}) < len(watched) or None in nodes:
             self.forward.refusal = "it returns several tensors that share memory"
             return
+
         for node in nodes:
             skip_without_gradients(node)
         self.places = places
@@ -161,6 +164,7 @@ class _Given:
         is_kept = is_graph_kept()
         if not arrived:
             return (*tangents, *none)
+
         if arrived & self.spent:
             raise TraceError(
                 "a second backward runs through one result of a planned step, and the first did "
@@ -173,6 +177,7 @@ class _Given:
             gradients = [None] * len(tangents) + self._plain(tangents)
         else:
             gradients = [*tangents, *none]
+
         if not is_kept:
             self.is_planned_spent = True
             self.spent |= arrived
@@ -199,6 +204,7 @@ class _Given:
             create_graph=creates_graph,
             allow_unused=True,
         )
+
         gradients = dict(zip(wanted, found, strict=True))
         return [gradients.get(place) for place in self.inputs]
 
@@ -210,6 +216,7 @@ class _Given:
                 "torch.autograd.Function in it: torch.compile captures what the function saves "
                 "without its gradients; use remat.unwrap(model) for this step"
             )
+
         for place in self.forward.dependences(results, len(self.kept)):
             kept, version = self.kept[place], self.versions[place]
             is_kept = version is None or self.forward.is_changed(place) or kept._version == version

@@ -56,6 +56,7 @@ def replay(
     """Runs `operator` again from `state`, and leaves the default generator as it is."""
     if device.type == "cpu":
         return _drawn(operator, args, kwargs, state, move_on=False)
+
     with _CUDA_REPLAYS:
         before = take_state(device)
         torch.cuda.set_rng_state(state, device)
@@ -114,6 +115,7 @@ def _overload_with_generator(operator: Any) -> Any:
     names = {argument.name for argument in operator._schema.arguments}
     if "generator" in names:
         return operator
+
     packet = operator.overloadpacket
     others = [getattr(packet, name) for name in packet.overloads()]
     types = _types(operator)

@@ -58,10 +58,12 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
         raise ScheduleError(
             f"the schedule does not fit the step: {violations[0].rule} ({violations[0].detail})"
         )
+
     plan = _Plan(step, schedule)
     inputs = step.module.graph.find_nodes(op="placeholder")
     results = step.module.graph.output_node().args[0]
     assert isinstance(results, Sequence)
+
     backward = _Writer(plan, is_forward=False)
     tangents = [node for node in inputs if is_backward_input(node)]
     numbers = [node for node in inputs if is_symbol(node.meta.get("val"))]
@@ -72,6 +74,7 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
         for node in results[step.num_forward_outputs :]
     ]
     saved = tuple(backward.saved)
+
     forward = _Writer(plan, is_forward=True)
     forward.open([node for node in inputs if not is_backward_input(node)], [])
     forward.run(0, schedule.num_forward_steps)
@@ -80,6 +83,7 @@ def split(step: TracedStep, schedule: Schedule, *, is_free_order: bool = False) 
         for node in results[: step.num_forward_outputs]
     ]
     outputs += [forward.hand_over(node) for node in (*saved, *numbers)]
+
     return SplitStep(
         fx.GraphModule(step.module, forward.close(outputs)),
         fx.GraphModule(step.module, backward.close(gradients)),
@@ -137,6 +141,7 @@ class _Writer:
             op = self.step.graph.operators[index]
             if op.target == "tangent" or self.plan.is_idle(index):
                 continue
+
             if op.target in ("snapshot", "generator_state"):
                 self._take_snapshot(index)
             else:
@@ -197,9 +202,11 @@ class _Writer:
             self.where[node] = self.graph.get_attr(str(node.target))
             self.where[node].meta = dict(node.meta)
             return self.where[node]
+
         if node.op == "placeholder" or not self._is_view(node):
             self.where[node] = self._receive(node, node.name, node.meta)
             return self.where[node]
+
         made = self.graph.node_copy(node, self.read)
         self.where[node] = made
         if node in self.step.value_of:  # a symbol belongs to no storage
@@ -227,11 +234,13 @@ class _Writer:
                 (target, state, _device_of(node), *new_args),
                 draw if is_first else replay,
             )
+
         made = self.graph.call_function(target, new_args, new_kwargs)
         made.meta = dict(node.meta)
         for value in op.writes:
             for view in self.views_of.pop(value, []):
                 self.where.pop(view, None)
+
         self.where[node] = made
         for part in node.users:
             if is_part(part):
@@ -254,11 +263,13 @@ class _Writer:
         op = self.step.graph.operators[index]
         if is_first and op.phase is Phase.FORWARD:
             return {}
+
         sources = {
             self.step.value_of[source]: value
             for source, value in self.step.snapshots.items()
             if value in op.reads
         }
+
         found = {}
         for argument in self.step.nodes[index].all_input_nodes:
             resident = self.step.value_of.get(argument)

@@ -65,6 +65,7 @@ class Tangents:
             leading.setdefault(
                 node, frozenset().union(*(leading[source] for source in node.all_input_nodes))
             )
+
         results: Any = self.joint.graph.output_node().args[0]
         return [
             leading.get(node, frozenset()) if isinstance(node, fx.Node) else frozenset()

@@ -97,13 +97,16 @@ def await_backward(
     node = max(nodes, key=sequence_number, default=None)  # the newest, behind views of its results
     if node is None:
         return
+
     cls = compiled_class(node)
     assert cls is not None
     _OWNERS[cls] = weakref.ref(owner)
+
     for meter in meters:
         forward = meter.waiting
         if forward is None or not forward.is_new:
             continue
+
         forward.is_new = False
         dies = weakref.ref(node, _forget)
         waiting = _Waiting(meter, forward, dies, sequence_number(node), weakref.ref(owner))
@@ -134,10 +137,12 @@ def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], An
     """Runs a backward, and measures it if a waiting forward is part of its graph."""
     if not _WAITING or is_in_backward() or is_profiling() or is_compiled_autograd_on():
         return run()
+
     nodes = list(nodes_behind(roots))
     met = _met_by(set(nodes))
     if not met:
         return run()
+
     try:
         if any(w.forward.span for w in met) or not _is_of_one_plan(nodes, met[0]):
             return run()
@@ -194,6 +199,7 @@ class _Step:
             with self.held.counting(self.nodes), garbage_left_alone():
                 result = run()
             planned_bytes, outside_bytes = self.held.planned_bytes, self.held.outside_bytes
+
         if self._num_backwards() - self.num_before == len(self.met):  # not where it ran plain
             self._is_measured(planned_bytes, outside_bytes)
         return result
@@ -210,6 +216,7 @@ class _Step:
             saved_bytes,
             len(self.met),
         )
+
         for waiting in self.met:
             waiting.meter.whole = whole
 
@@ -268,6 +275,7 @@ class _Held:
                 if not is_planned:
                     handles.append(node.register_hook(self._end))
             del node
+
         self._planned.clear()
         try:
             yield

@@ -51,6 +51,7 @@ def run_counting_allocations(
     if of_node is not None:
         of_node += stop_counting_allocations()
         _NODE.events = None
+
     start_counting_allocations()
     try:
         result = fn()
@@ -131,6 +132,7 @@ def stop_counting_allocations(marks: dict[str, int] | None = None) -> Events:
     start = next(
         record for records in threads for record in records if record.name() == "__start_profile"
     )
+
     found: Events = []
     for record in (record for records in threads for record in records):
         if str(record.kind()) == "memory_alloc" and record.cpu_memory_usage():

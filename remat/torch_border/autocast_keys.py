@@ -30,6 +30,7 @@ def operators_cast_for(device_type: str) -> dict[str, OpOverload]:
             full_name, key
         ):
             continue
+
         packet, _, overload = name.partition(".")
         if hasattr(torch.ops.aten, packet):
             found[name] = getattr(getattr(torch.ops.aten, packet), overload or "default")

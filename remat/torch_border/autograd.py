@@ -237,6 +237,7 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
                 if "already been freed" in str(error):
                     continue
                 raise
+
             found += [
                 t
                 for t in (value if isinstance(value, list | tuple) else [value])

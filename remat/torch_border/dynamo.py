@@ -63,6 +63,7 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
         "allow_unspec_int_on_nn_module": numbers_are_inputs,
         "specialize_float": not numbers_are_inputs,
     }
+
     with (
         dynamo_config.patch(settings),
         fixed_sizes(),
@@ -112,6 +113,7 @@ def _telling_of_captures() -> Iterator[None]:
     added = ((callback_handler.start_callbacks, begin), (callback_handler.end_callbacks, end))
     for callbacks, callback in added:
         callbacks.append(callback)
+
     try:
         yield
     finally:
@@ -237,6 +239,7 @@ def _computed(node: fx.Node) -> Any:
     """Returns the value of a node that depends on constants only."""
     if node.op not in ("call_function", "call_method"):
         raise _Undecided
+
     operands: Any = fx.node.map_arg((node.args, dict(node.kwargs)), _computed)
     args, kwargs = fx.node.map_aggregate(
         operands, lambda value: torch.device("cpu") if isinstance(value, torch.device) else value
@@ -280,6 +283,7 @@ def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         if name in vars(t)
     ]
     hidden = [(own, name, own.pop(name)) for own, name in marked]
+
     try:
         yield
     finally:
@@ -346,6 +350,7 @@ def is_compilers_own(error: BaseException) -> bool:
     """
     if isinstance(error, dynamo_exc.TorchDynamoException):
         return isinstance(error, dynamo_exc.InternalTorchDynamoError)
+
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     for file in reversed(files):
         if file.startswith(_CALLS) or not file.startswith(_TORCH):
@@ -377,6 +382,7 @@ def failure_text(error: BaseException) -> tuple[str, str]:
         if not frame.f_code.co_filename.startswith(_NOT_THE_MODEL)
     ]
     place = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
+
     if not isinstance(error, dynamo_exc.TorchDynamoException):
         return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}", place
     said = cause if isinstance(cause, dynamo_exc.ObservedException) else error

@@ -44,6 +44,7 @@ class _Fakes:
             or self.device_type not in ("", tensor.device.type)
         ):
             return self.mode.from_tensor(tensor, static_shapes=True)
+
         with self.mode:
             size, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
             return torch.empty_strided(
@@ -84,6 +85,7 @@ def on_fakes(
                 for name, tensor in own.items():
                     if tensor is not None:
                         lend(own, name, tensor, fakes.of(tensor))
+
         # lists of parameters, such as a recurrent network's, and meta tensors as plain attributes
         for module in model.modules():
             for name, value in list(vars(module).items()):
@@ -96,6 +98,7 @@ def on_fakes(
                     )
                 elif isinstance(value, torch.Tensor) and value.is_meta:
                     lend(vars(module), name, value, fakes.of(value))
+
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, fakes.of, (tuple(args), dict(kwargs))
         )

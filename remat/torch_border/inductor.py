@@ -103,6 +103,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, copy_of))
     made = fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
+
     pairs = [(module, made), *((n, copy_of[n]) for n in module.graph.find_nodes(op="placeholder"))]
     for source, copy in pairs:
         for name in ("_dynamo_source", "_param_name_to_source"):

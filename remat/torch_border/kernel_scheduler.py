@@ -190,6 +190,7 @@ class _Reader:
         before = {self._writer[d.name] for d in node.unmet_dependencies if d.name in self._writer}
         written = [buffer.get_name() for buffer in node.get_outputs()]
         is_loop, reads = isinstance(node, SchedulerNode), self._read_bytes(node)
+
         return Part(
             node.get_name(),
             tuple(node.node.get_origins()) if node.node is not None else (),
@@ -209,6 +210,7 @@ class _Reader:
         donated = self._scheduler.name_to_donated_buffer
         buffer = donated.get(name) or self._scheduler.name_to_buf.get(name)
         uses = [user for user in buffer.users if user.node is node] if buffer else []
+
         return bool(uses) and all(
             user.can_inplace
             and any(can_match_buffer_size(buffer.node, out.node) for out in node.get_outputs())
@@ -223,6 +225,7 @@ class _Reader:
             name = self.root(dependency.name)
             if getattr(dependency, "is_fake", False):  # for the order only
                 continue
+
             if name in self._writer:
                 reads[name] = self._sizes[name][1]
             elif name in V.graph.graph_inputs and name not in self._resident:

@@ -27,6 +27,7 @@ def call_with_forward(
     own = vars(module)
     before = own.get("forward")
     own["forward"] = forward
+
     try:
         return module._call_impl(*args, **kwargs)
     finally:

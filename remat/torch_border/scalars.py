@@ -125,10 +125,12 @@ def _decides_by_itself(plain: Any) -> Any:
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         if not _is_active():
             return plain(tx, name, entry, **options)
+
         frame = (tx.f_code.co_filename, tx.f_code.co_firstlineno, tx.f_code.co_name)
         _ACTIVE.frame_of[name] = frame
         if isinstance(entry.size, tuple) or (frame, name) in _FIXED:
             return entry
+
         known = plain(tx, name, entry, **options)
         if known.scalar is auto_dynamic:
             _ACTIVE.inputs.add((frame, name))
@@ -147,6 +149,7 @@ def _falls_back_to_constants(plain: Any) -> Any:
     def trace(*args: Any, **kwargs: Any) -> Any:
         if not _is_active():
             return plain(*args, **kwargs)
+
         _ACTIVE.inputs = set()
         try:
             return plain(*args, **kwargs)
@@ -159,6 +162,7 @@ def _falls_back_to_constants(plain: Any) -> Any:
         except Exception:
             if not _ACTIVE.inputs - _FIXED:
                 raise
+
             _FIXED.update(_ACTIVE.inputs)
             _forget_speculations(args)
             raise TensorifyScalarRestartAnalysis(restart_reason=_REASON) from None

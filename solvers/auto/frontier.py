@@ -68,6 +68,7 @@ def frontier_solutions(
     least = shared.least(time_limit_s=getattr(solver, "time_limit_s", math.inf))
     curve = _Curve(graph, solver, shared)
     asked = _spread(graph, budgets, least.peak_bytes) if isinstance(budgets, int) else list(budgets)
+
     what = f"planning {graph.num_operators:,} operators in {len(asked)} budgets"
     with heeding_interrupts() as heeded, stage(what) as told:
         for count, budget in enumerate(_by_halves(sorted(set(asked)))):
@@ -75,6 +76,7 @@ def frontier_solutions(
             curve.solve(budget, share=_SHARE)
         told.say("those with an open gap once more")
         curve.look_again(_SECOND_SHARE)
+
     return [curve.solution(budget, heeded.cut_short) for budget in asked]
 
 
@@ -106,6 +108,7 @@ class _Curve:
         self._shared = shared
         self._least = shared.least()
         self._gap = solver.gap if isinstance(solver, Auto) else 0.0
+
         self._found: list[_Found] = []
         self._bounds: dict[int, float] = {}
         self._wall_s: dict[int, float] = {}
@@ -115,6 +118,7 @@ class _Curve:
         """Solves for a budget within a share of the time limit, unless known results suffice."""
         if self._is_known(budget) or is_interrupted():
             return
+
         began = time.perf_counter()
         solver = self._solver
         solution = (
@@ -122,6 +126,7 @@ class _Curve:
             if isinstance(solver, Auto)
             else solver.solve(self._graph, budget_bytes=budget)
         )
+
         self._wall_s[budget] = self._wall_s.get(budget, 0.0) + time.perf_counter() - began
         self._bounds[budget] = max(self._bounds.get(budget, 0.0), solution.lower_bound_s)
         if solution.schedule is not None:
@@ -138,11 +143,13 @@ class _Curve:
         """
         if not isinstance(self._solver, Auto):
             return
+
         is_open = [
             budget
             for budget in self._wall_s
             if budget >= self._least.peak_bytes and not self._is_known(budget)
         ]
+
         deadline = time.perf_counter() + share * self._solver.time_limit_s
         for count, budget in enumerate(sorted(is_open, key=self._open_gap)):
             left = (deadline - time.perf_counter()) / self._solver.time_limit_s
@@ -163,6 +170,7 @@ class _Curve:
         solver = replace(solver, time_limit_s=share * solver.time_limit_s)
         if budget < self._least.peak_bytes:  # unlikely to be met, so a short solve is enough
             solver = replace(solver, rounds=min(solver.rounds, 1))
+
         near = sorted(
             (found for found in self._found if found.peak_bytes > budget),
             key=lambda found: found.peak_bytes,
@@ -171,6 +179,7 @@ class _Curve:
             self._least.steps,
             *(found.steps for found in (self._cheapest(budget), *near) if found is not None),
         ]
+
         return solver.improve(
             self._graph,
             budget_bytes=budget,
@@ -202,12 +211,14 @@ class _Curve:
             self._wall_s.get(budget, 0.0),
             repr(self._solver),
         )
+
         if best is not None:
             return Solution.of_steps(
                 self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap,
                 solver=solver, wall_s=wall_s,
                 minimum_bytes=self._least.peak_bytes, cut_short=cut_short,
             )  # fmt: skip
+
         status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
         return Solution.without_schedule(
             self._graph,

@@ -92,15 +92,18 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
     # parts that do not check the clock are not started later
     deadline -= _BLIND_PASSES * pace_s(graph)
     left_s = deadline - time.perf_counter()
+
     floor = min(working_set_bytes(graph), keep_all)
     if left_s > 0:
         with leaving_out("the bound on the least budget", lambda _: None):
             floor = peak_bound(graph, keep_all, time_limit_s=min(_LIMIT_S, left_s))
+
     candidates = _leanest_simple(graph, families, deadline)
     for rule in Rule if graph.num_operators <= MOST_OPERATORS_TO_EVICT else ():
         lean = _leanest_evicted(graph, rule, floor, min(peak for peak, _ in candidates), deadline)
         candidates += [lean] if lean else []
     candidates = sorted(candidates, key=lambda candidate: candidate[0])[:_CANDIDATES]
+
     peak, best_steps = min(
         (_compress(graph, steps, peak, floor, deadline) for peak, steps in candidates),
         key=lambda found: found[0],
@@ -131,10 +134,12 @@ def _leanest_evicted(
         None,
         min(max(_OPERATORS_TRIED // max(graph.num_operators, 1), 1), _MOST_BUDGETS),
     )
+
     while high - low > max(high * _PRECISION, 1) and not is_past(deadline):
         budgets = [
             low + (high - low) * part // (num_budgets + 1) for part in range(1, num_budgets + 1)
         ]
+
         for middle in budgets:
             steps = steps_with_eviction(
                 graph, middle, rule, max_factor=MAX_FACTOR, left_s=deadline - time.perf_counter()
@@ -146,6 +151,7 @@ def _leanest_evicted(
             low = middle
             if is_past(deadline):
                 break
+
     return best
 
 
@@ -160,10 +166,12 @@ def _leanest_simple(graph: Graph, families: Families, deadline: float) -> list[t
         list(range(graph.num_operators)),
         *(steps for steps in simple if keeps_regions(graph, steps)),
     ]
+
     best = min(
         ((_peak_bytes(graph, steps), np.array(steps, np.int64)) for steps in valid),
         key=lambda candidate: candidate[0],
     )
+
     leaner = [
         steps
         for steps in families.leanest(best[0], deadline=deadline)
@@ -202,6 +210,7 @@ def _compress(
         if local.best_steps is None or leaner >= peak_bytes:
             share /= 3
             continue
+
         peak_bytes, steps = leaner, local.best_steps
     return peak_bytes, steps
 
@@ -219,14 +228,17 @@ def peak_bound(
     boundary = forward_length(graph)
     if not 0 < boundary < graph.num_operators:
         return floor
+
     windows = [(0, boundary), (boundary, graph.num_operators)]
     model = WindowModel(graph, windows, priced=windows, budget_bytes=keep_all_bytes, is_peak=True)
+
     if work_of(graph) > MOST_OPERATORS_TO_EVICT:
         again = model.again[windows[1]]
         point = np.zeros(model.program.num_columns)
         point[again[again >= 0]] = 1.0
         needed = graph.resident_bytes + int(model.usage(point, windows[1]).max())
         return min(max(floor, needed), keep_all_bytes)
+
     outcome = LazyRows(model).solve(
         deadline=time.perf_counter() + time_limit_s, is_relaxed=is_relaxed
     )

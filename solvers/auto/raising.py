@@ -146,11 +146,13 @@ class Relaxations(Technique):
         """Raises the bound and offers schedules until relaxations improve neither."""
         search, refinement = solve.search, solve.refinement
         fruitless, crowded_s = 0, -math.inf
+
         for count in range(self.most):
             stages, best_s = refinement.boundaries, refinement.best_s
             if solve.has("margins") and not search.is_within(WIDE_GAP):
                 with search.by("margins"):  # in a narrower gap annealing finds better schedules
                     offer_with_margins(search, refinement)
+
             deadline = time.perf_counter() + self.share * search.left_s
             refine(solve, deadline=deadline, is_relaxed=True)
             if search.is_infeasible:
@@ -164,11 +166,13 @@ class Relaxations(Technique):
                 refinement.best_s == crowded_s or work >= self.fruitless_work
             )
             is_wide = not search.is_within(VERY_WIDE_GAP)
+
             if count > 0 and search.steps is not None and not is_wide:
                 refinement.cut_where_repeated(search.steps, stages)
             has_ended = search.is_over or refinement.boundaries == stages or is_last
             if has_ended or (is_wide and count + 1 == self.most_if_wide):
                 break
+
         refinement.return_to_best_relaxed()
 
     def _crowded_s(self, solve: Solve) -> float:

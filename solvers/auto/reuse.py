@@ -52,5 +52,6 @@ class Shared:
         )
         if near is not None:
             refinement.start_from(near)
+
         self._refinements.append(refinement)
         return refinement

@@ -171,6 +171,7 @@ def restart(
             found=offer,
             deadline=search.started_s + until_s,
         )
+
         is_better = search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS)
         stagnant = 0 if is_better else stagnant + 1
         if stagnant >= stagnant_generations or is_over():
@@ -296,6 +297,7 @@ class OtherSeeds(Technique):
                 seed=seed,
                 recombines=solve.has("recombination"),
             )
+
             other = replace(solve, seed=seed, restarts=restarts)
             for technique in IMPROVING:
                 technique(other)

@@ -122,9 +122,11 @@ class Auto(Solver):
                 f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
                 ">= 0 and a time limit > 0"
             )
+
         given: object = self.without
         if isinstance(given, str):
             raise TypeError(f"without {given!r} is one text; give names, as in ('window',)")
+
         unknown = [name for name in self.without if name not in NAMES]
         if unknown:
             raise ValueError(
@@ -161,6 +163,7 @@ class Auto(Solver):
             time_limit_s=self.time_limit_s,
             progress=self.progress,
         )
+
         with search.by("known"):
             search.raise_bound(known_bound_s)
             for steps in known_steps:
@@ -171,6 +174,7 @@ class Auto(Solver):
         shared = shared or Shared(graph)
         with heeding_interrupts() as heeded:
             self._run(search, shared)
+
         # where nothing fits yet, the least budget is looked for even after Ctrl-C
         least = partial(shared.least, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
         if search.steps is None:
@@ -194,6 +198,7 @@ class Auto(Solver):
                 found_by=search.found_by,
                 proved_by=search.proved_by,
             )
+
         return Solution.without_schedule(
             search.graph,
             search.budget_bytes,
@@ -233,6 +238,7 @@ class Auto(Solver):
             seed=self.seed,
             recombines="recombination" not in without,
         )
+
         return Solve(
             search,
             shared,

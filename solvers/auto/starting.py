@@ -52,6 +52,7 @@ class Exhaustive(Technique):
             deadline=search.deadline_s,
             most_states=states.FEW_STATES,
         )
+
         if found.is_finished and found.steps is None:
             search.refute()
             return

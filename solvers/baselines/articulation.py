@@ -72,16 +72,20 @@ def articulation_points(neighbours: Sequence[Sequence[int]]) -> set[int]:
     low = [0] * len(neighbours)  # the earliest node that its subtree reaches by one edge back
     points: set[int] = set()
     clock = 0
+
     for root in range(len(neighbours)):
         if order[root] >= 0:
             continue
+
         order[root] = low[root] = clock
         clock += 1
         num_subtrees = 0
         stack: list[tuple[int, int, Iterator[int]]] = [(root, -1, iter(neighbours[root]))]
+
         while stack:
             node, parent, rest = stack[-1]
             following = next(rest, None)
+
             if following is None:
                 stack.pop()
                 if parent >= 0:
@@ -95,6 +99,8 @@ def articulation_points(neighbours: Sequence[Sequence[int]]) -> set[int]:
                 stack.append((following, node, iter(neighbours[following])))
             elif following != parent:
                 low[node] = min(low[node], order[following])
+
         if num_subtrees > 1:
             points.add(root)
+
     return points

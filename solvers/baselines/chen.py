@@ -61,15 +61,18 @@ def stage_ends(graph: Graph) -> list[int]:
     """Returns the operators after which the forward reads no older droppable values but theirs."""
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
+
     # droppable values alive after each forward operator
     num_crossing = np.zeros(boundary + 1, np.int64)
     num_own = np.zeros(boundary, np.int64)  # of these, the ones that the operator itself wrote
+
     for value, (producer, users) in enumerate(zip(graph.producer, graph.users_of, strict=True)):
         last_use = max((u for u in users if u < boundary), default=-1)
         if value not in always_kept and last_use > producer:
             num_crossing[producer] += 1
             num_crossing[last_use] -= 1
             num_own[producer] += 1
+
     is_end = (num_own > 0) & (num_own == np.cumsum(num_crossing)[:-1])
     ends = [i for i in forward_operators(graph) if is_end[i]]
     if not ends:
@@ -78,4 +81,5 @@ def stage_ends(graph: Graph) -> list[int]:
             "operator whose output alone feeds the rest of the forward. "
             'Use "linear-sqrt" or "linear-greedy", which cut any order, or "auto"'
         )
+
     return ends

@@ -90,6 +90,7 @@ class Families:
                 if fitting:
                     yield min(fitting, key=lambda member: member.cost_s).steps.tolist()
                 continue
+
             found = self._knapsack(budget_bytes, deadline)
             if found.schedule is not None:
                 yield list(found.schedule.steps)
@@ -107,6 +108,7 @@ class Families:
             if isinstance(solver, Family)
             for member in self._members_of(solver, deadline)
         ]
+
         budget = max(budget_bytes, 1)
         for member in sorted(
             members,
@@ -154,6 +156,7 @@ class Families:
         if family not in self._known:
             self._known[family] = _Known(iter(_of_class(family, self._graph)), [])
         known = self._known[family]
+
         for steps in until(known.rest, deadline):
             new = self._simulated(steps)
             if not any(
@@ -164,6 +167,7 @@ class Families:
                     for old in known.front
                     if old.cost_s < new.cost_s or old.peak_bytes < new.peak_bytes
                 ] + [new]
+
         return known.front
 
     def _simulated(self, steps: Sequence[int]) -> _Member:

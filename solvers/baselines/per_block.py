@@ -45,6 +45,7 @@ class PerBlock(Family):
                 f"{graph.num_operators} operators name a module. Trace a model that keeps its "
                 'layers in a ModuleList, or use "auto"'
             )
+
         return members
 
 
@@ -78,6 +79,7 @@ def _segments(graph: Graph, depth: int) -> dict[int, int]:
     """Returns the segment of each forward operator in a block; a block that runs twice has two."""
     segment_of: dict[int, int] = {}
     segment, latest = -1, ""
+
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
         block = block_of(op.module, depth)
         if op.is_snapshot or (not block and not op.module):
@@ -86,6 +88,7 @@ def _segments(graph: Graph, depth: int) -> dict[int, int]:
             segment, latest = segment + 1, block
         if block:
             segment_of[index] = segment
+
     return segment_of
 
 
@@ -93,6 +96,7 @@ def _kept_values(graph: Graph, segment_of: dict[int, int]) -> set[int]:
     """Returns the forward values that are written or read outside their segment."""
     boundary = forward_length(graph)
     kept: set[int] = set()
+
     for index, op in enumerate(graph.operators[:boundary]):
         segment = segment_of.get(index)
         for value in op.writes:

@@ -75,6 +75,7 @@ class PyTorchKnapsack(Solver):
         )
         cost_s = np.array([graph.operators[i].cost_s for i in items], np.float64)
         share = size / max(size.sum(), 1.0)
+
         knapsack = (
             dp_knapsack(share, cost_s)
             if self.method == "dp"
@@ -99,6 +100,7 @@ def _items(graph: Graph) -> list[int]:
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
     is_needed = [False] * graph.num_operators
+
     for index in reversed(range(graph.num_operators)):
         if index >= boundary or is_needed[index]:
             for value in graph.operators[index].reads:
@@ -118,8 +120,10 @@ def _members(
         yield candidate
         if fits_at < 0 and _peak_bytes(graph, candidate) <= budget_bytes:
             fits_at, too_much = fraction, fraction + 1 / _NUM_FRACTIONS
+
     if not 0 <= fits_at < 1:
         return
+
     for _ in range(_NUM_BISECTIONS):
         fraction = (fits_at + too_much) / 2
         candidate = steps(fraction)
@@ -169,10 +173,12 @@ def ilp_knapsack(
     def saved(fraction: float) -> list[int]:
         if len(share) == 0:
             return []
+
         program = Program()
         columns = program.add_columns(-cost_s)
         program.add_row(columns, share, upper=fraction)
         outcome = program.minimise(is_relaxed=False, time_limit_s=time_limit_s)
+
         if outcome.point is None:
             raise SolverError(
                 f"the knapsack of {len(share)} values was not solved in {time_limit_s:g} s; "

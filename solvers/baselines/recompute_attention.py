@@ -56,6 +56,7 @@ class RecomputeAttention(Family):
                 f"there is no attention to recompute: {reason}. "
                 'Use "recompute-cheap", "per-block" or "auto"'
             )
+
         kept = {v for i in forward_operators(graph) for v in graph.operators[i].writes} - inside
         return [steps_on_demand(graph, kept)]
 
@@ -70,10 +71,12 @@ def _attention_operators(graph: Graph) -> set[int]:
     forward = range(forward_length(graph))
     if not any(op.target for op in graph.operators):
         return {i for i in forward if _ATTENTION_MODULE.search(graph.operators[i].module)}
+
     found: set[int] = set()
     for softmax in forward:
         if operator_name(graph.operators[softmax].target) not in _SOFTMAXES:
             continue
+
         before = _reach(graph, softmax, lambda i: graph.parents_of[i])
         after = _reach(
             graph,
@@ -82,6 +85,7 @@ def _attention_operators(graph: Graph) -> set[int]:
                 u for v in graph.operators[i].writes for u in graph.users_of[v] if u in forward
             ),
         )
+
         if _has_product(graph, before) and _has_product(graph, after):
             found |= before | after
     return found
@@ -95,6 +99,7 @@ def _reach(graph: Graph, start: int, step: Callable[[int], Iterable[int]]) -> se
             name = operator_name(graph.operators[index].target)
             if index in reached or (name in MATRIX_PRODUCTS and name not in _BATCHED_PRODUCTS):
                 continue
+
             reached.add(index)
             if name not in _BATCHED_PRODUCTS:
                 stack.append(index)

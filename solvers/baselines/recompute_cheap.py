@@ -80,8 +80,10 @@ def _kept_operators(graph: Graph) -> Iterator[list[int]]:
             if operator_name(t) in MATRIX_PRODUCTS or is_attention_kernel(t)
         ]
         return
+
     by_cost = sorted(forward, key=lambda i: -graph.operators[i].cost_s)
     total_s = sum(graph.operators[i].cost_s for i in forward)
+
     for part in range(_NUM_SHARES + 1):
         kept: list[int] = []
         held_s = 0.0

@@ -106,6 +106,7 @@ def _check_chain(graph: Graph) -> None:
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
         if not op.is_recomputable or op.is_snapshot:
             continue
+
         strange = next(
             (v for v in op.reads if v not in always_kept and graph.producer[v] != previous), None
         )
@@ -115,6 +116,7 @@ def _check_chain(graph: Graph) -> None:
                 f"{graph.values[strange].name!r}, which the operator before it "
                 'does not write. Use "chen-greedy", "linear-greedy" or "auto"'
             )
+
         previous = index
 
 
@@ -124,6 +126,7 @@ def _steps(graph: Graph, num_slots: int) -> list[int]:
     always_kept = values_always_kept(graph)
     runs = [_Run(ops, num_slots) for ops in _runs(graph, boundary)]
     place = {op: (run, position) for run in runs for position, op in enumerate(run.operators)}
+
     steps = list(range(boundary))
     for index in range(boundary, graph.num_operators):
         wanted = {graph.producer[v] for v in graph.operators[index].reads if v not in always_kept}
@@ -140,6 +143,7 @@ def _runs(graph: Graph, boundary: int) -> list[list[int]]:
     for index, op in enumerate(graph.operators[:boundary]):
         if op.is_snapshot:
             continue
+
         if runs[-1] and (
             not op.is_recomputable or graph.operators[runs[-1][-1]].region != op.region
         ):
@@ -163,11 +167,13 @@ class _Run:
         """Returns what to recompute to get the value at `position`; stores values on the way."""
         if position in self._given:
             return []
+
         self._given.add(position)
         while self._stored[-1] > position:
             self._stored.pop()
         if self._stored[-1] == position:
             return []
+
         first = self._stored[-1] + 1
         self._store_on_the_way_to(position)
         return self.operators[first : position + 1]

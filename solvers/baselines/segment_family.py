@@ -66,6 +66,7 @@ def cheapest_that_fits(
     started = time.perf_counter()
     best: tuple[float, int, Sequence[int]] | None = None
     lowest: int | None = None
+
     for steps in members:
         simulation = simulate(graph, Schedule.from_steps(graph, list(steps)))
         lowest = simulation.peak_bytes if lowest is None else min(lowest, simulation.peak_bytes)
@@ -73,8 +74,10 @@ def cheapest_that_fits(
             best is None or (simulation.cost_s, simulation.peak_bytes) < best[:2]
         ):
             best = (simulation.cost_s, simulation.peak_bytes, steps)
+
     wall_s = time.perf_counter() - started
     minimum_bytes = lowest or 0
+
     if best is None:
         return Solution.without_schedule(
             graph,
@@ -85,6 +88,7 @@ def cheapest_that_fits(
             lower_bound_s=graph.cost_s,
             minimum_bytes=minimum_bytes,
         )
+
     return Solution.of_steps(
         graph,
         budget_bytes,
@@ -124,6 +128,7 @@ def greedy_borders(graph: Graph, candidates: Sequence[int], limit_bytes: int) ->
     is_candidate = set(candidates)
     borders: list[int] = []
     held_bytes = 0
+
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
         held_bytes += sum(graph.values[v].size_bytes for v in op.writes)
         if index in is_candidate and held_bytes > limit_bytes:

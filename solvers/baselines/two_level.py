@@ -66,6 +66,7 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
     boundary = forward_length(graph)
     gradients = {v for v, producer in enumerate(graph.producer) if producer >= boundary}
     later: dict[int, set[int]] = {}
+
     # one segment at a time, each ends with a border
     for begin, end in zip([-1, *inner], [*inner, boundary - 1], strict=True):
         run = max((border for border in outer if border <= begin), default=-1)
@@ -73,6 +74,7 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
         later[int(ends[end])] = gradients.union(
             *(graph.operators[border].writes for border in held)
         )
+
     kept = {v for border in outer for v in graph.operators[border].writes}
     return steps_on_demand(
         graph, kept, later={v: held for v, held in later.items() if v > boundary}

@@ -100,6 +100,7 @@ class _Finer:
             budget_bytes=budget_bytes,
         )
         model.program.starts_from_last = True
+
         self.lazy, self.program = LazyRows(model, most_roundings=_ROUNDINGS), model.program
         self.shared = _shared(model, first, end)
         self.cuts = 0
@@ -158,8 +159,10 @@ class Benders:
         self._makers: list[_Finer] = []  # the finer model of each cut
         # cuts that the model with integers has because its points violated them
         self._tight: set[int] = set()
+
         self._coarse = self._coarse_model()
         self._coarse.model.program.starts_from_last = True
+
         spacing = max(1, -(-(self.end - self.first) // _SPREAD))
         for v in range(self.first, self.end, spacing):
             self._add_finer((v,))
@@ -174,8 +177,10 @@ class Benders:
             priced=[forward, backward],
             budget_bytes=self.budget_bytes,
         )
+
         lazy = LazyRows(model, self._rows, most_roundings=_ROUNDINGS)
         self._shared = _shared(model, self.first, self.end)
+
         most = max(model.objective(self._known_s), _VIOLATION)
         # e, as a share of its upper bound
         model.program.add_columns(np.array([most]), is_integer=False)
@@ -209,6 +214,7 @@ class Benders:
                     self.graph, stages, windows, budget_bytes=self.budget_bytes
                 )
                 return
+
             length *= 2
 
     def solve(
@@ -228,11 +234,13 @@ class Benders:
         model, before_s = self._coarse.model, self.best_s
         cutoff = model.objective(cutoff_s)
         known = max(model.objective(known_s), 0.0)
+
         point = (
             self._relax(deadline, cutoff, known)
             if self._is_relaxed
             else self._branch(deadline, cutoff)
         )
+
         self._is_relaxed = False
         self.is_over |= point is None and self.best_s <= before_s
         return (
@@ -245,19 +253,23 @@ class Benders:
         """Cuts the relaxation until its bound hardly rises; returns its last point."""
         gap = max(self._coarse.model.objective(self._known_s) - known, 0.0)
         mean, bounds, point = np.zeros(0), [-math.inf] * _ROUNDS, None
+
         while not is_past(deadline):
             outcome = self._coarse.solve(deadline=deadline, is_relaxed=True)
             self._raise(outcome.bound)
             if outcome.point is None or not (outcome.is_finished and outcome.bound > -math.inf):
                 break
+
             point = outcome.point
             if not len(mean) and outcome.bound < known - _BEHIND_AT_FIRST * gap:
                 self.is_over = True
                 break
+
             own = self._at(point)
             mean = own if not len(mean) else (mean + own) / 2
             bounds.append(outcome.bound)
             self._note_idle(point)
+
             is_cut, _ = self._cut(point, [(mean + own) / 2, own], deadline)
             gained = bounds[-1] - bounds[-1 - _ROUNDS]
             self.is_over |= bounds[-1] + gained < known - _BEHIND * gap
@@ -281,10 +293,12 @@ class Benders:
         self._raise(relaxed.bound)
         if relaxed.point is None or not relaxed.is_finished:
             return None
+
         self._rows |= self._coarse.rows
         lazy = self._coarse_model()
         for k in sorted(self._tight | self._cuts_at(relaxed.point, -_TIGHT)):
             _add(lazy.model.program, *self._cuts[k])
+
         gap = (
             self._share
             * max(cutoff - lazy.model.objective(self.best_s), 0.0)
@@ -293,11 +307,13 @@ class Benders:
         outcome = lazy.solve(deadline=deadline, relative_gap=gap, node_limit=_NODES, cutoff=cutoff)
         self._rows |= lazy.rows
         self._raise(outcome.bound)
+
         if outcome.point is None or outcome.bound >= cutoff:
             return None
         if violated := self._cuts_at(outcome.point, _TIGHT) - self._tight:
             self._tight |= violated
             return outcome.point
+
         own = self._at(outcome.point).round()
         is_cut, is_refuted = self._cut(outcome.point, [own], deadline, cutoff)
         if not is_refuted:
@@ -337,10 +353,12 @@ class Benders:
         """
         best: float | None = None
         is_relaxed = len(places) > 1
+
         for finer in self._finer.values():
             if is_relaxed and (finer.rests or (finer.idle > _IDLE and finer.idle % _IDLE)):
                 finer.rests = max(finer.rests - 1, 0)
                 continue
+
             if is_past(deadline):
                 break
             value = self._cut_with(finer, point, places, deadline)
@@ -359,6 +377,7 @@ class Benders:
             support = finer.cut(place, deadline)
             if support is None or not math.isfinite(support.constant):
                 continue
+
             scale = float(np.abs(support.slope).max(initial=0.0)) if support.is_ray else 1.0
             value = support.at(own)
             if value > (0.0 if support.is_ray else paid) + _VIOLATION * scale:
@@ -366,6 +385,7 @@ class Benders:
                 self._makers.append(finer)
                 finer.cuts, finer.rests = finer.cuts + 1, 0
                 return math.inf if support.is_ray else value
+
         finer.rests = _REST
         return None
 
@@ -417,6 +437,7 @@ def raise_bound(
     known_s = search.cost_s
     if known_s is None:
         return
+
     benders = Benders(search.graph, budget_bytes=search.budget_bytes, cost_s=known_s)
     while not (search.is_over or benders.is_over or is_past(deadline)):
         steps = benders.solve(

@@ -42,12 +42,14 @@ class Failures:
             op, excess = steps[position], float(held[position]) - budget_bytes
             if op < first:
                 continue
+
             most = max(held[position - len(again) : position].tolist(), default=budget_bytes)
             over = float(most - budget_bytes)
             cost_s = sum(graph.operators[j].cost_s for j in again)
             before.update({op: over} if over > max(excess, 0.0) else {})
             at.update({op: excess} if excess > 0 else {})
             paid_s.update({op: cost_s} if cost_s > 0 else {})
+
         return cls(before, at, paid_s, _TOLERANCE * graph.cost_s)
 
     @cached_property
@@ -89,6 +91,7 @@ def repeated_s(graph: Graph, steps: Sequence[int], boundaries: Collection[int]) 
     """
     again, cost_s = set[int](), graph.arrays.cost_s
     repeated = dict[int, float]()
+
     for position, before in _bursts(steps):
         op = steps[position]
         if op in boundaries:

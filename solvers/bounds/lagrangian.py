@@ -91,6 +91,7 @@ class Lagrangian:
         self.is_empty = not 0 < self.first < graph.num_operators
         if self.is_empty:
             return
+
         self._forward, self._backward = (0, self.first), (self.first, graph.num_operators)
         windows = (self._forward, self._backward)
         self._model = WindowModel(graph, windows, priced=windows, budget_bytes=budget_bytes)
@@ -122,6 +123,7 @@ class Lagrangian:
             used = self._used()
             if not used:
                 return
+
             peak = self._peak_bytes(used[-1])
             if peak <= self.budget_bytes:
                 yield from self._spliced(used, deadline)
@@ -131,6 +133,7 @@ class Lagrangian:
             else:
                 yield self._keeping(used[-1].cut, used[-1].cut, 0, True)
                 share, too_much = share * max(self.budget_bytes / peak, 0.5) * _STEP, share
+
             if is_past(deadline):
                 return
             if not self._solve(share, deadline):
@@ -144,6 +147,7 @@ class Lagrangian:
         if not self._points:
             self._add_row(self.first - 1)
             self._price({})
+
         for _ in range(_MOST_CUTS):
             prices, promised = self._master(share)
             value = self._price(prices, share)
@@ -151,6 +155,7 @@ class Lagrangian:
                 self._mix = self._mixed(share)
                 if is_past(deadline) or not self._add_violated(share):
                     break
+
             if value > HOPELESS:
                 return False
         return True
@@ -175,22 +180,26 @@ class Lagrangian:
             np.zeros(len(self.graph.values)),
             np.zeros(len(self.graph.values)),
         )
+
         constant = 0.0
         for v, each in prices.items():
             row, is_forward = self._rows[v], v < self.first
             (before if is_forward else weight)[:] += each * row.on_again
             (price if v < self.first - 1 else at_end)[:] += each * row.on_held
             constant += each * (row.constant - self._model.relative_limit * share)
+
         before[self._model.again[self._forward] < 0] = math.inf
         cut = self._network.cut(weight, at_end + price * self._share_paid(before, price))
         is_before = (before < 0) | (self._by_producer(np.where(cut.is_kept, price, 0.0)) > before)
         self._points.append(self._point(cut, is_before))
+
         value = (
             cut.value
             + constant
             + float(np.minimum(before, 0.0).sum())
             - _SAFETY * (1 + sum(prices.values()))
         )
+
         if share == 1.0:
             self.bound_s = max(self.bound_s, (1 + value) * self.graph.cost_s)
         return value
@@ -219,6 +228,7 @@ class Lagrangian:
         point = np.zeros(model.program.num_columns)
         through = cut.is_kept & ~is_before[producer]
         again, before = model.again[self._backward], model.again[self._forward]
+
         for columns, chosen in (
             (again, cut.is_again),
             (before, is_before),
@@ -226,6 +236,7 @@ class Lagrangian:
             (model.through[self._forward], through),
         ):
             point[columns[(columns >= 0) & chosen]] = 1.0
+
         usage = np.concatenate(
             [model.usage(point, self._forward), model.usage(point, self._backward)]
         )
@@ -245,15 +256,18 @@ class Lagrangian:
         """Returns the best prices according to the cuts so far, and the bound they promise."""
         rows = sorted(self._rows)
         excess = np.stack([self._excess(v, share) for v in rows], axis=1)
+
         program = Program()
         program.add_columns(
             np.array([-1.0]), lower=np.array([-1.0]), upper=math.inf, is_integer=False
         )
         program.add_columns(np.zeros(len(rows)), upper=_HIGHEST_PRICE, is_integer=False)
+
         for point, over in zip(self._points, excess, strict=True):
             program.add_row(
                 np.arange(len(rows) + 1), np.concatenate([[1.0], -over]), upper=point.extra
             )
+
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         if outcome.point is None:
             return {}, -math.inf
@@ -270,12 +284,14 @@ class Lagrangian:
         program.add_columns(np.array([point.extra for point in self._points]), is_integer=False)
         over = program.add_columns(np.array([_HIGHEST_PRICE]), upper=math.inf, is_integer=False)
         program.add_rows(np.arange(count)[None, :], [1.0] * count, lower=1.0, upper=1.0)
+
         for v in sorted(self._rows):
             program.add_row(
                 np.append(np.arange(count), over),
                 np.append(self._excess(v, share), -1.0),
                 upper=0.0,
             )
+
         outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
         return np.zeros(count) if outcome.point is None else outcome.point[:count]
 
@@ -284,6 +300,7 @@ class Lagrangian:
         usage = np.asarray(
             sum(weight * point.usage for weight, point in zip(self._mix, self._points, strict=True))
         )
+
         chosen: list[int] = []
         for v in np.argsort(-usage, kind="stable").tolist():
             if (
@@ -291,6 +308,7 @@ class Lagrangian:
                 or len(chosen) == _ROWS_A_ROUND
             ):
                 break
+
             if v not in self._rows and all(abs(v - other) > 2 for other in chosen):
                 chosen.append(v)
                 self._add_row(v)

@@ -49,6 +49,7 @@ class LazyRows:
         self.model, self._most_roundings = model, most_roundings
         self.rows = set(rows)
         self.moments = [MomentRows(model, a) for a, b in model.windows if b == a + 1 and a > 0]
+
         for window, v in sorted(self.rows):
             model.add_memory_row(window, v)
         for (v, j), chosen in moments.items():
@@ -99,6 +100,7 @@ class LazyRows:
             left_s = deadline - time.perf_counter()
             if left_s <= 0:
                 return Outcome(bound, None, False)
+
             outcome = self.model.program.minimise(
                 is_relaxed=is_relaxed,
                 time_limit_s=left_s,
@@ -106,10 +108,12 @@ class LazyRows:
                 node_limit=node_limit,
                 cutoff=cutoff,
             )
+
             bound = max(bound, outcome.bound)
             is_cut_off = cutoff is not None and bound >= cutoff
             if outcome.point is None or is_cut_off:
                 return Outcome(bound, outcome.point, outcome.is_finished)
+
             is_more = self._add_violated(outcome.point, deadline) > 0
             if (
                 not is_more
@@ -120,6 +124,7 @@ class LazyRows:
             ):
                 roundings, before = roundings - 1, outcome.bound
                 is_more = self._add_rounded(outcome.point)
+
             if not (is_more and outcome.is_finished):
                 return Outcome(bound, outcome.point, outcome.is_finished)
 
@@ -133,6 +138,7 @@ class LazyRows:
                 (float(usage[i]), window, window[0] + int(i)) for i in np.flatnonzero(usage > limit)
             ]
         found.sort(key=lambda item: -item[0])
+
         chosen: list[tuple[Window, int]] = []
         for _, window, v in found:
             is_apart = all(window != other or abs(v - u) > 2 for other, u in chosen)
@@ -142,6 +148,7 @@ class LazyRows:
                 self.model.add_memory_row(window, v)
             if len(chosen) == _ROWS_A_ROUND:
                 break
+
         return len(chosen) + self._add_moments(point, deadline)
 
     def _add_rounded(self, point: Floats) -> bool:

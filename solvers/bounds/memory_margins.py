@@ -51,19 +51,23 @@ class Reserves:
         """
         refinement, model = self._refinement, self._lazy.model
         best_s, fruitless = math.inf, 0
+
         for _ in range(_ITERATIONS):
             if is_past(deadline) or fruitless == _MOST_FRUITLESS:
                 return
+
             before_s, fruitless = best_s, fruitless + 1
             point = self._lazy.solve(deadline=deadline, is_relaxed=True).point
             if point is None:
                 model.set_reserve(model.reserve * _AFTER_NONE)
                 continue
+
             has_fit, cheapest, failures = False, math.inf, dict[int, float]()
             for least in _THRESHOLDS:
                 steps = refinement.steps_of(model, point, least)
                 excess = refinement.failures(steps).worst
                 cost_s = float(refinement.graph.arrays.cost_s[steps].sum())
+
                 has_fit |= not excess
                 if not excess:
                     best_s = min(best_s, cost_s)
@@ -71,6 +75,7 @@ class Reserves:
                     cheapest, failures = cost_s, excess
                 if not excess or least == _THRESHOLDS[0]:
                     yield steps
+
             fruitless = 0 if best_s < before_s else fruitless
             self._adapt(point, failures, has_fit=has_fit)
 
@@ -82,6 +87,7 @@ class Reserves:
         model = self._lazy.model
         free = model.budget + model.reserve - self._usage(point)
         reserve = model.reserve * (1 - _GIVEN_BACK) if has_fit else model.reserve.copy()
+
         for v, excess in failures.items():
             wanted = free[v] + excess * self._random.uniform(*_STEP)
             reserve[v] = (

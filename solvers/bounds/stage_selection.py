@@ -57,18 +57,22 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
     graph = refinement.graph
     if refinement.is_over or refinement.first > MOST_FORWARD:
         return -math.inf
+
     before = refinement.stages
     refinement.stages = before.cleared()
     best_s = refinement.relaxed_bound(deadline)
     backward, candidates = range(refinement.first, graph.num_operators), list[int]()
     spacing = max(1, -(-len(backward) // _TRIED[0]))
+
     for count in _TRIED:
         if refinement.num_columns > _MOST_COLUMNS or is_past(deadline):
             break
+
         candidates = candidates if refinement.stages.singles else list(backward[::spacing])
         tried = _bounds_with(refinement, candidates[:count], deadline)
         if not tried:
             break
+
         best = max(tried, key=lambda v: tried[v])
         around = [
             v
@@ -76,14 +80,17 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
             if v in backward and v not in tried and v not in refinement.stages.singles
         ]
         tried |= _bounds_with(refinement, around, deadline)
+
         if math.inf in (best_s, tried[best]):  # the relaxation has no point
             best_s = math.inf
             refinement.stages = before
             break
+
         chosen = _last_of_the_best(tried, spacing)
         least_gain = _LEAST_GAIN * (tried[chosen] - graph.cost_s)
         if tried[chosen] == -math.inf or tried[chosen] - best_s <= least_gain:
             break
+
         best_s = tried[chosen]
         refinement.stages = refinement.stages.with_single(chosen)
         candidates = [
@@ -91,6 +98,7 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
             for v in (candidates if len(refinement.stages.singles) > 1 else _promising(tried))
             if abs(v - chosen) > 1
         ]
+
     if not refinement.stages.singles:
         refinement.stages = before
     if best_s < math.inf:
@@ -115,6 +123,7 @@ def _bounds_with(
     for v in candidates:
         if is_past(deadline):
             break
+
         before = refinement.stages
         refinement.stages = before.with_single(v)
         found[v] = refinement.relaxed_bound(deadline)
@@ -145,12 +154,14 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
     """
     if refinement.is_over or refinement.first <= MOST_FORWARD or refinement.is_too_large(_STAGES):
         return -math.inf
+
     best, best_s = (0, 0), -math.inf
     for v in _crowded(refinement):
         bound_s = _bound_of_stages(refinement, (v, v + 1), deadline)
         if bound_s <= best_s:
             break
         best, best_s = (v, v + 1), bound_s
+
     single_s, cut, distance, fruitless = best_s, best[1], _LEAST_DISTANCE, 0
     while (
         fruitless < _MOST_FRUITLESS
@@ -160,9 +171,11 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
         bound_s = _bound_of_stages(refinement, (*best, best[1] + distance), deadline)
         if bound_s <= single_s:
             break
+
         fruitless = 0 if bound_s > best_s else fruitless + 1
         cut, best_s = (best[1] + distance, bound_s) if bound_s > best_s else (cut, best_s)
         distance *= 2
+
     if refinement.best_s < best_s < math.inf:
         stages = refinement.stages.cleared().with_single(best[0])
         refinement.stages = stages if cut == best[1] else stages.with_cut(cut)
@@ -180,11 +193,13 @@ def _crowded(refinement: Refinement) -> list[int]:
     again = model.again[window]
     point = np.zeros(model.program.num_columns)
     point[again[again >= 0]] = 1.0
+
     usage, chosen, apart = (
         model.usage(point, window),
         list[int](),
         max((window[1] - window[0]) // _APART, 2),
     )
+
     for v in (window[0] + np.argsort(-usage, kind="stable")).tolist():
         if all(abs(v - u) > apart for u in chosen):
             chosen.append(v)
@@ -204,6 +219,7 @@ def _bound_of_stages(refinement: Refinement, cuts: Collection[int], deadline: fl
         refinement.graph, windows, priced=windows, budget_bytes=refinement.budget_bytes
     )
     model.program.starts_from_last = True
+
     lazy = LazyRows(model, refinement.known.of(set(windows)))
     outcome = lazy.solve(deadline=deadline, is_relaxed=True)
     refinement.known.rows |= lazy.rows

@@ -66,6 +66,7 @@ class MomentRows:
         self.graph, self.size = model.graph, model.accounting.size
         self.again = model.again[v, v + 1]
         self.start, self.end = model.kept_columns(v), model.kept_columns(v + 1)
+
         arrays = self.graph.arrays
         self.is_read = np.zeros(len(self.size), np.bool_)
         self.is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
@@ -73,6 +74,7 @@ class MomentRows:
         self.held_after = np.flatnonzero(
             (arrays.producer >= 0) & (arrays.producer < v) & (self.size > 0) & is_kept
         )
+
         self.twice: dict[int, int] = {}
         self.knapsacks: list[Knapsack] = []  # the moments' memory rows
         # operator -> how often its moment was added, the operators of its set
@@ -87,11 +89,13 @@ class MomentRows:
             self.model.values_at(self.again, point),
             self.model.budget * self.model.relative_limit,
         )
+
         chosen = set(np.flatnonzero(again > _TOLERANCE).tolist())
         found = []
         for j in np.flatnonzero(self._may_bind & (again > _TOLERANCE)).tolist():
             if is_past(deadline):
                 break
+
             times, known = self.sets.get(j, (0, set()))
             if times < _MOST_TIMES and not chosen <= known:
                 excess = self._least_usage(j, chosen, point) - limit
@@ -128,9 +132,11 @@ class MomentRows:
             tuple((key, -size / budget) for key, size in self._usage(j, chosen)),
             lower=-self.model.relative_limit,
         )
+
         rows = [*self._rows(j, chosen), usage]
         entries = [self._merged(row.entries, column_of) for row in rows]
         program.add_rows_of(entries, [row.lower for row in rows])
+
         columns, shares = (np.array(side) for side in zip(*entries[-1], strict=True))
         producer = self.graph.arrays.producer
         written = {
@@ -164,14 +170,17 @@ class MomentRows:
             "E": self.model.values_at(self.end, point),
         }
         given["R"] = self.model.values_at(self.again, point)
+
         constant, cost = 0.0, dict[Key, float]()
         for key, size in self._usage(j, chosen):
             if key[0] in given:
                 constant += size * float(given[key[0]][key[1]])
             else:
                 cost[key] = size
+
         own: dict[Key, int] = {}
         rows, lowers = list[list[tuple[int, float]]](), list[float]()
+
         for row in self._rows(j, chosen):
             lower, entries = row.lower, []
             for key, coefficient in row.entries:
@@ -183,13 +192,16 @@ class MomentRows:
                     )
                 else:
                     entries.append((own.setdefault(key, len(own)), coefficient))
+
             if entries:
                 rows.append(entries)
                 lowers.append(lower - _TOLERANCE)
             elif lower > _TOLERANCE:
                 return math.inf
+
         if not own:
             return constant
+
         program = Program()
         program.add_columns(
             np.array([cost.get(key, 0.0) for key in own]) / self.model.budget, is_integer=False
@@ -207,10 +219,12 @@ class MomentRows:
             for value in self._reads(q):
                 yield _Row(((("T", q), -1.0), (("S", value), 1.0), *self._before(value, j, chosen)))
                 yield _Row(((("L", q), -1.0), (("a", value), 1.0), *self._later(value, j, chosen)))
+
         for value in self._reads(j):
             yield _Row(((("a", value), 1.0), (("R", j), -1.0)))
         for value in self._values(j, chosen):
             yield _Row(((("a", value), -1.0), (("S", value), 1.0), *self._before(value, j, chosen)))
+
         for value in self.held_after.tolist():
             if int(self.graph.arrays.producer[value]) != j:
                 entries = ((("a", value), 1.0), *self._later(value, j, chosen))
@@ -228,6 +242,7 @@ class MomentRows:
             *self._reads(j),
             *arrays.write[arrays.write_start[j] : arrays.write_start[j + 1]].tolist(),
         }
+
         for value in self._values(j, chosen):
             if value not in own and self.size[value] > 0:
                 yield ("a", value), float(self.size[value])

@@ -94,12 +94,14 @@ class WindowModel:
         self.windows = tuple(windows)
         self.budget = float(max(budget_bytes - graph.resident_bytes, 1))
         self.cost_scale = _COST_SCALE / max(graph.cost_s, 1e-300)
+
         self.program = Program()
         self.peak_column = (
             int(self.program.add_columns(np.array([_COST_SCALE]), is_integer=False)[0])
             if is_peak
             else -1
         )
+
         self.keep: dict[int, Ints] = {}
         self.again: dict[Window, Ints] = {}
         self.through: dict[Window, Ints] = {}
@@ -109,6 +111,7 @@ class WindowModel:
         self._memory_rows: dict[tuple[Window, int], tuple[int, float]] = {}
         self._readers: dict[Window, Ints] = {}
         self._taken: dict[Window, tuple[Floats, Floats]] = {}
+
         for window in self.windows:
             self._add_columns(window, is_priced=window in priced)
         for window in self.windows:
@@ -125,6 +128,7 @@ class WindowModel:
         _, is_again = self.accounting.relevant(start)
         is_again[start:end] = ~arrays.is_pinned[start:end]
         chosen = np.flatnonzero(is_again)
+
         cost = (
             arrays.cost_s[chosen] * self.cost_scale
             if is_priced and self.peak_column < 0
@@ -133,6 +137,7 @@ class WindowModel:
         self.again[window] = self._scatter(
             count, chosen, self.program.add_columns(cost, is_integer=is_priced)
         )
+
         for boundary in {start, end} - {0, count} - set(self.keep):
             is_useful, _ = self.accounting.relevant(boundary)
             values = np.flatnonzero(is_useful)
@@ -141,6 +146,7 @@ class WindowModel:
                 np.zeros(len(values)), lower=is_free.astype(np.float64)
             )
             self.keep[boundary] = self._scatter(len(is_useful), values, columns)
+
         if 0 < end < count:
             values = np.flatnonzero(self.keep[end] >= 0)
             columns = self.program.add_columns(np.zeros(len(values)), is_integer=False)
@@ -193,6 +199,7 @@ class WindowModel:
         values = np.flatnonzero(
             (self.kept_columns(end) >= 0) & (self.graph.arrays.producer < start)
         )
+
         columns = np.stack(
             [
                 self.kept_columns(end)[values],
@@ -208,6 +215,7 @@ class WindowModel:
         reader, read = self.accounting.reader, self.graph.arrays.read
         chosen = (reader < window[0]) & (self.again[window][reader] >= 0)
         value = read[chosen]
+
         columns = np.stack(
             [
                 self.again[window][reader[chosen]],
@@ -226,6 +234,7 @@ class WindowModel:
         is_read[read[(reader >= start) & (reader < end)]] = True
         if end == self.graph.num_operators:
             is_read[self.graph.arrays.output] = True
+
         value = np.flatnonzero(is_read & (self.graph.arrays.producer < start))
         columns = np.stack(
             [self.kept_columns(start)[value], self._again_of_value(window)[value]], axis=1
@@ -238,11 +247,13 @@ class WindowModel:
             inside = [
                 w for w in self.windows if w != outer and outer[0] <= w[0] and w[1] <= outer[1]
             ]
+
             for inner in inside:
                 if not any(w != inner and w[0] <= inner[0] and inner[1] <= w[1] for w in inside):
                     both = np.flatnonzero((self.again[inner] >= 0) & (self.again[outer] >= 0))
                     columns = np.stack([self.again[inner][both], self.again[outer][both]], axis=1)
                     self.program.add_rows(columns, [1.0, -1.0], upper=0.0)
+
             tiles = [p for p in priced if outer[0] <= p[0] and p[1] <= outer[1]]
             if outer not in priced and sum(b - a for a, b in tiles) == outer[1] - outer[0]:
                 operators = np.flatnonzero(self.again[outer] >= 0)
@@ -253,6 +264,7 @@ class WindowModel:
         """Adds (5) S[b, i] - R[w, p(i)] - A[w, i] <= 0."""
         if window not in self.through:
             return
+
         values = np.flatnonzero(self.through[window] >= 0)
         columns = np.stack(
             [
@@ -320,6 +332,7 @@ class WindowModel:
             self.graph.arrays.producer,
             self.accounting.size,
         )
+
         count = end - start
         change = np.zeros(count + 1)
         chosen = np.flatnonzero(
@@ -330,6 +343,7 @@ class WindowModel:
         np.add.at(change, np.minimum(last[chosen], end) - start, -stay[chosen])
         if window in self.through:
             self._add_usage_through(point, window, change)
+
         usage = np.cumsum(change[:-1]) + self._own(window, gone) + self.reserve[start:end]
         reader, read = self.accounting.reader, self.graph.arrays.read
         again = (reader >= start) & (reader < end) & (last[read] > reader)
@@ -347,6 +361,7 @@ class WindowModel:
             self.values_at(self.through[window], point),
             self.values_at(self.kept_columns(end), point),
         )
+
         begin = np.maximum(np.maximum(producer, last) + 1, start) - start
         chosen = np.flatnonzero((self.through[window] >= 0) & (begin < end - start))
         np.add.at(change, begin[chosen], size[chosen] * through[chosen])
@@ -357,6 +372,7 @@ class WindowModel:
         start, end = window
         sure, excess = self._reused(window)
         taken = np.zeros(end - start)
+
         if len(excess):
             inside = slice(self.graph.arrays.reuse_start[start], self.graph.arrays.reuse_start[end])
             taken += np.bincount(
@@ -402,6 +418,7 @@ class WindowModel:
         if self.peak_column >= 0:
             coefficient[self.peak_column], limit = -self.budget, 0.0
         columns, upper = np.flatnonzero(coefficient), (limit - constant) / self.budget
+
         if self.peak_column < 0:
             bytes_, upper_bytes = (
                 coefficient[columns].astype(np.int64),
@@ -410,6 +427,7 @@ class WindowModel:
             self.knapsacks.append(
                 Knapsack(columns, bytes_, upper_bytes, self._written(window)[columns])
             )
+
         row = self.program.add_row(
             columns, coefficient[columns] / self.budget, upper=upper - self.reserve[v] / self.budget
         )
@@ -439,14 +457,17 @@ class WindowModel:
         is_read[arrays.read[arrays.read_start[v] : arrays.read_start[v + 1]]] = True
         is_held = (arrays.producer >= 0) & (arrays.producer < v) & ~is_read
         again = self._again_of_value(window)
+
         later = np.flatnonzero(is_held & (last > v))
         constant = float(self.accounting.own[v] + size[later].sum())
         coefficient = np.zeros(self.program.num_columns)
         np.add.at(coefficient, again[later[again[later] >= 0]], -size[later[again[later] >= 0]])
+
         if window in self.through:
             column = self.kept_columns(window[1]) if v == window[1] - 1 else self.through[window]
             over = np.flatnonzero(is_held & (last < v) & (column >= 0))
             np.add.at(coefficient, column[over], self._size_over(window[1])[over])
+
         sure, excess = self._reused(window)
         constant -= float(sure[v - window[0]])
         candidates = slice(arrays.reuse_start[v], arrays.reuse_start[v + 1])
@@ -455,4 +476,5 @@ class WindowModel:
             again[arrays.reuse[candidates]],
             -np.where(again[arrays.reuse[candidates]] >= 0, excess[candidates], 0.0),
         )
+
         return coefficient, constant

@@ -56,11 +56,13 @@ class CheckmateModel:
     def __init__(self, form: StageForm) -> None:
         self.form = form
         self.unit_s, self.is_integral = _cost_unit(form.cost_s)
+
         self.costs: list[float] = []
         self.uppers: list[float] = []
         self.is_integer: list[bool] = []
         self.row_terms: list[dict[int, float]] = []
         self.row_upper: list[float] = []
+
         self.recompute = np.full((form.num_operators, form.num_operators), ZERO)
         self.keep = np.full((form.num_operators + 1, form.num_values), ZERO)
         self.needed = [ONE] * form.num_values
@@ -94,6 +96,7 @@ class CheckmateModel:
                 upper -= factor
             elif column != ZERO:
                 row[column] = row.get(column, 0.0) + factor
+
         if sum(factor for factor in row.values() if factor > 0) > upper:
             self.row_terms.append(row)
             self.row_upper.append(upper)
@@ -136,6 +139,7 @@ class CheckmateModel:
         )
         if again == ZERO or end in (ZERO, ONE):
             return [(end, 1.0)] + ([(again, -1.0)] if end == ONE else [])
+
         key = (stage, value)
         if key not in self.held_through:
             self.held_through[key] = self.add_column(is_integer=False)
@@ -151,6 +155,7 @@ class CheckmateModel:
             v for v in self.form.reuses[operator] if self.form.size_bytes[v] and after(v) != ONE
         ]
         chosen = [(v, self.add_column(is_integer=False)) for v in candidates]
+
         for value, column in chosen:
             self.add_row([(column, 1.0), (after(value), 1.0)], 1.0)
             self.add_row([(column, 1.0), (now, -1.0)])
@@ -172,6 +177,7 @@ def stage_model(form: StageForm) -> CheckmateModel:
             f"{nonzeros:,} nonzeros; "
             f"more than {MAX_NONZEROS:,} are too many for a MILP solver; use solver='auto'"
         )
+
     model = CheckmateModel(form)
     add_dependencies(model)
     add_retention(model)
@@ -235,6 +241,7 @@ def add_original_memory(model: CheckmateModel, stage: int) -> None:
     """
     form = model.form
     own = {*form.reads[stage], *form.writes[stage]}
+
     terms: Terms = [(model.needed[v], form.size_bytes[v]) for v in own]
     terms += [
         (int(model.keep[stage + 1, v]), form.size_bytes[v])
@@ -254,6 +261,7 @@ def add_moment(model: CheckmateModel, stage: int, operator: int) -> None:
     form = model.form
     own = {*form.reads[operator], *form.writes[operator]}
     terms: Terms = [(int(model.recompute[stage, operator]), moment_bytes(form, operator))]
+
     for value in {
         *np.flatnonzero(form.may_keep[stage] & form.may_keep[stage + 1]),
         *form.reads[stage],
@@ -263,6 +271,7 @@ def add_moment(model: CheckmateModel, stage: int, operator: int) -> None:
                 (column, factor * form.size_bytes[value])
                 for column, factor in model.through(stage, int(value))
             ]
+
     model.add_memory_row(terms, 0)
 
 
@@ -295,15 +304,18 @@ def add_stage_cut(
         if v not in kept
     ]
     away += [term for v in wanted for term in ((ONE, 1.0), (int(model.keep[stage + 1, v]), -1.0))]
+
     away += [
         (ONE, 1.0) if v in snapshots else (ZERO, 0.0) for v in np.flatnonzero(form.is_snapshot)
     ]
     away += [
         (model.needed[v], -1.0 if v in snapshots else 1.0) for v in np.flatnonzero(form.is_snapshot)
     ]
+
     if math.isinf(cost_s):
         model.add_row([(column, -factor) for column, factor in away], -1.0)
         return
+
     if stage not in model.extra_cost:
         model.extra_cost[stage] = model.add_column(model.unit_s, is_integer=False, upper=math.inf)
     scaled = cost_s / model.unit_s

@@ -61,21 +61,25 @@ class LPRounding(Solver):
         began = time.monotonic()
         steps = list(range(graph.num_operators))
         cost_s, bound_s = _cost_if_fit(graph, steps, budget_bytes), graph.cost_s
+
         if cost_s is None:
             for relaxed, rounded in self._roundings(stage_form(graph, budget_bytes), began):
                 bound_s = max(bound_s, relaxed.bound_s if relaxed.allowance == 0.0 else 0.0)
                 found_s = _cost_if_fit(graph, rounded, budget_bytes) if rounded else None
                 if found_s is not None and (cost_s is None or found_s < cost_s):
                     cost_s, steps = found_s, rounded
+
         wall_s = time.monotonic() - began
         if cost_s is not None:
             return Solution.of_steps(
                 graph, budget_bytes, steps, lower_bound_s=bound_s, solver=repr(self), wall_s=wall_s
             )
+
         if math.isinf(bound_s):
             return Solution.without_schedule(
                 graph, budget_bytes, Status.INFEASIBLE, solver=repr(self), wall_s=wall_s
             )
+
         status = Status.NO_SOLUTION
         return Solution.without_schedule(
             graph, budget_bytes, status, solver=repr(self), wall_s=wall_s, lower_bound_s=bound_s
@@ -89,9 +93,11 @@ class LPRounding(Solver):
             relaxed = relax(form, allowance=allowance, time_limit_s=left_s) if left_s > 0 else None
             if relaxed is None:
                 return
+
             if math.isinf(relaxed.bound_s):
                 yield relaxed, []
                 return
+
             for _ in range(1 if random is None else self.num_samples):
                 threshold = 0.5 if random is None else random.random(relaxed.keep.shape)
                 yield relaxed, round_to_steps(form, relaxed.keep > threshold)
@@ -125,12 +131,14 @@ def relax(
     form = replace(form, capacity_bytes=int(form.capacity_bytes * (1 - allowance)))
     if not form.fits_every_operator:
         return Relaxation(allowance, math.inf, np.zeros(form.may_keep.shape))
+
     model = stage_model(form)
     answer = Highs().relax(model.arrays(), time_limit_s=time_limit_s)
     if not answer.is_finished:
         return None
     if not answer.points:
         return Relaxation(allowance, math.inf, np.zeros(model.keep.shape))
+
     bound = answer.bound - _ROUNDOFF * abs(answer.bound)
     bound_s = (math.ceil(bound - 1e-4) if model.is_integral else bound) * model.unit_s
     # ONE and ZERO, by index from the end
@@ -161,6 +169,7 @@ def _run(form: StageForm, keep: NDArray[np.bool_], steps: list[int]) -> tuple[in
         kept_on = {v for v in np.flatnonzero(keep[stage + 1]).tolist() if form.producer[v] < stage}
         wanted = (kept_on | set(form.reads[stage])) - held
         again: list[int] = []
+
         # the graph's order, backwards: parents come later
         for operator in range(stage - 1, -1, -1):
             if wanted.isdisjoint(form.writes[operator]):
@@ -169,6 +178,7 @@ def _run(form: StageForm, keep: NDArray[np.bool_], steps: list[int]) -> tuple[in
                 return stage, min(wanted.intersection(form.writes[operator]))
             again.append(operator)
             wanted |= set(form.reads[operator]) - held
+
         steps += again[::-1]
         held |= wanted.union(*(form.writes[operator] for operator in (*again, stage)))
         if stage < form.num_steps:

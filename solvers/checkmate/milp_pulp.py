@@ -84,6 +84,7 @@ class PuLP:
                 f"PuLP knows no solver called {self.name!r}; it knows "
                 f"{', '.join(pulp.listSolvers())}"
             )
+
         if self.name not in pulp.listSolvers(onlyAvailable=True):
             available = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
             raise SolverError(
@@ -108,11 +109,13 @@ class PuLP:
         gap = max(gap, _SMALLEST_GAP)
         problem, columns = _problem(pulp, model)
         options = {"threads": self.threads} if self.threads else {}
+
         problem.solve(
             pulp.getSolver(
                 self.name, msg=False, gapRel=gap, timeLimit=max(time_limit_s, 1.0), **options
             )
         )
+
         if problem.status == pulp.LpStatusInfeasible:
             return Answer(math.inf, (), True)
         if (
@@ -120,6 +123,7 @@ class PuLP:
             or problem.status != pulp.LpStatusOptimal
         ):
             return Answer(-math.inf, (), False)
+
         point = np.array([column.varValue or 0.0 for column in columns])  # None: a column in no row
         is_finished = problem.sol_status == pulp.LpSolutionOptimal
         objective = float(model.cost @ point) + model.offset
@@ -155,6 +159,7 @@ def _problem(pulp: Any, model: ModelArrays) -> tuple[Any, list[Any]]:
     problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
     # before PuLP 3.3 variables are made outside of the problem
     make = getattr(problem, "add_variable", pulp.LpVariable)
+
     columns = [
         make(
             f"x{i}",
@@ -166,6 +171,7 @@ def _problem(pulp: Any, model: ModelArrays) -> tuple[Any, list[Any]]:
             zip(model.column_upper, model.is_integer, strict=True)
         )
     ]
+
     problem += pulp.lpSum(float(cost) * columns[i] for i, cost in enumerate(model.cost) if cost)
     for row in range(len(model.row_upper)):
         entries = range(model.row_start[row], model.row_start[row + 1])

@@ -64,6 +64,7 @@ def _make_holds(model: CheckmateModel, stage: int, slots: list[int]) -> _Holds:
         for value in form.reads[slot]:
             readers.setdefault(value, []).append(slot)
     before = {(v, k): model.add_column(is_integer=False) for v, ks in readers.items() for k in ks}
+
     values = {
         *readers,
         *(v for k in slots for v in form.writes[k]),
@@ -73,6 +74,7 @@ def _make_holds(model: CheckmateModel, stage: int, slots: list[int]) -> _Holds:
         v: model.needed[v] if v in form.reads[stage] else int(model.keep[stage + 1, v])
         for v in values
     }
+
     return _Holds(stage, readers, before, tail)
 
 
@@ -96,6 +98,7 @@ def _add_slot_memory(model: CheckmateModel, holds: _Holds, slot: int) -> None:
     form = model.form
     now = int(model.recompute[holds.stage, slot])
     terms: Terms = [(now, form.workspace_bytes[slot])]
+
     for value in form.writes[slot]:
         column = holds.after(value, slot)
         # an output may die at once, so the larger of R and H counts at this moment
@@ -104,6 +107,7 @@ def _add_slot_memory(model: CheckmateModel, holds: _Holds, slot: int) -> None:
             model.add_row([(holds.after(value, slot), 1.0), (column, -1.0)])
         model.add_row([(now, 1.0), (column, -1.0)])
         terms.append((column, form.size_bytes[value]))
+
     covered = set(holds.tail).difference(form.writes[slot])
     terms += [
         (holds.at(model, v, slot), form.size_bytes[v])

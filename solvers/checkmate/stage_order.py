@@ -86,6 +86,7 @@ def is_sequence_fit(form: StageForm, task: StageTask, steps: Sequence[int]) -> b
     """Returns whether recomputing `steps` in this order solves `task` within the capacity."""
     if original_bytes(form, task) > form.capacity_bytes:
         return False
+
     alive = set(goal_of(form, task))
     for operator in reversed(steps):
         during = alive.union(form.reads[operator], form.writes[operator])
@@ -121,6 +122,7 @@ class _Search:
         goal = goal_of(form, task)
         operators = _reachable(form, task)
         values = {v for j in operators for v in (*form.reads[j], *form.writes[j])} | goal
+
         self.bit = {v: 1 << i for i, v in enumerate(sorted(values))}
         self.size = {self.bit[v]: _size(form, task, v) for v in values}
         self.goal = self._mask(goal)
@@ -128,6 +130,7 @@ class _Search:
         self.maker = {bit: move for move in self.moves for bit in _bits(move.writes)}
         self.useful = self.goal | self._mask(v for j in operators for v in form.reads[j])
         self.start = self._mask(task.kept & values) & self.useful
+
         # nothing in the stage recomputes these, so they are never dropped
         self.fixed = (
             self.goal & self.start & ~self._mask(v for j in operators for v in form.writes[j])
@@ -154,17 +157,20 @@ class _Search:
         came: dict[int, tuple[int, int]] = {}
         queue = [(self._least_rest(self.start), 0.0, self.start)]
         done: set[int] = set()
+
         while queue:
             _, _, held = heapq.heappop(queue)
             if held in done:
                 continue
             done.add(held)
+
             if self.goal & ~held == 0:
                 return StageResult(best[held], self._path(came, held))
             for state, move in self._successors(held):
                 num_seen += 1
                 if num_seen > max_states:
                     return UNKNOWN
+
                 reached_s = best[held] + move.cost_s
                 if (
                     reached_s < best.get(state, math.inf)
@@ -173,6 +179,7 @@ class _Search:
                     best[state] = reached_s
                     came[state] = (held, move.operator)
                     heapq.heappush(queue, (reached_s + rest_s, -reached_s, state))
+
         return IMPOSSIBLE
 
     def _least_rest(self, held: int) -> float:
@@ -182,6 +189,7 @@ class _Search:
             move = self.maker.get(missing & -missing)
             if move is None:
                 return math.inf
+
             rest_s += move.cost_s
             operators |= move.writes
             missing = (missing | move.reads & ~held) & ~operators
@@ -192,6 +200,7 @@ class _Search:
         for move in self.moves:
             if move.reads & ~held or not move.writes & ~held:
                 continue
+
             after_bytes = held_bytes + self._bytes(move.writes & ~held)
             for taken, saved in move.reuses:
                 if taken & self.fixed:
@@ -205,19 +214,23 @@ class _Search:
         if excess <= 0:
             yield 0
             return
+
         bits = sorted(
             (bit for bit in _bits(droppable) if self.size[bit]),
             key=self.size.__getitem__,
             reverse=True,
         )
+
         left = [0] * (len(bits) + 1)
         for i in range(len(bits) - 1, -1, -1):
             left[i] = left[i + 1] + self.size[bits[i]]
+
         stack = [(0, 0, excess)]
         while stack:
             i, dropped, wanted = stack.pop()
             if left[i] < wanted:
                 continue
+
             stack.append((i + 1, dropped, wanted))
             if self.size[bits[i]] >= wanted:
                 yield dropped | bits[i]
@@ -246,6 +259,7 @@ def _reachable(form: StageForm, task: StageTask) -> set[int]:
     """Returns the candidates that can contribute to the goal, through other candidates."""
     wanted = set(goal_of(form, task))
     found: set[int] = set()
+
     for operator in sorted(task.candidates, reverse=True):
         is_readable = all(
             not form.is_snapshot[v] or v in task.snapshots for v in form.reads[operator]

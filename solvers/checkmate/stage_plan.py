@@ -40,6 +40,7 @@ def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[St
     snapshots = frozenset(
         v for v in np.flatnonzero(form.is_snapshot).tolist() if chosen[model.needed[v]]
     )
+
     plans: list[StagePlan] = []
     wanted: frozenset[int] = frozenset()
     for stage in range(form.num_operators - 1, -1, -1):
@@ -48,11 +49,13 @@ def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[St
         task = StageTask(
             stage, kept, old, frozenset(np.flatnonzero(recompute[stage]).tolist()), snapshots
         )
+
         extra = point[model.extra_cost[stage]] * model.unit_s if stage in model.extra_cost else 0.0
         plans.append(
             StagePlan(task, math.fsum([*(form.cost_s[i] for i in task.candidates), extra]))
         )
         wanted = kept & useful_in(form, task)[1]
+
     return plans[::-1]
 
 
@@ -91,6 +94,7 @@ def _depth_first(form: StageForm, task: StageTask, useful: Sequence[int]) -> lis
             if stack[-1] in pending and parents:
                 stack.append(max(parents, key=form.working_bytes))
                 continue
+
             operator = stack.pop()
             if operator in pending:
                 pending.remove(operator)
@@ -103,10 +107,12 @@ def point_of_steps(model: CheckmateModel, steps: Sequence[int]) -> NDArray[np.fl
     form = model.form
     point = np.full(len(model.costs), math.nan)
     point[[*model.recompute[model.recompute >= 0], *model.keep[model.keep >= 0]]] = 0.0
+
     stage_of_step = _stages(steps, form.num_steps)
     repeated = {operator for operator, count in Counter(steps).items() if count > 1}
     for value in np.flatnonzero(form.is_snapshot):
         point[model.needed[value]] = float(not repeated.isdisjoint(form.users[value]))
+
     latest: dict[int, int] = {}
     for operator, stage in zip(
         [*steps, *range(form.num_steps, form.num_operators)], stage_of_step, strict=False
@@ -115,6 +121,7 @@ def point_of_steps(model: CheckmateModel, steps: Sequence[int]) -> NDArray[np.fl
             columns = model.keep[latest[value] + 1 : stage + 1, value]
             if not form.is_snapshot[value] or point[model.needed[value]]:
                 point[columns[columns >= 0]] = 1.0
+
         if operator != stage and model.recompute[stage, operator] >= 0:
             point[model.recompute[stage, operator]] = 1.0
         latest |= dict.fromkeys(form.writes[operator], stage)

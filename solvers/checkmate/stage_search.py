@@ -93,12 +93,14 @@ class StageSearch:
             backend,
             limits,
         )
+
         self.bound_s = graph.cost_s
         self.is_infeasible = False
         self.steps: tuple[int, ...] | None = None
         self.cost_s = math.inf
         self.progress = progress
         self.began = time.monotonic()
+
         self.unordered: set[int] = set()  # stages that were neither ordered nor cut
         self.failing: set[int] = set()  # stages of the latest point without an order
         self.moments: set[tuple[int, int]] = set()
@@ -129,6 +131,7 @@ class StageSearch:
             self.graph, schedule, budget_bytes=self.budget_bytes
         ):
             return
+
         cost_s = simulate(self.graph, schedule).cost_s
         if cost_s < self.cost_s:
             self.steps, self.cost_s = tuple(steps), cost_s
@@ -218,6 +221,7 @@ class StageSearch:
         is_cut = False
         self.failing = set()
         steps: list[int] = []
+
         for plan in plans:
             found = order_stage(self.form, plan)
             if is_cutting and not found.cost_s <= _slightly_above(plan.cost_s):
@@ -226,6 +230,7 @@ class StageSearch:
             if not math.isfinite(found.cost_s):
                 self.failing.add(plan.task.stage)
             steps += [*found.steps, plan.task.stage]
+
         if not self.failing:
             self.offer(steps[: len(steps) - (self.form.num_operators - self.form.num_steps)])
         return is_cut
@@ -242,15 +247,18 @@ class StageSearch:
             self.moments.update(fresh)
             if self.steps is not None:
                 return True, UNKNOWN
+
         task = self._with_all_candidates(plan.task)
         found = cheapest_stage(self.form, task, max_states=self._states)
         if fresh:
             return True, found
+
         if math.isnan(found.cost_s) or task in self.cuts:
             self.unordered.add(task.stage)
             return False, found
         if found.cost_s <= _slightly_above(plan.cost_s):
             return False, found
+
         self.cuts.add(task)
         wide = self._widened(task, found.cost_s)
         add_stage_cut(self.model, task.stage, wide.kept, wide.wanted, wide.snapshots, found.cost_s)
@@ -267,6 +275,7 @@ class StageSearch:
         """
         more = sorted(set(np.flatnonzero(self.form.may_keep[task.stage]).tolist()) - task.kept)
         easier = [("wanted", v) for v in sorted(task.wanted)] + [("kept", v) for v in more]
+
         for side, value in easier:
             other = replace(task, **{side: getattr(task, side) ^ {value}})
             if (
@@ -280,16 +289,19 @@ class StageSearch:
         """Looks for a better schedule, with the paper's accounting in stages without an order."""
         if self.is_closed or self.remaining_s <= 0:
             return
+
         model = stage_model(self.form)
         ordered: set[int] = set()
         pending = self.unordered | self.failing
         for stage, operator in self.moments:
             add_moment(model, stage, operator)
+
         while pending and self.remaining_s > 0 and not self.is_closed:
             for stage in pending:
                 add_ordered_stage(model, stage)
             ordered |= pending
             answer = self._minimise(model, self.remaining_s)
+
             pending = set()
             for point in answer.points:
                 plans = plans_of_point(model, point)
@@ -306,6 +318,7 @@ def violated_moments(form: StageForm, task: StageTask) -> list[int]:
     again = {v for j in task.candidates for v in form.writes[j]}
     through = goal_of(form, task) - again
     found = []
+
     for operator in useful_in(form, task)[0]:
         others = through.difference(form.reads[operator], form.writes[operator])
         if (

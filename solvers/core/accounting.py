@@ -76,6 +76,7 @@ class Accounting:
             & (arrays.producer >= 0)
             & (arrays.producer < boundary)
         )
+
         is_again = np.zeros(self.graph.num_operators, np.bool_)
         write_start, read_start = arrays.write_start, arrays.read_start
         for j in range(boundary - 1, -1, -1):
@@ -85,6 +86,7 @@ class Accounting:
             ):
                 is_again[j] = True
                 is_useful[arrays.read[read_start[j] : read_start[j + 1]]] = True
+
         return is_useful, is_again
 
 
@@ -101,6 +103,7 @@ def working_set_bytes(graph: Graph) -> int:
         np.repeat(np.arange(graph.num_operators), np.diff(arrays.reuse_start)),
         accounting.size[arrays.reuse],
     )
+
     own = accounting.own - taken
     results = accounting.size[np.unique(arrays.output)].sum()
     return graph.resident_bytes + int(max(own.max(initial=0.0), results))

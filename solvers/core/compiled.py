@@ -41,6 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 def _is_numba_there() -> bool:
     if _IS_SWITCHED_OFF or importlib.util.find_spec("numba") is None:
         return False
+
     try:
         importlib.import_module("numba")
     # numba's library needs some 200 MB, more than a limited address space may have left
@@ -100,6 +101,7 @@ def _jitted(function: Callable[P, T], **options: bool) -> Callable[P, T]:
     except RuntimeError:  # no writable folder; raised here, before anything is compiled
         _warn_of_no_cache()
         result = njit(**options)(function)
+
     _sources.update(_files_of(Path(function.__code__.co_filename), function.__module__))
     _drop_stale(result)
     _tell_of_compiling()
@@ -185,6 +187,7 @@ def _plain_copy(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{name}_plain", str(sys.modules[name].__file__))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+
     _is_plain = True
     try:
         spec.loader.exec_module(module)
@@ -218,6 +221,7 @@ def _files_of(path: Path, name: str) -> frozenset[Path]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom):
             continue
+
         imported = f"{name.rpartition('.')[0]}.{node.module}" if node.level == 1 else node.module
         module = sys.modules.get(imported or "")
         if f"{imported}.".startswith(f"{around}.") and module is not None and module.__file__:

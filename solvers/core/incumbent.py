@@ -47,12 +47,14 @@ class Search:
         self.graph = graph
         self.budget_bytes = budget_bytes
         self.gap = gap
+
         self.started_s = time.perf_counter()
         pass_s = pace_s(graph)
         self.deadline_s = self.started_s + min(
             _SHARE * time_limit_s, time_limit_s - _CHECK_PASSES * pass_s
         )
         self._blind_s = _BLIND_PASSES * pass_s
+
         self.progress = progress
         self.bound_s = graph.cost_s
         self.cost_s: float | None = None
@@ -61,6 +63,7 @@ class Search:
         self.num_starts = 0  # offered so far
         self.found_by = self.proved_by = ""
         self.is_infeasible = False  # proved
+
         self._origin = threading.local()
         self._starts: list[tuple[float, list[int]]] = []
         self._lock = threading.RLock()
@@ -136,6 +139,7 @@ class Search:
         if simulation.peak_bytes > self.budget_bytes:
             self._add_start(schedule.steps, simulation.cost_s, simulation.peak_bytes)
             return False
+
         with self._lock:
             if self.cost_s is None or simulation.cost_s < self.cost_s:
                 self.cost_s, self.steps = simulation.cost_s, list(schedule.steps)

@@ -52,6 +52,7 @@ def heeding_interrupts() -> Iterator[Heeded]:
         yield heeded
         heeded.cut_short = _REASON if is_interrupted() else ""
         return
+
     signal.signal(signal.SIGINT, _take_note)
     try:
         yield heeded
@@ -77,6 +78,7 @@ def threads_beside(count: int) -> Iterator[Executor]:
     """
     executor: Executor = ThreadPoolExecutor(count) if _may_start(count) else _Alone()
     is_heeded = is_interrupted()
+
     try:
         yield executor
     except BaseException:
@@ -103,6 +105,7 @@ class _Alone(Executor):
 
 def _may_start(count: int) -> bool:
     is_over, started = threading.Event(), []
+
     try:
         for _ in range(count):
             thread = threading.Thread(target=is_over.wait)
@@ -115,6 +118,7 @@ def _may_start(count: int) -> bool:
         is_over.set()
         for thread in started:
             thread.join()
+
     return True
 
 

@@ -40,6 +40,7 @@ def values_always_kept(graph: Graph) -> set[int]:
     is_held[arrays.output] = True
     reader = np.repeat(np.arange(count), np.diff(arrays.read_start))
     is_held[arrays.read[region[reader] != region[arrays.producer[arrays.read]]]] = True
+
     # the last entry, index -1, stands for values that no operator writes
     is_once = np.append(arrays.is_pinned | arrays.is_snapshot, True)
     is_once[arrays.producer[is_held]] = True
@@ -64,6 +65,7 @@ def steps_on_demand(
     is_available = [False] * len(graph.values)
     for value in always.union(kept):
         is_available[value] = True
+
     steps = list(range(boundary))
     for index in range(boundary, graph.num_operators):
         if later is not None and index in later and index > boundary:
@@ -71,11 +73,13 @@ def steps_on_demand(
             is_available = [
                 is_there and value in stays for value, is_there in enumerate(is_available)
             ]
+
         operator = graph.operators[index]
         for value in operator.reads:
             if not is_available[value]:
                 _make_available(graph, index, is_available, steps)
                 break
+
         steps.append(index)
         for value in operator.writes:
             is_available[value] = True
@@ -91,6 +95,7 @@ def _make_available(graph: Graph, index: int, is_available: list[bool], steps: l
             parent = graph.producer[missing]
             stack.append((parent, iter(graph.operators[parent].reads)))
             continue
+
         stack.pop()
         if current != index and not all(is_available[v] for v in graph.operators[current].writes):
             steps.append(current)

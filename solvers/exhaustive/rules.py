@@ -51,6 +51,7 @@ class Ledger:
         """Builds the tables; `unpaid` are the operators whose snapshots take no memory."""
         free = {value for index in unpaid for value in graph.operators[index].writes}
         self._barred = {user for value in free for user in graph.users_of[value]}
+
         sizes = [
             0 if value.is_resident or v in free else value.size_bytes
             for v, value in enumerate(graph.values)
@@ -89,6 +90,7 @@ class Rules:
         self.graph = graph
         self.computations = [self._computation(index) for index in range(graph.num_operators)]
         self.outputs = bits(v for v in graph.outputs if not graph.values[v].is_resident)
+
         snapshots = [i for i, op in enumerate(graph.operators) if op.is_snapshot]
         self.ledgers = [
             Ledger(graph, unpaid)

@@ -41,6 +41,7 @@ class Exhaustive(Solver):
         """
         _check_size(graph)
         began = time.perf_counter()
+
         with heeding_interrupts():
             found = cheapest(
                 graph,

@@ -64,6 +64,7 @@ class ForcedMemory:
         """The operators before each in every order, as bits; O(E n / 64)."""
         bits: list[int] = []
         forward = 0
+
         for v, parents in enumerate(self.graph.parents_of):
             found = forward if self.graph.arrays.is_backward[v] else 0
             for p in parents:
@@ -118,10 +119,12 @@ class ForcedMemory:
         )
         if 0 < self.graph.num_forward < count:
             candidates = np.union1d(candidates, [self.graph.num_forward])
+
         needed = np.array([self.own[v] + self.beside(v)[self.forced(v)].sum() for v in candidates])
         over = candidates[needed > room]
         if len(over) == 0:
             return []
+
         spread = over[
             np.linspace(0, len(over) - 1, min(len(over), _NUM_MOMENTS - 1)).astype(np.int64)
         ]
@@ -136,9 +139,11 @@ def order_bound_s(graph: Graph, budget_bytes: int, *, time_limit_s: float) -> fl
     """
     if graph.num_operators == 0:
         return graph.cost_s if graph.resident_bytes <= budget_bytes else math.inf
+
     forced, room = ForcedMemory(graph), budget_bytes - graph.resident_bytes
     if float(forced.own.max()) > room:
         return math.inf
+
     bound_s, moments = graph.cost_s, forced.moments(room)
     for chosen in (moments[:1], moments) if moments else ():
         outcome = _program(forced, chosen, room).minimise(
@@ -162,13 +167,16 @@ def _add_moment(forced: ForcedMemory, program: Program, v: int, twice: Ints, roo
     arrays = graph.arrays
     values = np.flatnonzero((arrays.producer >= 0) & before[np.maximum(arrays.producer, 0)])
     operators = np.flatnonzero(before & ~arrays.is_pinned)
+
     held, again = np.full(len(arrays.size_bytes), -1), np.full(graph.num_operators, -1)
     held[values] = program.add_columns(np.zeros(len(values)))
     again[operators] = program.add_columns(np.zeros(len(operators)))
+
     needed = np.flatnonzero(forced.forced(v))
     program.add_rows(
         np.stack([held[needed], again[arrays.producer[needed]]], axis=1), (1.0, 1.0), lower=1.0
     )
+
     is_again = again[forced.accounting.reader] >= 0
     read, reader = arrays.read[is_again], forced.accounting.reader[is_again]
     program.add_rows(
@@ -177,6 +185,7 @@ def _add_moment(forced: ForcedMemory, program: Program, v: int, twice: Ints, roo
         upper=0.0,
     )
     program.add_rows(np.stack([again[operators], twice[operators]], axis=1), (1.0, -1.0), upper=0.0)
+
     weighty = values[forced.beside(v)[values] > 0]
     left = (1 + _SLACK) - forced.own[v] / room
     program.add_row(held[weighty], forced.beside(v)[weighty] / room, upper=float(left))

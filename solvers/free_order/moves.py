@@ -68,6 +68,7 @@ def pack_rules(rules: OrderRules) -> Rules:
     packed[:count, LATER_TO] = rules.later_start[1:] + offset
     packed[:count, FIXED] = rules.is_fixed
     packed[count, FIXED] = 1
+
     links = np.concatenate([rules.earlier, rules.later])
     return Rules(packed, links, np.zeros(2 * _MOST, np.int64))
 
@@ -127,11 +128,13 @@ def collect(state: State, rules: Rules, op: int, q: int, sign: int) -> int:
     operators, group, count, done = state.operators, rules.group, 1, 0
     column = EARLIER_FROM if sign < 0 else LATER_FROM
     group[0] = op
+
     while done < count:
         member = group[done]
         done += 1
         if not may_move(state, rules, member):
             return 0
+
         for k in range(rules.operators[member, column], rules.operators[member, column + 1]):
             other, is_known = rules.links[k], False
             if sign * (operators[other, WHERE] - q) >= 0:
@@ -140,10 +143,12 @@ def collect(state: State, rules: Rules, op: int, q: int, sign: int) -> int:
                 is_known = is_known or group[i] == other
             if is_known:
                 continue
+
             if count == _MOST:
                 return 0
             group[count] = other
             count += 1
+
     for i in range(1, count):  # by first computation
         member, k = group[i], i
         while k > 0 and operators[group[k - 1], WHERE] > operators[member, WHERE]:
@@ -175,6 +180,7 @@ def transfer(state: State, rules: Rules, op: int, q: int, journal: Ints) -> bool
         return False
     if not find_slots(state, rules, q, sign, count):
         return False
+
     for i in range(count):  # an ancestor's slot lies before its descendant's
         member = rules.group[i] if sign < 0 else rules.group[count - 1 - i]
         place = rules.group[_MOST + count - 1 - i]
@@ -196,11 +202,13 @@ def follow(
     """
     slots, done = state.slots, 0
     column = LATER_FROM if sign < 0 else EARLIER_FROM
+
     while done < journal[0, 0] < MAX_CHANGES - 8:
         done += 1
         op, q = journal[done, 0], journal[done, 1]
         if q < 0 or state.operators[op, WHERE] != q:
             continue
+
         for k in range(rules.operators[op, column], rules.operators[op, column + 1]):
             other = rules.links[k]
             if journal[0, 0] >= MAX_CHANGES - 8 or not may_move(state, rules, other):
@@ -208,6 +216,7 @@ def follow(
             low, high = lower(state, rules, other), upper(state, rules, other)
             if (low if sign < 0 else high) != q or draw(draws, journal) >= chance:
                 continue
+
             place = q - sign
             while low < place < high and slots[SLOT, place] >= 0:
                 place -= sign
@@ -227,6 +236,7 @@ def aimed_slot(state: State, draws: Floats, journal: Ints) -> tuple[int, int]:
         op = state.slots[SLOT, q]
         if value < 0 or operators[op, WHERE] != q:
             continue
+
         p = state.values[value, PRODUCER]
         begin = computed_before(operators, p, q)
         # the value is held across the slot: move its reader before it, or its producer after it
@@ -235,6 +245,7 @@ def aimed_slot(state: State, draws: Floats, journal: Ints) -> tuple[int, int]:
                 begin != operators[p, WHERE] or draw(draws, journal) < 0.5
             )
             return (op, over) if is_reader else (p, over)
+
     return -1, -1
 
 
@@ -252,6 +263,7 @@ def random_slot(
         reach = 2.0 ** (1.0 + np.log2(state.slots.shape[1]) * draw(draws, journal))
         side = 1.0 if draw(draws, journal) < 0.5 else -1.0
         target = state.operators[op, WHERE] + int(reach * side)
+
     return op, min(max(target, 1), state.operators[len(state.operators) - 1, WHERE] - 1)
 
 
@@ -265,6 +277,7 @@ def reorder(state: State, rules: Rules, draws: Floats, journal: Ints) -> None:
         op, target = random_slot(state, rules, r, draws, journal)
     if abs(target - state.operators[op, WHERE]) < 2:
         return
+
     sign = -1 if target < state.operators[op, WHERE] else 1
     chance = min(max(1.5 * draw(draws, journal) - 0.4, 0.0), 1.0)
     if transfer(state, rules, op, target, journal) and chance > 0:

@@ -49,6 +49,7 @@ def order_rules(graph: Graph) -> OrderRules:
     """Returns the rules of `graph`, in O(V + E)."""
     before = [set(parents) for parents in graph.parents_of]
     pieces, fixed = _pieces(graph), set[int]()
+
     if len({op.region for op in graph.operators}) > 1 or len(pieces) > 2:
         fixed.update(*((piece[0], piece[-1]) for piece in pieces))
         _keep_pieces(pieces, before)
@@ -58,11 +59,13 @@ def order_rules(graph: Graph) -> OrderRules:
             before[index].add(graph.num_operators)
         before.append(set(pieces[0]))
     _keep_effects(graph, before)
+
     is_fixed = np.isin(np.arange(len(before)), list(fixed))
     rows = [sorted(row) for row in before]
     start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=start[1:])
     earlier = np.array([a for row in rows for a in row], np.int64)
+
     of = np.repeat(np.arange(len(rows)), np.diff(start))
     later_start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(np.bincount(earlier, minlength=len(rows)), out=later_start[1:])
@@ -95,20 +98,24 @@ def _keep_effects(graph: Graph, before: list[set[int]]) -> None:
         for i, op in enumerate(graph.operators)
         if op.pinned or not of_snapshot.isdisjoint(op.reads)
     ]
+
     for one, following in pairwise(effects):
         before[following].add(one)
+
     users = graph.users_of
     for index in effects:
         op = graph.operators[index]
         for value in op.reads if op.pinned and not op.is_snapshot else ():
             if not graph.values[value].is_resident:
                 continue
+
             copies = [
                 w
                 for user in users[value]
                 if graph.operators[user].pinned
                 for w in graph.operators[user].writes
             ]
+
             for reader in {*users[value], *(u for w in copies for u in users[w])}:
                 if reader < index:
                     before[index].add(reader)

@@ -95,6 +95,7 @@ class FreeOrder(Solver):
             progress=self.progress,
         )
         search.offer(range(graph.num_operators))
+
         with heeding_interrupts() as heeded:
             if not search.is_over:
                 limit_s = min(_BOUND_SHARE * self.time_limit_s, _BOUND_LIMIT_S)
@@ -104,9 +105,11 @@ class FreeOrder(Solver):
                 search.raise_bound(bound_s)
                 with leaving_out("annealing", search.note_cut):
                     self._anneal(search)
+
         search.cut_short = heeded.cut_short or search.cut_short
         if search.steps is None:
             return self._without_schedule(search, Status.NO_SOLUTION)
+
         return Solution.of_steps(
             graph,
             budget_bytes,
@@ -141,19 +144,23 @@ class FreeOrder(Solver):
             )
             for chance in (1.0, _ORDER_CHANCE)
         )
+
         if not can_anneal(search, order.local):
             self._offer_fixed_order(search, search.left_s)
             return
+
         order_moves, mixed_moves = (
             min(max(each * search.graph.num_operators, _LEAST_MOVES), _MOST_MOVES)
             for each in (_ORDER_MOVES, _MIXED_MOVES)
         )
         start = np.arange(search.graph.num_operators)
         reordered = order.run(start, Round(order_moves, _ORDER_HOT, _ORDER_COLD), search)
+
         stagnant = 0
         for index in range(self.rounds):
             if search.is_over or stagnant >= _STAGNANT_ROUNDS:
                 return
+
             before_s = math.inf if search.cost_s is None else search.cost_s
             start = self._start(search, index, reordered)
             mixed.run(start, Round(mixed_moves, _HOT[index % len(_HOT)], _COLD), search)
@@ -207,6 +214,7 @@ class OrderSearch:
         self.num_operators, self.is_backward = graph.num_operators, graph.arrays.is_backward
         rules = order_rules(graph)
         self.has_mark = len(rules.is_fixed) > graph.num_operators
+
         self.local = LocalSearch(
             _with_mark(graph) if self.has_mark else graph,
             budget_bytes=budget_bytes,
@@ -214,6 +222,7 @@ class OrderSearch:
             loop=anneal_free,
             arguments=(pack_rules(rules), order_chance),
         )
+
         # with one region, the only limit on recomputing an operator is its own first computation
         if len({op.region for op in graph.operators}) <= 1:
             operators = self.local.state.operators[:-1]

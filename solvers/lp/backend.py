@@ -95,6 +95,7 @@ class Highs:
         if start is not None:
             known = np.flatnonzero(~np.isnan(start))
             solver.setSolution(len(known), known.astype(np.int32), start[known])
+
         highs.run(solver)
         if highs.is_infeasible(solver):
             return Answer(math.inf, (), True)

@@ -55,6 +55,7 @@ def pass_program(
 
     columns = len(program.cost)
     integer = np.zeros(columns, np.int32) if is_integer is None else is_integer.astype(np.int32)
+
     solver.passModel(
         columns,
         len(program.row_upper),

@@ -61,16 +61,19 @@ class Program:
         self.starts_from_last = False
         # the last relaxation's solver and its numbers of columns and rows
         self._last: tuple[highspy.Highs, int, int] | None = None
+
         self._cost: list[Floats] = []
         self._lower: list[Floats] = []
         self._upper: list[Floats] = []
         self._is_integer: list[NDArray[np.bool_]] = []
+
         self._index: list[Ints] = []
         self._value: list[Floats] = []
         self._length: list[Ints] = []
         self._row_lower: list[Floats] = []
         self._row_upper: list[Floats] = []
         self._single: dict[int, Floats] = {}  # by row: the part of `_row_upper` from `add_row`
+
         self._fixed: tuple[Ints, Floats] = np.zeros(0, np.int64), np.zeros(0)
         self.num_columns = 0
         self.num_rows = 0
@@ -169,6 +172,7 @@ class Program:
         """
         if self._last is None:
             return None
+
         solver, program = self._last[0], self._arrays()
         if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             cost = np.zeros(self.num_columns)
@@ -178,6 +182,7 @@ class Program:
                 key=lambda ray: ray.at(program.lower[columns]),
                 default=None,
             )
+
         solution = solver.getSolution()
         return (
             safe_support(program, program.cost, np.array(solution.row_dual), columns)
@@ -201,6 +206,7 @@ class Program:
         """
         program = self._arrays()
         solver = self._loaded(program, is_relaxed=is_relaxed)
+
         # HiGHS counts all runs of a solver
         solver.setOptionValue("time_limit", solver.getRunTime() + max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", relative_gap)
@@ -208,6 +214,7 @@ class Program:
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
         solver.run()
+
         if (
             is_relaxed
             and solver.getModelStatus() == highspy.HighsModelStatus.kSolveError
@@ -217,6 +224,7 @@ class Program:
             solver = self._loaded(program, is_relaxed=True)
             solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
             solver.run()
+
         is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
         outcome = _read_relaxed(solver, program) if is_continuous else _read(solver, program)
         return (
@@ -236,6 +244,7 @@ class Program:
             solver = highs.new_solver()
             is_integer = None if is_relaxed else np.concatenate(self._is_integer)
             highs.pass_program(solver, program, is_integer)
+
         if is_relaxed and self.starts_from_last:
             self._last = solver, self.num_columns, self.num_rows
         return solver
@@ -250,6 +259,7 @@ class Program:
             )
             added = np.arange(columns, self.num_columns, dtype=np.int32)
             solver.changeColsCost(len(added), added, program.cost[columns:])
+
         if self.num_rows > rows:
             begin = program.row_start[rows]
             solver.addRows(
@@ -269,6 +279,7 @@ class Program:
         )
         columns, values = self._fixed
         lower[columns] = upper[columns] = values
+
         return LinearProgram(
             cost=self.costs,
             lower=lower,
@@ -286,6 +297,7 @@ def _read(solver: highspy.Highs, program: LinearProgram) -> Outcome:
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Outcome(math.inf, None, True)
+
     tolerance = float(solver.getOptionValue("mip_feasibility_tolerance")[1])
     margin = branching_margin(program.lower, program.upper, tolerance, 1.0)
     return Outcome(

@@ -60,20 +60,24 @@ class MinCut:
         self._first, self._num_values = first, len(graph.values)
         self._is_pinned = arrays.is_pinned
         producer, reader, read = arrays.producer, accounting.reader, arrays.read
+
         is_inner = (producer >= 0) & (producer < first)
         self._values = np.flatnonzero(is_inner)
         self._producer = producer[self._values]
         makers = np.where(self._is_pinned[self._producer], _SINK, 2 + self._producer)
+
         is_read_again = (reader < first) & is_inner[read] & ~self._is_pinned[reader]
         is_needed = np.zeros(self._num_values, np.bool_)
         is_needed[read[reader >= first]] = True
         is_needed[arrays.output] = True
         self._is_needed = is_needed & is_inner
+
         operators = np.arange(first)
         tail = [np.full(first, _SOURCE), 2 + operators, self._node(self._values)]
         head = [2 + operators, np.full(first, _SINK), makers]
         tail += [2 + reader[is_read_again], np.full(int(self._is_needed.sum()), _SOURCE)]
         head += [self._node(read[is_read_again]), self._node(np.flatnonzero(self._is_needed))]
+
         self._priced = 2 * first + len(self._values)
         self._lay_out(np.concatenate(tail), np.concatenate(head))
 
@@ -99,10 +103,12 @@ class MinCut:
         weight = np.where(self._is_pinned, 0.0, weight)
         # backward operators have no constraint here: the negative ones are taken
         free = float(np.minimum(weight[self._first :], 0.0).sum())
+
         inner, held = weight[: self._first], price[self._values]
         capacity = np.concatenate([np.maximum(-inner, 0.0), np.maximum(inner, 0.0), held])
         total = float(capacity.sum())
         scale = _LARGE / total if total > 0 else 1.0
+
         integers = np.full(len(self._place), _LARGE + 1, np.int64)
         integers[: self._priced] = np.floor(capacity * scale * (1 - _ROUNDING))
         merged = np.minimum(
@@ -111,10 +117,12 @@ class MinCut:
         network = csr_matrix(
             (merged, self._indices, self._indptr), shape=(self._num_nodes, self._num_nodes)
         )
+
         flow = maximum_flow(network, _SOURCE, _SINK, method="dinic")
         negative = float(np.minimum(inner, 0.0).sum())
         value = flow.flow_value / scale + (negative + free) * (1 + _ROUNDING)
         is_reached = self._reached(network - flow.flow)
+
         is_again = weight < 0
         is_again[: self._first] = is_reached[2 : 2 + self._first] & ~self._is_pinned[: self._first]
         is_kept = np.zeros(self._num_values, np.bool_)

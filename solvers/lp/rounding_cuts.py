@@ -82,9 +82,11 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
     sizes = np.abs(knapsack.bytes[fractional])
     if not len(fractional) or knapsack.upper - float(np.dot(knapsack.bytes, value)) > sizes.max():
         return []
+
     sizes = np.unique(sizes[:_MOST_SIZES])
     units = np.unique((sizes[:, None] // _DIVISORS)[sizes[:, None] % _DIVISORS == 0])
     flips = np.arange(-1, min(len(fractional), _MOST_FLIPS))  # -1 for none
+
     complement = is_complement[fractional] ^ (np.arange(len(fractional)) == flips[:, None])
     signed = np.where(complement, -knapsack.bytes[fractional], knapsack.bytes[fractional])
     others = is_complement.copy()
@@ -94,6 +96,7 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
         - int(knapsack.bytes[others].sum())
         + np.where(complement, signed, 0).sum(axis=1)
     )
+
     weight = _weights(signed[:, None, :], upper[:, None, None], units[:, None])
     inside = np.where(complement, 1 - value[fractional], value[fractional])
     excess = np.einsum("fuc,fc->fu", weight, inside) - upper[:, None] // units
@@ -101,12 +104,14 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
     flip, unit = np.unravel_index(int(np.argmax(excess)), excess.shape)
     if excess[flip, unit] <= _LEAST_VIOLATION:
         return []
+
     is_complement[fractional] = complement[flip]
     spare = _spare(knapsack, int(units[unit]), is_complement, value)
     cuts = [
         _cut(knapsack, int(units[unit]), chosen)
         for chosen in (is_complement, is_complement ^ spare)[: 1 + int(spare.any())]
     ]
+
     return [
         cut
         for cut in cuts
@@ -122,6 +127,7 @@ def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -
         is_complement & (value >= 1 - _FRACTIONAL),
         ~is_complement & (value <= _FRACTIONAL),
     )
+
     size = np.abs(knapsack.bytes)
     chosen = np.flatnonzero(is_full & (size < missing))
     chosen = chosen[np.argsort(knapsack.written[chosen], kind="stable")]
@@ -142,11 +148,13 @@ def _cut(knapsack: Knapsack, unit: int, complement: Bools) -> Cut:
     weight = _weights(
         np.where(complement, -knapsack.bytes, knapsack.bytes), np.array(upper), np.array(unit)
     )
+
     coefficient = np.where(complement, -weight, weight)
     limit = float(upper // unit) - float(weight[complement].sum())
     scale = float(np.abs(weight).max()) or 1.0
     is_tiny = np.abs(coefficient) < _TINY * scale
     limit += float(np.maximum(-coefficient[is_tiny], 0).sum())
+
     slack = _SLACK * (abs(limit) + float(np.abs(weight).sum()))
     used = np.flatnonzero(~is_tiny)
     return Cut(knapsack.columns[used], coefficient[used] / scale, (limit + slack) / scale)

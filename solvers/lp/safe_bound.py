@@ -144,6 +144,7 @@ def safe_support(
     reduced = _reduced_costs(program, cost, y)
     slope = reduced[columns]
     reduced[columns] = 0.0
+
     with np.errstate(invalid="ignore"):  # 0 * inf where an unbounded column has no reduced cost
         corners = np.minimum(
             reduced * program.lower, np.where(reduced < 0, reduced * program.upper, 0.0 * reduced)
@@ -151,6 +152,7 @@ def safe_support(
         least = np.where(reduced < 0, corners, reduced * program.lower)
     if not np.isfinite(least).all():
         return Support(-math.inf, slope)
+
     terms = np.concatenate([rows, least])
     return Support(
         float(terms.sum()) - 2 * (len(terms) + 3) * _UNIT * float(np.abs(terms).sum()), slope

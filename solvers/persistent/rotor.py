@@ -65,6 +65,7 @@ def rotor_steps(
     """
     if len({op.region for op in graph.operators}) > 1:
         return None
+
     segmentation = Segmentation(graph, _MOST_SEGMENTS)
     deadline = time.perf_counter() + options_s
     options = find_options(
@@ -93,12 +94,14 @@ class _Table:
             (option.peak_bytes for ways in options.values() for option in ways),
             default=budget_bytes,
         )
+
         entering = segments.entering[:count]
         self._added = np.array(
             [[segments.size_of(later - earlier) for later in entering] for earlier in entering],
             np.int64,
         )
         kept = np.array([_kept_bytes(segments, s) for s in range(count)], np.int64)
+
         room, common = (
             max(budget_bytes - least, 1),
             int(np.gcd.reduce([*self._added.ravel(), *kept])),
@@ -106,10 +109,12 @@ class _Table:
         # amounts are exact where the common divisor of all sizes allows it
         self._unit = common if common * _AMOUNTS >= room else room / _AMOUNTS
         self._held = np.arange(int(room / self._unit) + 1) * self._unit  # bytes of each amount
+
         self.more, self.kept = self._amounts(self._added), self._amounts(kept)
         self._advance = [_forward(segments, s, segments.entering[s + 1]) for s in range(count)]
         self._keep = [_forward(segments, s, segments.kept(s)) for s in range(count)]
         self._keep_peak = [_backward_peak(segments, s) for s in range(count)]
+
         self._cost = np.full((count, count, len(self._held)), np.inf)
         self.how = np.full(self._cost.shape, _NOT_AT_ALL)
         self.option = np.full(self._cost.shape, -1)
@@ -159,10 +164,12 @@ class _Table:
             np.cumsum([one.cost_s for one in self._advance[s:t]])[:, None]
             + self._cost[s, later - 1]
         )
+
         transient = [self._transient(one, t) for one in self._advance[s:t]] + self._added[s, s:t]
         cost[np.maximum.accumulate(transient)[:, None] + self._outside(t) > self._budget_bytes] = (
             np.inf
         )
+
         best = np.argmin(cost, 0)
         self._offer(s, t, cost[best, amounts], later[best])
 
@@ -210,6 +217,7 @@ def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _
         segments.closure(targets, entering),
         list(range(begin, segments.borders[segment] + 1)),
     )
+
     again_bytes, first_bytes = (
         _peak_bytes(part) - segments.size_of(part.entering)
         for part in (segments.part(operators, entering | targets) for operators in (again, first))
@@ -270,6 +278,7 @@ class _Writer:
         """Writes the backward of a state's segments, and the forward operators that it needs."""
         s, t, table, entering = state.first, state.last, self._table, self._segments.entering
         how = int(table.how[s, t, state.amount])
+
         if how == _BY_OPTION:
             for op in self._options[s, t][table.option[s, t, state.amount]].steps:
                 self._write(op)
@@ -277,6 +286,7 @@ class _Writer:
             kept = state.held | self._segments.kept(s)
             self._compute(kept, kept)
             self._run(_State(s + 1, t, state.amount + int(table.kept[s]), kept))
+
             self._compute(self._segments.needed(s, s), kept)
             for op in self._segments.backward[s]:
                 self._write(op)
@@ -284,8 +294,10 @@ class _Writer:
             held = state.held | entering[how]
             self._compute(held, held)
             self._run(_State(how, t, state.amount + int(table.more[s, how]), held))
+
             self._available &= state.held
             self._run(_State(s, how - 1, state.amount, state.held))
+
         self._available &= state.held
 
     def _compute(self, targets: frozenset[int] | set[int], kept: frozenset[int] | set[int]) -> None:

@@ -98,15 +98,18 @@ class _Finder:
             (first, first + num_together - 1)
             for first in range(len(segments.borders) - num_together + 1)
         ]
+
         parts = {span: segments.part_of_backward(*span) for span in spans}
         kinds = {span: _kind(part.graph) for span, part in parts.items()}
         outside = {
             span: segments.outside_bytes[span[1]] - segments.size_of(part.entering)
             for span, part in parts.items()
         }
+
         room: dict[Hashable, int] = {}
         for span, kind in kinds.items():
             room[kind] = max(room.get(kind, 0), self._budget_bytes - outside[span])
+
         ways: dict[Hashable, list[Option]] = {}
         found = Options()
         for span, part in parts.items():
@@ -115,11 +118,13 @@ class _Finder:
                     [] if self.is_over else _ways(part.graph, room[kind], self._should_stop)
                 )
                 self._num_operators += part.graph.num_operators
+
             once_s = sum(
                 segments.graph.operators[op].cost_s
                 for op in part.operators[1:]
                 if op >= segments.num_forward
             )
+
             found[span] = [
                 Option(
                     way.peak_bytes + outside[span],
@@ -147,6 +152,7 @@ def _ways(graph: Graph, room_bytes: int, should_stop: Callable[[], bool]) -> lis
     for budget in np.linspace(most, least, _NUM_BUDGETS + 1).astype(int).tolist():
         if budget < found[0].peak_bytes and not should_stop():
             found += _ways_within(graph, budget)
+
     front: list[Option] = []
     for option in sorted(found, key=lambda option: (option.peak_bytes, option.cost_s)):
         if option.peak_bytes <= room_bytes and (not front or option.cost_s < front[-1].cost_s):
@@ -160,6 +166,7 @@ def _ways_within(graph: Graph, budget_bytes: int) -> list[Option]:
         steps_with_eviction(graph, budget_bytes, rule, max_factor=_MAX_FACTOR) for rule in _RULES
     )
     found = [_option(graph, steps.tolist()) for steps in evicted if steps is not None]
+
     local = LocalSearch(graph, budget_bytes=budget_bytes, seed=0)
     start = (
         min(found, key=lambda option: option.cost_s).steps if found else range(graph.num_operators)

@@ -65,6 +65,7 @@ class Segmentation:
         self._size = Accounting(graph).size
         self._last = self._last_forward_reads()
         self.borders = self._thinned(most_segments)
+
         begins = [0, *(border + 1 for border in self.borders)]
         producer = graph.arrays.producer
         self.entering = [
@@ -105,6 +106,7 @@ class Segmentation:
         missing = [
             value for value in targets if value not in available and value not in self.always
         ]
+
         while missing:
             operator = self.graph.producer[missing.pop()]
             if operator not in found:
@@ -114,6 +116,7 @@ class Segmentation:
                     for v in self.graph.operators[operator].reads
                     if v not in available and v not in self.always
                 ]
+
         return sorted(found)
 
     def part_of_backward(self, first: int, last: int) -> Part:
@@ -139,15 +142,18 @@ class Segmentation:
         entering = [v for v in before if arrays.producer[v] >= 0]
         local = {v: index for index, v in enumerate([*before, *writes])}
         values = tuple(self._value(v) for v in local)
+
         leaving = [
             v
             for v in (*entering, *writes)
             if v in stays or v in outputs or self._is_read_after(v, done)
         ]
+
         first = Operator(
             "entering", 0.0, (), tuple(local[v] for v in entering), pinned="what is there before"
         )
         inside = tuple(self._operator(op, index, local) for index, op in enumerate(operators))
+
         return Part(
             Graph(values, (first, *inside), tuple(local[v] for v in leaving)),
             (-1, *operators),
@@ -195,6 +201,7 @@ class Segmentation:
             for k in range(self.num_forward - 1)
             if (k == 0 or crossing[k] <= crossing[k - 1]) and crossing[k] <= crossing[k + 1]
         ]
+
         while len(ends) >= most:
             around = np.array([-1, *ends, self.num_forward - 1]) + 1
             # of the two segments that a border divides
@@ -227,6 +234,7 @@ class Segmentation:
         segment_of = np.searchsorted(self.borders, producer)
         current = len(self.borders) - 1
         begins: dict[int, int] = {}
+
         for index in range(self.num_forward, end):
             read = [
                 int(segment_of[v])
@@ -235,6 +243,7 @@ class Segmentation:
             ]
             current = min(current, max(read, default=current))
             begins.setdefault(current, index)
+
         ranges, stop = [], end
         for segment in range(len(self.borders)):
             begin = begins.get(segment, stop)
@@ -249,6 +258,7 @@ class Segmentation:
         kept = np.isin(np.arange(len(last)), list(self.always)) | (
             arrays.producer >= self.num_forward
         )
+
         result = []
         for backward in self.backward:
             crosses = (

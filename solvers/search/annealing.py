@@ -125,6 +125,7 @@ def settle(state: State, chunk: Chunk, walk: Walk, step: int) -> Walk:
         if is_accepted(state, chunk, cost_s, over, temperature):
             cost_s, over = state.costs[-1], state.sums[OVER]
             chunk.journal[0, 0] = 0
+
             if over < chunk.best[1]:
                 chunk.best[1] = over
             if over == 0 and cost_s < chunk.best[0] - 1e-9 * chunk.scale:
@@ -134,6 +135,7 @@ def settle(state: State, chunk: Chunk, walk: Walk, step: int) -> Walk:
         else:
             undo(state, chunk.journal, 0)
             state.costs[-1], state.sums[OVER] = cost_s, over
+
     num_fit += over == 0
     since_fit = 0 if over == 0 else since_fit + 1
     if since_fit < chunk.patience and (step + 1) % _PERIOD == 0:
@@ -220,20 +222,24 @@ class LocalSearch:
         )
         current, done = np.asarray(steps, np.int64), 0
         fitting: Ints | None = None  # the sequence that a close run returns to
+
         while done < round_.iterations:
             state = lay_out(self.state, current)
             if done == 0 and round_.is_close and state.sums[OVER] == 0:
                 fitting = self._returned_to(current)
+
             count = min(length, round_.iterations - done)
             patience = count if fitting is None else _PATIENCE
             moved, is_better = self._anneal(
                 state, self._chunk(state, round_, done, count, patience)
             )
+
             current = steps_of(state.slots[SLOT], self.graph.num_operators)
             if fitting is not None and is_better:
                 fitting = self.best_steps
             if fitting is not None and moved < count:
                 current = self._returned_to(fitting)
+
             done += moved
             if should_stop is not None and should_stop():
                 break
@@ -249,6 +255,7 @@ class LocalSearch:
             round_.hot * (round_.cold / round_.hot) ** (moves / round_.iterations)
             for moves in (done, done + count)
         )
+
         return Chunk(
             iterations=count,
             hot=hot,

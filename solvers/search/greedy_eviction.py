@@ -142,9 +142,11 @@ def _empty_memory(graph: Graph, rule: Rule, kept: Mapping[int, Collection[int]])
     for index, target in enumerate(drop_at.tolist()):
         stays[index, list(kept[target])] = True
     stays[:, list(values_always_kept(graph)) if kept else []] = True
+
     may_any_go = rule in (Rule.ANY, Rule.LOOSE)
     fixed = arrays.is_pinned if may_any_go else arrays.is_pinned | arrays.is_backward
     user_start, user = users(graph)
+
     return _Memory(
         cost=np.append(arrays.cost_s, 0.0),
         workspace=np.append(arrays.workspace_bytes, 0),
@@ -180,6 +182,7 @@ def _last_possible_needs(graph: Graph, is_fixed: Bools) -> Ints:
     arrays = graph.arrays
     last = np.full(len(arrays.size_bytes), -1, np.int64)
     last[arrays.output] = graph.num_operators
+
     for op in range(graph.num_operators - 1, -1, -1):
         written = arrays.write[arrays.write_start[op] : arrays.write_start[op + 1]]
         latest = op if is_fixed[op] else max(op, last[written].max(initial=-1))
@@ -194,12 +197,14 @@ def _run(memory: _Memory, room: int, rule: int, max_cost: float, steps: Ints) ->
     end = len(memory.cost) - 1
     held, length, spent, stage = 0, 0, 0.0, 0
     stack = np.zeros(end + 2, np.int64)
+
     for target in range(end + 1):
         if stage < len(memory.drop_at) and memory.drop_at[stage] == target:
             held -= _drop(memory, stage)
             stage += 1
         _find_needs(memory, target)
         stack[0], depth = target, 1
+
         while depth > 0:
             op = stack[depth - 1]
             missing = _first_missing(memory, op)
@@ -210,6 +215,7 @@ def _run(memory: _Memory, room: int, rule: int, max_cost: float, steps: Ints) ->
                 stack[depth] = memory.producer[missing]
                 depth += 1
                 continue
+
             held = _compute(memory, op, target, stage, room, rule, held)
             if held < 0:
                 return -1
@@ -219,6 +225,7 @@ def _run(memory: _Memory, room: int, rule: int, max_cost: float, steps: Ints) ->
                     return -1
                 steps[length] = op
                 length += 1
+
             depth -= 1
             if depth > 0:
                 _lock(memory, stack[depth - 1], -1)
@@ -263,15 +270,18 @@ def _compute(
     size, locks, is_held = memory.size, memory.locks, memory.is_held
     first, last = memory.write_start[op], memory.write_start[op + 1]
     free = room - memory.workspace[op]
+
     for k in range(first, last):
         if not is_held[memory.write[k]]:
             free -= size[memory.write[k]]
         locks[memory.write[k]] += 1
+
     held, taken = _make_room(memory, free, held, rule, target, stage), -1
     if held > free:
         taken = _take_over(memory, op, target)
         if taken < 0 or held > free + size[taken]:
             return -1
+
     for k in range(first, last):
         locks[memory.write[k]] -= 1
         if not is_held[memory.write[k]]:
@@ -332,6 +342,7 @@ def _find_needs(memory: _Memory, target: int) -> None:
             if memory.user[k] >= target:
                 need[value] = memory.user[k]
                 break
+
     for op in range(target - 1, -1, -1):
         first = _FAR
         for k in range(memory.write_start[op], memory.write_start[op + 1]):
@@ -347,9 +358,11 @@ def _make_room(memory: _Memory, room: int, held: int, rule: int, target: int, st
     """Evicts until at most `room` bytes are held or nothing can go; returns the bytes held."""
     if held <= room:
         return held
+
     for value in range(len(memory.size)):
         if _is_free_to_go(memory, value) and _is_unwanted(memory, value, target, stage):
             held -= _forget(memory, value)
+
     while held > room:
         best = _best_to_evict(memory, rule, target, held - room)
         if best < 0:
@@ -386,6 +399,7 @@ def _best_to_evict(memory: _Memory, rule: int, target: int, missing: int) -> int
         p, size = memory.producer[value], memory.size[value]
         if not _is_free_to_go(memory, value) or size == 0 or memory.is_fixed[p]:
             continue
+
         back = _cost_with_missing(memory, p)
         distance = memory.need[value] - target + 1.0
         if rule in (0, 3, 4):
@@ -396,6 +410,7 @@ def _best_to_evict(memory: _Memory, rule: int, target: int, missing: int) -> int
             score = (back + 1e-30) / min(size, missing)
         else:
             score = (back + 1e-30) / size
+
         if score < best_score:
             best, best_score = value, score
     return best

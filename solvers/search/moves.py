@@ -120,6 +120,7 @@ def random_read(state: State, after: int, draws: Floats, journal: Ints) -> tuple
     op = slots[SLOT, q]
     if op < 0:
         return q, -1
+
     reads = operators[op, READ_TO] - operators[op, READ_FROM]
     if reads == 0:
         return q, -1
@@ -145,21 +146,25 @@ def add(state: State, q: int, op: int, depth_chance: float, draws: Floats, journ
     if place < 0 or not may_be_at(operators, op, place):
         return
     do_insert(state, op, place, journal)
+
     limit = start + int(2.0 ** (6.5 * draw(draws, journal)))
     done = start
     while done < journal[0, 0] < limit:
         done += 1
         child, q = journal[done, 0], journal[done, 1]
+
         for k in range(operators[child, READ_FROM], operators[child, READ_TO]):
             value = state.links[k]
             p = values[value, PRODUCER]
             begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
             last = last_read(state, value, begin, q)
+
             is_near = q - last <= SPACING or values[value, SIZE] == 0
             if is_near or last_read(state, value, begin, end) > q:
                 continue
             if journal[0, 0] >= limit or draw(draws, journal) >= depth_chance:
                 continue
+
             place = empty_before(state.slots, q, last)
             if place >= 0 and may_be_at(operators, p, place):
                 do_insert(state, p, place, journal)
@@ -173,10 +178,12 @@ def add_somewhere(state: State, draws: Floats, journal: Ints) -> None:
     least = 1 if sums[IN_PLACE] and draw(draws, journal) < 0.1 else SPACING
     if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         over = random_over(state, draws, journal)
+
     for _ in range(40):
         q, value = random_read(state, over, draws, journal)
         if value < 0:
             continue
+
         p = state.values[value, PRODUCER]
         last = last_read(state, value, computed_before(operators, p, q), q)
         if q - last > least and (over < 0 or last < over) and operators[p, PINNED] == 0:
@@ -190,6 +197,7 @@ def remove_with_useless(state: State, q: int, journal: Ints) -> None:
     """Removes the recomputation at `q`, and those that only it needed."""
     operators, done = state.operators, journal[0, 0]
     do_remove(state, state.slots[SLOT, q], q, journal)
+
     while done < journal[0, 0] < MAX_CHANGES - 80:
         done += 1
         child, at = journal[done, 0], -journal[done, 1] - 1
@@ -198,6 +206,7 @@ def remove_with_useless(state: State, q: int, journal: Ints) -> None:
             begin = computed_before(operators, p, at)
             if begin == operators[p, WHERE]:
                 continue
+
             end, is_useless = computed_after(operators, p, at), True
             for m in range(operators[p, WRITE_FROM], operators[p, WRITE_TO]):
                 if last_read(state, state.links[m], begin, end) > begin:
@@ -212,6 +221,7 @@ def remove_several(state: State, draws: Floats, journal: Ints) -> None:
     slots, middle = state.slots, random_recomputation(state, draws, journal)
     if middle < 0:
         return
+
     width = int(2.0 ** (2.0 + 6.0 * draw(draws, journal)))
     chance = 0.4 if draw(draws, journal) < 0.5 else 1.0
     for q in range(max(middle - width, 0), min(middle + width, slots.shape[1])):
@@ -228,10 +238,12 @@ def move(state: State, draws: Floats, journal: Ints) -> None:
     q = random_recomputation(state, draws, journal)
     if q < 0:
         return
+
     op = slots[SLOT, q]
     reach = 2.0 ** (1.0 + 8.0 * draw(draws, journal))
     target = q + int(reach * (2 * draw(draws, journal) - 1))
     target = min(max(target, operators[op, WHERE] + 1), slots.shape[1] - 1)
+
     do_remove(state, op, q, journal)
     place = empty_before(slots, target + 1, operators[op, WHERE])
     if place >= 0 and place != q and may_be_at(operators, op, place):
@@ -250,15 +262,18 @@ def change_run(state: State, is_removal: bool, draws: Floats, journal: Ints) -> 
     q = random_recomputation(state, draws, journal)
     if q < 0:
         return
+
     length = int(2.0 ** (1.0 + 4.5 * draw(draws, journal)))
     reach = 2.0 ** (2.0 + 8.0 * draw(draws, journal))
     target = min(max(q + int(reach * (2 * draw(draws, journal) - 1)), 0), capacity - 1)
+
     first = q
     for k in range(q + 1, min(q + int(SPACING * length * draw(draws, journal)) + 1, capacity)):
         if slots[SLOT, k] >= 0:
             if operators[slots[SLOT, k], WHERE] == k:
                 break
             first = k
+
     while journal[0, 0] < length and first >= 0:
         op = slots[SLOT, first]
         if op >= 0 and operators[op, WHERE] == first:
@@ -266,8 +281,10 @@ def change_run(state: State, is_removal: bool, draws: Floats, journal: Ints) -> 
         if op >= 0:
             do_remove(state, op, first, journal)
         first -= 1
+
     if is_removal:
         return
+
     count, place = journal[0, 0], target + 1
     for k in range(1, count + 1):
         op = journal[k, 0]
@@ -287,11 +304,13 @@ def change(state: State, draws: Floats, journal: Ints) -> None:
         move(state, draws, journal)
     elif r < 0.2:
         change_run(state, also, draws, journal)
+
     if r >= 0.95:
         remove_several(state, draws, journal)
     elif r >= 0.6:
         q = random_recomputation(state, draws, journal)
         if q >= 0:
             remove_with_useless(state, q, journal)
+
     if 0.2 <= r < 0.75 or (r >= 0.95 and also):
         add_somewhere(state, draws, journal)

@@ -72,6 +72,7 @@ class Neighbourhood:
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._random = np.random.default_rng(seed)
+
         self._width = {
             Kind.VALUES: 16.0,
             Kind.HALVES: 16.0,
@@ -79,6 +80,7 @@ class Neighbourhood:
             Kind.STAGES: 6.0,
             Kind.SHIFTED: 14.0,
         }
+
         self._spans = region_spans(graph)
         self._may = ~graph.arrays.is_pinned & (np.diff(graph.arrays.write_start) > 0)
         self._read_by_operator = [set(parents) for parents in graph.parents_of]
@@ -112,6 +114,7 @@ class Neighbourhood:
                 f"the steps hold {peak_bytes:,} bytes and the budget is "
                 f"{self._budget_bytes:,}; give steps that fit"
             )
+
         for index in range(max_rounds):
             if should_stop is not None and should_stop():
                 break
@@ -141,6 +144,7 @@ class Neighbourhood:
             max_nodes=_MAX_NODES,
             time_limit_s=time_limit_s,
         )
+
         self._width[kind] *= _GROW if part.is_finished else _SHRINK
         self.num_improvements += part.cost_s < current.cost_s
         return self._look_at(part.steps) if part.steps is not current.steps else current
@@ -150,14 +154,17 @@ class Neighbourhood:
         width = max(int(self._width[kind]), 2)
         if kind is Kind.STAGES:
             return self._pairs_in_stages(current, width)
+
         candidates = self._candidates(current)
         if len(candidates) == 0:
             return np.zeros((0, 2), np.int64)
+
         parts = (width // 2, width // 2) if kind is Kind.HALVES else (width,)
         operators = np.unique(np.concatenate([self._range(candidates, part) for part in parts]))
         stages = self._stages_of_interest(current, operators)
         if kind is Kind.MIXED:
             stages = self._range(stages, max(len(stages) // 2, 1))
+
         pairs = self._pairs(current, operators, stages)
         return (
             np.unique(np.concatenate([pairs, self._shifts(current, pairs)]), axis=0)
@@ -188,6 +195,7 @@ class Neighbourhood:
         is_written = is_mine[np.maximum(arrays.producer, 0)] & (arrays.producer >= 0)
         is_read = np.zeros(len(is_written), np.bool_)
         is_read[arrays.read[np.repeat(is_mine, np.diff(arrays.read_start))]] = True
+
         chosen = is_written[current.value] | (
             is_read[current.value] & (current.is_write | current.is_last)
         )
@@ -201,10 +209,12 @@ class Neighbourhood:
         np.maximum.at(
             last, self._graph.arrays.producer[current.value[reads]], current.event_stage[reads]
         )
+
         mine = set(operators.tolist())
         for operator in operators[::-1].tolist():
             for parent in self._read_by_operator[operator] & mine:
                 last[parent] = max(last[parent], last[operator])
+
         op, stage = (array.ravel() for array in np.meshgrid(operators, stages))
         is_kept = (stage <= last[op]) & self._is_allowed(op, stage)
         return np.stack([op[is_kept], stage[is_kept]], axis=1)
@@ -213,6 +223,7 @@ class Neighbourhood:
         """Returns pairs that shift the recomputations near `pairs` by up to `_SHIFT` stages."""
         if len(pairs) == 0:
             return pairs
+
         is_again = np.ones(len(current.steps), np.bool_)
         is_again[np.unique(current.steps, return_index=True)[1]] = False
         stage = current.stage[:-1]
@@ -221,6 +232,7 @@ class Neighbourhood:
         )
         if len(near) > _MAX_PAIRS // (2 * _SHIFT + 1):
             near = self._range(near, _MAX_PAIRS // (2 * _SHIFT + 1))
+
         op, to = (
             np.repeat(current.steps[near], 2 * _SHIFT + 1),
             (stage[near, None] + np.arange(-_SHIFT, _SHIFT + 1)).ravel(),
@@ -243,11 +255,13 @@ class Neighbourhood:
         """
         first = int(self._random.integers(1, self._graph.num_operators + 1))
         inside = (first <= current.event_stage) & (current.event_stage < first + width)
+
         queue = np.unique(self._graph.arrays.producer[current.value[inside]]).tolist()
         chosen = set(queue)
         while queue and len(chosen) * width < _MAX_PAIRS:
             for parent in self._read_by_operator[queue.pop(0)] - chosen:
                 chosen.add(parent)
                 queue.append(parent)
+
         stages = np.arange(first, min(first + width, self._graph.num_operators + 1))
         return self._pairs(current, np.array(sorted(chosen), np.int64), stages)

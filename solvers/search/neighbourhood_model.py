@@ -68,11 +68,13 @@ class SlotModel:
         self.slots = slots
         self._graph = graph.arrays
         self._room = budget_bytes - graph.resident_bytes
+
         self._free = np.flatnonzero(slots.is_free)
         self._column = np.full(len(slots.operator), ONE)
         self._column[self._free] = np.arange(len(self._free))
         self.num_columns = len(self._free)
         self._size = _sizes(graph.arrays, slots)
+
         self._rows: list[tuple[list[int], list[float], float]] = []
         self._events = self._link(graph)
         self.arrays = self._build(graph)
@@ -97,10 +99,12 @@ class SlotModel:
         follows = np.append(value[1:] == value[:-1], False)
         is_touched = np.zeros(len(self._size), np.bool_)
         is_touched[value[is_free]] = True
+
         # correct for values without a free event
         gap = np.where(follows & ~np.append(is_write[1:], False), ONE, ZERO)
         mine = np.flatnonzero(is_touched[value])
         gap[mine] = self._gaps(mine, slot, is_write, is_free, follows)
+
         events = _Events(value, slot, is_write, is_free, follows, gap)
         self._add_links(events, mine)
         return events
@@ -113,6 +117,7 @@ class SlotModel:
         later = ZERO  # after the following event
         rows = zip(*(array[mine].tolist() for array in (is_write, is_free, follows)), strict=True)
         next_write = next_free = False
+
         for write, free, has_next in reversed(list(rows)):
             if not has_next:
                 gap = ZERO
@@ -124,6 +129,7 @@ class SlotModel:
                 gap = ONE
             else:
                 gap = self._new_column()
+
             result.append(gap)
             later, next_write, next_free = gap, write, free
         return result[::-1]
@@ -137,6 +143,7 @@ class SlotModel:
         before = np.where(
             np.append(False, events.follows[:-1]), np.append(ZERO, events.gap[:-1]), ZERO
         )
+
         columns = self._column[events.slot]
         picked = zip(
             *(
@@ -145,6 +152,7 @@ class SlotModel:
             ),
             strict=True,
         )
+
         for write, free, was, after, x in picked:
             if write and free:
                 self._add_row([(after, 1.0), (was, -1.0), (x, -1.0)])
@@ -168,6 +176,7 @@ class SlotModel:
         taken = _TakenOver(self)
         weight = np.append(self._graph.workspace_bytes, 0)[slots.operator].astype(np.float64)
         np.add.at(weight, events.slot[events.is_write], self._size[events.value[events.is_write]])
+
         size = self._size[events.value]
         is_held = events.gap == ONE
         end = np.append(events.slot[1:], 0)
@@ -177,6 +186,7 @@ class SlotModel:
             - np.bincount(end[is_held] + 1, size[is_held], count + 1)[: count + 1]
         )
         base = np.cumsum(change)[:count] + np.where(slots.is_free, 0.0, weight) - taken.constant
+
         varies = events.gap >= 0
         begins = np.zeros(count + 2, np.bool_)
         for places in (
@@ -189,12 +199,14 @@ class SlotModel:
         ):
             begins[places] = True
         row_slot = _largest_of_groups(np.cumsum(begins.astype(np.int64))[:count], base)
+
         low, high = (
             np.searchsorted(row_slot, places, "right")
             for places in (events.slot[varies], end[varies])
         )
         row = ranges(low, high)
         lengths = high - low
+
         parts = [
             (row, np.repeat(events.gap[varies], lengths), np.repeat(size[varies], lengths)),
             (np.searchsorted(row_slot, self._free), np.arange(len(self._free)), weight[self._free]),
@@ -210,6 +222,7 @@ class SlotModel:
         keep = is_needed[row] & (size != 0)
         new_row = np.cumsum(is_needed) - 1 + len(self._rows)
         row, column, size = new_row[row[keep]], column[keep], size[keep] / max(self._room, 1)
+
         lengths = [len(columns) for columns, _, _ in self._rows]
         row = np.concatenate([np.repeat(np.arange(len(lengths)), lengths), row]).astype(np.int64)
         column = np.concatenate(
@@ -218,14 +231,17 @@ class SlotModel:
         size = np.concatenate(
             [np.array([f for _, factors, _ in self._rows for f in factors], np.float64), size]
         )
+
         order = np.argsort(row, kind="stable")
         upper = np.concatenate(
             [np.array([u for _, _, u in self._rows]), room[is_needed] / max(self._room, 1)]
         )
+
         operator, unit = self.slots.operator, _UNIT * graph.cost_s or 1.0
         cost = np.zeros(self.num_columns)
         cost[: len(self._free)] = self._graph.cost_s[operator[self._free]] / unit
         coefficient: Floats = np.asarray(size[order], np.float64)
+
         return ModelArrays(
             cost=cost,
             offset=float(self._graph.cost_s[operator[:-1][~self.slots.is_free[:-1]]].sum() / unit),
@@ -252,19 +268,23 @@ class _TakenOver:
         start = np.append(model._graph.reuse_start, model._graph.reuse_start[-1])
         value, slot = gather(start, model._graph.reuse, operator)
         self.constant = np.zeros(len(operator))
+
         count = len(operator) + 1
         event = np.searchsorted(events.value * count + events.slot, value * count + slot)
         after = events.gap[event]
         size = model._size[value]
+
         is_open = np.zeros(len(operator), np.bool_)
         is_open[slot[(after >= 0) | model.slots.is_free[slot]]] = True
         ends = (after == ZERO) & ~is_open[slot]
         np.maximum.at(self.constant, slot[ends], size[ends])
+
         chosen = np.flatnonzero(is_open[slot] & (after != ONE) & (size > 0))
         self.slots = slot[chosen]
         self.bytes = size[chosen]
         self.columns = np.arange(model.num_columns, model.num_columns + len(chosen))
         model.num_columns += len(chosen)
+
         for column, at, held in zip(
             self.columns.tolist(), self.slots.tolist(), after[chosen].tolist(), strict=True
         ):

@@ -52,6 +52,7 @@ def solve_part(
     answer = Highs(max_nodes=max_nodes).minimise(
         model.arrays, gap=_GAP, time_limit_s=time_limit_s, start=model.start()
     )
+
     for point in answer.points[:_MAX_POINTS]:
         found = np.array(model.steps(point), np.int64)
         simulation = simulate(graph, Schedule.from_steps(graph, found.tolist()))

@@ -48,6 +48,7 @@ class Recombination:
         if len(free) == 0 or key in self._tried:
             return None
         self._tried.add(key)
+
         part = solve_part(
             self._graph,
             best,
@@ -56,6 +57,7 @@ class Recombination:
             max_nodes=_MAX_NODES,
             time_limit_s=time_limit_s,
         )
+
         if len(others) > 1:
             self._width *= _GROW if part.is_finished else _SHRINK
         return part
@@ -67,6 +69,7 @@ class Recombination:
             best * (self._graph.num_operators + 1) + stages_of(best), return_counts=True
         )
         free = twice = again[counts > 1]
+
         for steps in others:
             wider = np.union1d(free, np.setxor1d(mine, self._codes(steps)))
             if len(free) > len(twice) and len(wider) > self._width:

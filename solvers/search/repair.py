@@ -55,6 +55,7 @@ def unrolled(graph: Graph, steps: Sequence[int]) -> Graph:
     latest = [-1] * len(graph.values)
     for index, value in enumerate(i for i, value in enumerate(graph.values) if value.is_resident):
         latest[value] = index
+
     operators = []
     for position, step in enumerate(steps):
         op = graph.operators[step]
@@ -63,6 +64,7 @@ def unrolled(graph: Graph, steps: Sequence[int]) -> Graph:
             latest[value] = len(values)
             values.append(graph.values[value])
         writes = tuple(latest[v] for v in op.writes)
+
         operators.append(
             Operator(
                 name=str(position),
@@ -76,4 +78,5 @@ def unrolled(graph: Graph, steps: Sequence[int]) -> Graph:
                 is_snapshot=op.is_snapshot,
             )
         )
+
     return Graph(tuple(values), tuple(operators), tuple(latest[v] for v in graph.outputs))

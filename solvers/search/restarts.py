@@ -77,10 +77,12 @@ class Restarts:
         self._seed = seed
         self._num_runs = self._num_generations = 0
         self._random = np.random.default_rng(seed)
+
         count = graph.num_operators
         self._moves = moves or min(
             max(_USUAL_MOVES, _LEAST_MOVES_AN_OPERATOR * count), _MOST_MOVES_AN_OPERATOR * count
         )
+
         self._best: list[_Found] = []
         self._recombination = Recombination(graph, budget_bytes=budget_bytes)
         self._recombines = recombines
@@ -113,6 +115,7 @@ class Restarts:
         self._keep_best([end for end in map(self._end_at, starts) if end.cost_s < np.inf])
         num_fresh = _NUM_FRESH[min(self._num_generations, 1)]
         self._num_generations += 1
+
         with threads_beside(threads) as executor:
             for first in range(0, _NUM_RUNS, _BATCH):
                 batch = [
@@ -121,12 +124,14 @@ class Restarts:
                 ]
                 seeds = range(self._num_runs, self._num_runs + _BATCH)
                 self._num_runs += _BATCH
+
                 begins, hots = zip(*batch, strict=True)
                 ends = []
                 for end in executor.map(self._anneal, begins, hots, seeds, repeat(should_stop)):
                     ends.append(end)
                     self._keep_best([end])
                     self._report(found, "restarts")
+
                 for _ in self._recombinations(ends, deadline, should_stop):
                     self._report(found, "recombination")
                 if should_stop is not None and should_stop():
@@ -153,6 +158,7 @@ class Restarts:
         local = LocalSearch(self._graph, budget_bytes=self._budget_bytes, seed=int(seed[0]))
         if should_stop is not None and should_stop():
             return _Found(np.inf, np.inf, start)
+
         last = local.run(
             start, Round(self._moves, hot, _COLD, is_close=number % 2 == 1), should_stop=should_stop
         )
@@ -190,11 +196,13 @@ class Restarts:
             )
             if best.cost_s == np.inf or left_s <= 0 or (should_stop is not None and should_stop()):
                 return
+
             part = (
                 self._recombination.improve(best.steps, others, time_limit_s=left_s)
                 if others
                 else None
             )
+
             if part is not None and part.cost_s < best.cost_s:
                 self._keep_best([_Found(part.cost_s, 0.0, part.steps)])
                 yield

@@ -72,6 +72,7 @@ def pack(graph: Graph, *, room: int) -> State:
     values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[
         np.maximum(arrays.producer, 0)
     ]
+
     operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
     operators[:count, WORKSPACE], operators[:count, PINNED] = (
         arrays.workspace_bytes,
@@ -79,6 +80,7 @@ def pack(graph: Graph, *, room: int) -> State:
     )
     operators[count, PINNED] = 1
     operators[:count, SPAN : SPAN + 4] = region_spans(graph)
+
     none = np.zeros(0, np.int64)
     reads = (arrays.read_start, arrays.read, arrays.output)
     lists = (
@@ -86,6 +88,7 @@ def pack(graph: Graph, *, room: int) -> State:
         (arrays.write_start, arrays.write, none),
         (arrays.reuse_start, arrays.reuse, none),
     )
+
     offset = 0
     for column, (start, items, at_end) in zip(
         (READ_FROM, WRITE_FROM, REUSE_FROM), lists, strict=True
@@ -97,10 +100,12 @@ def pack(graph: Graph, *, room: int) -> State:
         operators[count, column] = offset + len(items)
         offset += len(items) + len(at_end)
         operators[count, column + 1] = offset
+
     user_start, user = users(graph)
     values[:, USER_FROM], values[:, USER_TO] = user_start[:-1] + offset, user_start[1:] + offset
     links = np.concatenate([part for _, *parts in lists for part in parts] + [user])
     sums = np.array([0, room, len(arrays.reuse) > 0], np.int64)
+
     return State(
         values,
         operators,
@@ -117,6 +122,7 @@ def with_empty_slots(state: State, num_steps: int) -> State:
     slots[SLOT] = -1
     operators = state.operators.copy()
     operators[:, TIMES] = 0
+
     return state._replace(
         values=state.values.copy(),
         operators=operators,
@@ -156,6 +162,7 @@ def region_spans(graph: Graph) -> Ints:
         half.setdefault((op.region, op.phase is Phase.BACKWARD), []).append(index)
     if len({region for region, _ in half}) <= 1:
         return np.tile(np.array([0, graph.num_operators] * 2), (graph.num_operators, 1))
+
     spans = np.zeros((graph.num_operators, 4), np.int64)
     for (region, is_backward), members in half.items():
         other = half.get((region, not is_backward), members)

@@ -49,15 +49,18 @@ def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1
     stage = stages_of(steps)
     is_first = np.zeros(len(steps), np.bool_)
     is_first[np.unique(steps, return_index=True)[1]] = True
+
     pairs, wanted = (
         steps * (num_operators + 1) + stage,
         free[:, 0] * (num_operators + 1) + free[:, 1],
     )
     is_free = ~is_first & np.isin(pairs, wanted)
+
     before, extra = _places(steps, stage, free, np.isin(wanted, pairs[is_free]), passes)
     # optional slots come before their step
     order = np.argsort(np.concatenate([before, np.arange(len(steps))]), kind="stable")
     is_there = np.arange(len(order)) >= len(extra)
+
     return Slots(
         np.concatenate([extra, steps])[order],
         np.concatenate([~is_there[: len(extra)], is_free])[order],
@@ -76,19 +79,23 @@ def _places(
     )
     order = np.lexsort((free[:, 0], free[:, 1]))
     bounds = np.flatnonzero(np.diff(free[order, 1], prepend=-1, append=-1))
+
     for low, high in itertools.pairwise(bounds):
         chosen = order[low:high]
         ops, t = free[chosen, 0], int(free[chosen[0], 1])
         run = steps[start[t] : end[t]]
+
         # before the first larger one
         after_larger = np.searchsorted(np.maximum.accumulate(run), ops, "right")
         # behind the last smaller one
         after_smaller = np.searchsorted(np.minimum.accumulate(run[::-1])[::-1], ops, "left")
+
         is_new = ~is_there[chosen]
         is_torn = after_larger != after_smaller
         last = len(run) - 1
         places = [(after_larger, is_new), (np.minimum(after_smaller, last), is_new & is_torn)]
         places += [(np.full(len(ops), last), np.ones(len(ops), np.bool_))] * (passes - 1)
+
         for place, is_used in places:
             before += (start[t] + place[is_used]).tolist()
             operator += ops[is_used].tolist()

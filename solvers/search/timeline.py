@@ -109,10 +109,12 @@ def shift(slots: Ints, sums: Ints, begin: int, end: int, change: int) -> None:
     """Adds `change` bytes to the slots of [begin, end), whole blocks at once."""
     if begin >= end or change == 0:
         return
+
     first, last = (begin + BLOCK - 1) // BLOCK, end // BLOCK
     if first > last:
         shift_part(slots, sums, last, begin, end, change)
         return
+
     if begin < first * BLOCK:
         shift_part(slots, sums, first - 1, begin, first * BLOCK, change)
     if first < last:
@@ -126,6 +128,7 @@ def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change
     """Adds `change` bytes to slots of one block."""
     over, room, part = 0, sums[ROOM] - slots[ADDED, block], slots[HELD, begin:end]
     most, least = slots[MOST, block], slots[LEAST, block]
+
     # from 0 on, so that the compiler sees no negative index and vectorises
     for k in range(len(part)):
         old = part[k]
@@ -133,6 +136,7 @@ def shift_part(slots: Ints, sums: Ints, block: int, begin: int, end: int, change
         over += max(new - room, 0) - max(old - room, 0)
         most, least = max(most, new), min(least, new)
         part[k] = new
+
     slots[MOST, block], slots[LEAST, block] = most, least
     sums[OVER] += over
 
@@ -145,6 +149,7 @@ def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) ->
     """
     added, most, least = slots[ADDED, first:last], slots[MOST, first:last], slots[LEAST, first:last]
     over, total, more, less = 0, sums[ROOM], max(change, 0), min(change, 0)
+
     for b in range(len(added)):
         room = total - added[b]
         added[b] += change
@@ -153,6 +158,7 @@ def shift_blocks(slots: Ints, sums: Ints, first: int, last: int, change: int) ->
         if least[b] + less >= room:
             over += BLOCK * change
             continue
+
         part = slots[HELD, (first + b) * BLOCK : (first + b + 1) * BLOCK]
         high, low = part[0], part[0]
         for k in range(len(part)):
@@ -169,6 +175,7 @@ def refresh(state: State, q: int) -> None:
     op = slots[SLOT, q]
     if op < 0 or operators[op, REUSE_FROM] == operators[op, REUSE_TO]:
         return
+
     best = 0
     for k in range(operators[op, REUSE_FROM], operators[op, REUSE_TO]):
         value = state.links[k]
@@ -176,6 +183,7 @@ def refresh(state: State, q: int) -> None:
         begin, end = computed_before(operators, p, q), computed_after(operators, p, q)
         if values[value, NOW] > best and last_read(state, value, begin, end) == q:
             best = values[value, NOW]
+
     shift(slots, state.sums, q, q + 1, slots[SAVED, q] - best)
     slots[SAVED, q] = best
 
@@ -186,9 +194,11 @@ def refresh_around(state: State, op: int, q: int) -> None:
     values, operators, links = state.values, state.operators, state.links
     if state.sums[IN_PLACE] == 0:
         return
+
     before = computed_before(operators, op, q)
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
         refresh(state, last_read(state, links[k], before, q))
+
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = links[k]
         if values[value, NOW] == 0:
@@ -209,10 +219,12 @@ def toggle(state: State, op: int, sign: int) -> None:
         value = state.links[k]
         if values[value, SNAPSHOT] == 0:
             continue
+
         values[value, REPEATED] += sign
         if values[value, REPEATED] == (1 if sign > 0 else 0):
             p = values[value, PRODUCER]
             values[value, NOW] = values[value, SIZE] if sign > 0 else 0
+
             for i in range(operators[p, TIMES]):
                 begin = operators[p, WHERE + i]
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
@@ -242,6 +254,7 @@ def shift_lifetimes(state: State, op: int, q: int, sign: int) -> None:
     """
     values, operators, slots, sums = state.values, state.operators, state.slots, state.sums
     before, after = computed_before(operators, op, q), computed_after(operators, op, q)
+
     for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
         value = state.links[k]
         if last_read(state, value, before, after) > q:
@@ -249,6 +262,7 @@ def shift_lifetimes(state: State, op: int, q: int, sign: int) -> None:
             shift(slots, sums, last + 1, q, -sign * values[value, NOW])
         else:
             shift(slots, sums, q, q + 1, sign * values[value, NOW])
+
     for k in range(operators[op, READ_FROM], operators[op, READ_TO]):
         value = state.links[k]
         if values[value, NOW] == 0:
@@ -265,12 +279,14 @@ def insert(state: State, op: int, q: int) -> None:
     operators, slots = state.operators, state.slots
     shift_lifetimes(state, op, q, 1)
     shift(slots, state.sums, q, q + 1, operators[op, WORKSPACE])
+
     i = operators[op, TIMES]
     while operators[op, WHERE + i - 1] > q:
         operators[op, WHERE + i] = operators[op, WHERE + i - 1]
         i -= 1
     operators[op, WHERE + i] = q
     operators[op, TIMES] += 1
+
     slots[SLOT, q] = op
     state.costs[-1] += state.costs[op]
     refresh_around(state, op, q)
@@ -286,12 +302,14 @@ def remove(state: State, op: int, q: int) -> None:
         toggle(state, op, -1)
     shift(slots, state.sums, q, q + 1, slots[SAVED, q] - operators[op, WORKSPACE])
     slots[SAVED, q] = 0
+
     i = 0
     while operators[op, WHERE + i] != q:
         i += 1
     operators[op, TIMES] -= 1
     for m in range(i, operators[op, TIMES]):
         operators[op, WHERE + m] = operators[op, WHERE + m + 1]
+
     slots[SLOT, q] = -1
     state.costs[-1] -= state.costs[op]
     shift_lifetimes(state, op, q, -1)
@@ -303,6 +321,7 @@ def fill(state: State, steps: Ints) -> None:
     """Puts `steps` into empty slots."""
     values, operators, slots, sums = state.values, state.operators, state.slots, state.sums
     capacity, room = slots.shape[1], sums[ROOM]
+
     for index in range(len(steps)):
         op, q = steps[index], SPACING * index + SPACING - 1
         if operators[op, TIMES] < MAX_TIMES:
@@ -311,12 +330,14 @@ def fill(state: State, steps: Ints) -> None:
             operators[op, TIMES] += 1
             state.costs[-1] += state.costs[op]
             slots[HELD, q] += operators[op, WORKSPACE]
+
     for value in range(len(values)):
         if values[value, SNAPSHOT] != 0:
             for k in range(values[value, USER_FROM], values[value, USER_TO]):
                 values[value, REPEATED] += operators[state.links[k], TIMES] > 1
             if values[value, REPEATED] == 0:
                 values[value, NOW] = 0
+
     change = np.zeros(capacity + 1, np.int64)
     for op in range(len(operators)):
         for i in range(operators[op, TIMES]):
@@ -326,13 +347,16 @@ def fill(state: State, steps: Ints) -> None:
                 value = state.links[k]
                 change[begin] += values[value, NOW]
                 change[last_read(state, value, begin, end) + 1] -= values[value, NOW]
+
     alive = 0
     for q in range(capacity):
         alive += change[q]
         slots[HELD, q] += alive
         sums[OVER] += max(slots[HELD, q] - room, 0)
+
     for block in range(-(-capacity // BLOCK)):
         part = slots[HELD, block * BLOCK : (block + 1) * BLOCK]
         slots[MOST, block], slots[LEAST, block] = part.max(), part.min()
+
     for q in range(capacity):
         refresh(state, q)

@@ -66,10 +66,12 @@ def test_a_solved_instance_prints_what_the_simulator_says(run: Run, plain: Path)
     result = run("solve", plain, "--budget", "14", "--solver", "chen-sqrt", "--format", "json")
     answer = json.loads(result.stdout)
     assert (result.exit_code, list(answer)) == (0, KEYS)
+
     graph = chain(16)
     simulation = simulate(graph, Schedule.from_steps(graph, answer["order"]))
     assert (answer["cost"], answer["peak"]) == (simulation.cost_s, simulation.peak_bytes)
     assert answer["overhead_percent"] == pytest.approx(100 * (simulation.cost_s / graph.cost_s - 1))
+
     assert answer["lower_bound"] <= answer["cost"]
     assert answer["wall_s"] > 0
     assert answer["status"] in ("optimal", "feasible")
@@ -89,6 +91,7 @@ def test_each_outcome_has_its_own_exit_status(run: Run, plain: Path) -> None:
     stopped = run("solve", plain, "--budget", "3", "--solver", "keep-all", "--format", "json")
     refused = run("solve", plain, "--budget", "much")
     assert [r.exit_code for r in (solved, impossible, stopped, refused)] == [0, 3, 4, 2]
+
     for result, status in ((impossible, "infeasible"), (stopped, "no_solution")):
         answer = json.loads(result.stdout)
         assert list(answer) == KEYS
@@ -171,11 +174,13 @@ def test_a_frontier_is_printed_and_saved(run: Run, plain: Path) -> None:
     table = run("frontier", plain, *options, "--output", "frontier.json")
     assert table.exit_code == 0, table.stderr
     assert "100%" in table.stdout
+
     answers = json.loads(run("frontier", plain, *options, "--format", "json").stdout)
     solved = [answer for answer in answers if answer["status"] in ("optimal", "feasible")]
     assert len(solved) >= 2
     by_budget = sorted((answer["budget"], answer["cost"]) for answer in solved)
     assert [cost for _, cost in by_budget] == sorted((cost for _, cost in by_budget), reverse=True)
+
     assert (
         run(
             "plot", plain, "frontier.json", "--picture", "tradeoff", "--output", "curve.svg"
@@ -209,10 +214,12 @@ def test_bench_compares_solvers(run: Run, plain: Path) -> None:
     assert result.exit_code == 0
     assert "chen-sqrt" in result.stdout
     assert "no_solution" in result.stdout
+
     records = json.loads(
         run("bench", plain, "--budget", "80%", "--solver", "chen-sqrt", "--format", "json").stdout
     )
     assert [(record["instance"], record["name"]) for record in records] == [("chain", "chen-sqrt")]
+
     assert_refused(run("bench", plain, "--solver", "nobody"), "nobody")
 
 
@@ -465,6 +472,7 @@ def test_solve_starts_without_torch(plain: Path) -> None:
     )
     arguments = ["solve", str(plain), "--budget", "60%", "--time-limit", "5", "--format", "json"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
     assert done.returncode == 0, done.stderr
     assert not done.stderr
 
@@ -522,9 +530,11 @@ def test_output_fits_a_terminal_of_80_columns_without_colour(
     step.with_costs([op.cost_s * 1e-4 for op in step.operators], costs="roofline:H100").save(
         tmp_path / "instance.json"
     )
+
     result = run(
         *["instance.json" if argument == "INSTANCE" else argument for argument in COMMANDS[command]]
     )
+
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -534,6 +544,7 @@ def test_output_fits_a_terminal_of_80_columns_without_colour(
 def test_report_and_export_write_what_solve_saved(run: Run, tmp_path: Path) -> None:
     step = transformer(2, width=2**16)
     step.save(tmp_path / "graph.json")
+
     assert (
         run(
             "solve",
@@ -547,11 +558,13 @@ def test_report_and_export_write_what_solve_saved(run: Run, tmp_path: Path) -> N
         ).exit_code
         == 0
     )
+
     assert (
         run("report", "graph.json", "plan.json", "--points", "0", "--output", "page.html").exit_code
         == 0
     )
     assert "graph" in (tmp_path / "page.html").read_text()
+
     assert run("export", "graph.json", "plan.json", "--output", "trace.json").exit_code == 0
     assert run("export", "graph.json", "--output", "all.pickle").exit_code == 0
     assert_refused(run("export", "graph.json", "--output", "a.txt"), ".pickle", ".json")

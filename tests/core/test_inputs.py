@@ -42,6 +42,7 @@ def written(record: Any, tmp_path: Path, *where: str | int, value: object) -> Pa
         path.write_text(json.dumps(record))
     else:
         record.save(path)
+
     tree = json.loads(path.read_text())
     holder = tree
     for key in where[:-1]:
@@ -68,8 +69,10 @@ def test_a_bad_size_is_refused_wherever_it_occurs(size: int, tmp_path: Path) -> 
             load, written(GRAPH, tmp_path, "operators", 1, "workspace_bytes", value=size)
         )
     assert_refused(read_instance, written(PLAIN, tmp_path, "size", 1, value=size))
+
     for name in ("peak_bytes", "minimum_bytes"):
         assert_refused(Solution.load, written(PLAN, tmp_path, name, value=size))
+
     with pytest.raises(GraphError, match="the size"):
         Value("v", size)
     with pytest.raises(GraphError, match="the workspace"):
@@ -133,6 +136,7 @@ def test_a_bad_text_is_refused_wherever_it_occurs(text: str, tmp_path: Path) -> 
         assert_refused(Graph.load, written(GRAPH, tmp_path, name, value=text))
     for name in ("solver", "fingerprint", "cut_short"):
         assert_refused(Solution.load, written(PLAN, tmp_path, name, value=text))
+
     assert len(limits.printable(text)) <= limits.LONGEST_TEXT
     assert not limits.texts_fault([limits.printable(text)])
 
@@ -160,6 +164,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, (tmp_path / "graph.json").read_bytes())
     os.close(writer)
+
     try:
         assert read_instance(f"/dev/fd/{reader}") == GRAPH
     finally:
@@ -188,6 +193,7 @@ def test_the_command_line_refuses_outputs_it_cannot_write(
     PLAN.save("plan.json")
     Path("file").touch()
     Path("folder.png").mkdir()
+
     for command, suffix in (
         (["solve", "graph.json", "--budget", "100%"], ""),
         (["frontier", "graph.json"], ""),
@@ -208,6 +214,7 @@ def test_brackets_and_dollars_in_a_name_are_no_markup(
     name = "[red] $\\frac{$"
     GRAPH.save(f"{name}.json")
     plan = ["solve", f"{name}.json", "--budget", "100%", "--solver", "keep-all"]
+
     for arguments in (
         [*plan, "--output", f"{name}-plan.json"],
         ["bench", f"{name}.json", "--budget", "100%", "--solver", "keep-all"],
@@ -226,6 +233,7 @@ def test_a_graph_of_no_bytes_works(
     monkeypatch.chdir(tmp_path)
     graph.save("graph.json")
     limit = ["--time-limit", "1"]
+
     for command in (
         ["solve", "graph.json", "--budget", "1", "--output", "plan.json"],
         ["frontier", "graph.json", "--points", "3", *limit, "--output", "curve.json"],

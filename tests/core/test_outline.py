@@ -72,6 +72,7 @@ def test_a_saved_plan_names_the_difference(tmp_path: Path) -> None:
     solution.save(tmp_path / "plan.json")
     loaded = remat.Solution.load(tmp_path / "plan.json")
     assert loaded.outline == outline(GRAPH)
+
     with pytest.raises(
         remat.ScheduleError, match=r"first difference: operator 1, aten\.relu, reads"
     ):

@@ -56,9 +56,11 @@ def test_a_full_disk_leaves_the_old_file(name: str, before: bytes, tmp_path: Pat
     path = tmp_path / name
     if before:
         path.write_bytes(before)
+
     with full_disk(100), pytest.raises(OSError, match="File too large"):
         OUTPUTS[name](path)
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([before] if before else [])
+
     OUTPUTS[name](path)
     assert path.stat().st_size > 100
 
@@ -79,6 +81,7 @@ def test_an_overwritten_file_keeps_its_permissions_and_links(tmp_path: Path) -> 
     path.touch(0o640)
     path.chmod(0o640)
     link.symlink_to(path)
+
     PLAN.save(link)
     assert link.is_symlink()
     assert remat.Solution.load(path) == PLAN
@@ -132,10 +135,12 @@ def test_a_cache_folder_removes_old_parts_of_all_its_files(tmp_path: Path) -> No
     for path in (part, foreign):
         path.touch()
         os.utime(path, (0, 0))
+
     cache = PlanCache(tmp_path)
     cache.get_or_solve(GRAPH, PLAN.budget_bytes, "given", lambda: PLAN)
     assert not part.exists()
     assert foreign.exists()
+
     collect_parts(tmp_path / "nowhere", now_s=0.0)
 
 
@@ -148,10 +153,12 @@ def test_a_new_plan_stays_whatever_the_clocks_say(
         old = tmp_path / f"{index}.json"
         PLAN.save(old)
         os.utime(old, (old.stat().st_mtime + skew_s,) * 2)
+
     size = old.stat().st_size
     cache = PlanCache(tmp_path, limit_bytes=2 * size + 100)
     cache.get_or_solve(GRAPH, PLAN.budget_bytes, "given", lambda: PLAN)
     assert len(list(tmp_path.iterdir())) == 2
+
     again = cache.get_or_solve(GRAPH, PLAN.budget_bytes, "given", pytest.fail)
     assert again == PLAN
 

@@ -46,10 +46,12 @@ def test_simulator_oracle_and_validator_agree_to_the_byte(
     steps = with_recomputations(graph, seed, count)
     schedule = Schedule.from_steps(graph, steps)
     simulation = simulate(graph, schedule)
+
     assert simulation.bytes_at.tolist() == naive_bytes_at(graph, steps)
     assert simulation.peak_bytes == max(simulation.bytes_at.tolist(), default=graph.resident_bytes)
     assert simulation.cost_s == pytest.approx(sum(graph.operators[i].cost_s for i in steps))
     assert validate(graph, schedule, budget_bytes=simulation.peak_bytes) == []
+
     if steps:
         assert simulation.bytes_at[simulation.peak_step] == simulation.peak_bytes
         assert rules(graph, schedule, budget_bytes=simulation.peak_bytes - 1) == {Rule.BUDGET}
@@ -64,6 +66,7 @@ def test_all_three_agree_on_every_family(family: str) -> None:
         )
         schedule = Schedule.from_steps(graph, steps)
         peak_bytes = simulate(graph, schedule).peak_bytes
+
         assert simulate(graph, schedule).bytes_at.tolist() == naive_bytes_at(graph, steps)
         assert validate(graph, schedule, budget_bytes=peak_bytes) == []
 
@@ -82,10 +85,12 @@ def test_scaling_sizes_scales_memory_and_scaling_costs_scales_cost(
             for op in graph.operators
         ),
     )
+
     before, after = (
         simulate(graph, Schedule.from_steps(graph, steps)),
         simulate(scaled, Schedule.from_steps(scaled, steps)),
     )
+
     assert (before.bytes_at * factor).tolist() == after.bytes_at.tolist()
     assert after.cost_s == pytest.approx(before.cost_s * factor)
 
@@ -110,10 +115,12 @@ def test_relabelling_values_changes_nothing(graph: Graph, seed: int) -> None:
         operators=tuple(map(renamed, graph.operators)),
         outputs=tuple(label[v] for v in graph.outputs),
     )
+
     before, after = (
         simulate(graph, Schedule.from_steps(graph, steps)),
         simulate(other, Schedule.from_steps(other, steps)),
     )
+
     assert before.bytes_at.tolist() == after.bytes_at.tolist()
 
 
@@ -147,6 +154,7 @@ def test_brute_force_is_the_best_of_all_sequences(graph: Graph) -> None:
     count = graph.num_operators
     # peak -> least cost of a sequence; three operators never need more than four recomputations
     found: dict[int, float] = {}
+
     for length in range(count, count + 5):
         for steps in itertools.product(range(count), repeat=length):
             schedule = Schedule.from_steps(graph, steps)
@@ -155,6 +163,7 @@ def test_brute_force_is_the_best_of_all_sequences(graph: Graph) -> None:
                 found[peak_bytes] = min(
                     found.get(peak_bytes, np.inf), sum(graph.operators[i].cost_s for i in steps)
                 )
+
     for budget_bytes in found:
         enumerated = min(cost for peak, cost in found.items() if peak <= budget_bytes)
         assert brute_force(graph, budget_bytes) == enumerated
@@ -179,17 +188,20 @@ def test_each_rule_is_named_when_broken() -> None:
     steps = valid.steps
     peak_bytes = simulate(graph, valid).peak_bytes
     assert rules(graph, valid, budget_bytes=peak_bytes) == set()
+
     assert rules(graph, changed(valid, steps=(*steps, 99))) == {Rule.UNKNOWN_OPERATOR}
     assert rules(graph, changed(valid, steps=steps[:-1])) == {Rule.MISSING_OPERATOR}
     assert Rule.UNCOMPUTED_READ in rules(
         graph, changed(valid, steps=(steps[1], steps[0], *steps[2:]))
     )
+
     assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps - 1)) == {
         Rule.FORWARD_MARK
     }
     assert rules(graph, changed(valid, num_forward_steps=valid.num_forward_steps + 1)) == {
         Rule.FORWARD_MARK
     }
+
     assert rules(graph, valid, budget_bytes=peak_bytes - 1) == {Rule.BUDGET}
 
 
@@ -211,6 +223,7 @@ def test_a_recomputation_outside_its_region_is_named() -> None:
     graph = two_regions(3)  # forward 0-2 | forward 3-5, loss 6 | backward 7-10 | backward 11-14
     steps = list(range(graph.num_operators))
     assert rules(graph, Schedule.from_steps(graph, steps)) == set()
+
     for position, expected in (
         (2, set()),
         (5, {Rule.REGION}),

@@ -33,12 +33,14 @@ def span(numbers: list[float], form: str = ".0f") -> str:
 def lecture_chain(d: dict[str, Any]) -> Claims:
     hand = {row["name"]: row for row in d["by_hand"]}
     yield f"Ten layers take {hand['everything kept']['products']} products"
+
     ways = ("checkpoint at layer 5, by segment", "checkpoint at layer 5, by layer", "nothing kept")
     segment, layer, nothing = (hand[way] for way in ways)
     yield (
         f"{segment['products']} (checkpoint at layer 5, by segment), {layer['products']} (by "
         f"layer), {nothing['products']} (nothing kept)"
     )
+
     least = [only(d["least"], matrices=row["matrices"]) for row in (segment, layer, nothing)]
     yield "the least is {}, {} and {}, each proved".format(*(row["products"] for row in least))
     assert all(row["products"] == row["proved_least"] for row in d["least"])
@@ -60,6 +62,7 @@ def checkmate_figures(d: dict[str, Any]) -> Claims:
         f"is {ours / plain:.1f} times keep-all's ({ours} to {plain}; 5.1 in the paper) and "
         f"{ours / best:.2f} times the best heuristic's"
     )
+
     above = {
         (model, way): d["table_2"][model][way] - ratio
         for model, ways in d["table_2_published"].items()
@@ -68,6 +71,7 @@ def checkmate_figures(d: dict[str, Any]) -> Claims:
     lp, ap = above.pop(("U-Net", "lp-rounding")), above.pop(("MobileNetV2", "ap-sqrt"))
     yield f"is {lp:.2f} above the paper on U-Net; `ap-sqrt` is {ap:.2f} above it on MobileNet"
     yield f"the others are within {max(map(abs, above.values())):.2f}"
+
     panel = only(d["figure_5"], model="U-Net", device="V100")
     yield f"ours on U-Net is {d['table_2']['U-Net']['auto']:.2f} with the least budget"
     yield (
@@ -83,12 +87,14 @@ def depth_growth(d: dict[str, Any]) -> Claims:
     }
     power = {name: d["exponents"][name]["sublinear"] for name in deepest}
     yield f"{power['ResNet']:.2f} on the ResNet; on the LSTM {power['LSTM']:.2f} of the whole"
+
     price = {
         way: [100 * (row["over_keep_all"] - 1) for row in d["paces"] if row["way"] == way]
         for way in ("sublinear", "ours, least")
     }
     yield "cost {:.0f} % and {:.0f} % more time per step, measured".format(*price["sublinear"])
     yield "at {:.0f} % and {:.0f} % more time".format(*price["ours, least"])
+
     ways = {
         name: {way: found["bytes"] for way, found in row["ways"].items()}
         for name, row in deepest.items()
@@ -98,10 +104,12 @@ def depth_growth(d: dict[str, Any]) -> Claims:
         "the deepest ResNet and nothing of the LSTM"
     )
     assert ways["LSTM"]["drop cheap"] > 0.98 * ways["LSTM"]["sharing"]
+
     assert 0.4 < ways["ResNet"]["ours, least"] / ways["ResNet"]["sublinear"] < 0.6, (
         "half of that on the ResNet"
     )
     assert d["laws"]["ResNet"]["sublinear"] == "square root"
+
     slowest = d["exponents"]["LSTM"]["ours, least"]
     yield f"grow slower still on the LSTM (power {slowest:.2f})"
     assert slowest < power["LSTM"]
@@ -112,6 +120,7 @@ def transformer_arithmetic(d: dict[str, Any]) -> Claims:
     term = d["terms"][-1]
     yield f"{term['d T coefficient']:.2f} b T d + {term['T x T coefficient']:.2f} b h T² bytes"
     yield f"The loss keeps {term['vocabulary coefficient']:.0f} b T V"
+
     selective, ours = (
         row["step_s"] for row in d["ways"] if "T × T" in row["way"] or "T x T" in row["way"]
     )
@@ -130,6 +139,7 @@ def static_memory(d: dict[str, Any]) -> Claims:
     rows = d["rows"]
     plain, planned = rows[::2], rows[1::2]
     assert {row["schedule"] for row in plain} == {"everything kept"}
+
     shared = [
         [100 * row["shared"] / row["own memory"] for row in half] for half in (plain, planned)
     ]
@@ -138,12 +148,14 @@ def static_memory(d: dict[str, Any]) -> Claims:
         f"{span(shared[1])} % under a plan; in-place alone leaves "
         f"{span([100 * row['in place'] / row['own memory'] for row in rows])} %"
     )
+
     lost = {
         way: [100 * (row["arenas"][way] / row["both"] - 1) for row in rows]
         for way in ("best fit, as values come", "our search")
     }
     nothing = sum(percent == 0 for percent in lost["our search"])
     most = {way: max(percents) for way, percents in lost.items()}
+
     yield (
         f"loses up to {most['best fit, as values come']:.0f} %; our search at most "
         f"{most['our search']:.0f} %"
@@ -158,12 +170,14 @@ def static_memory(d: dict[str, Any]) -> Claims:
 def reverse_price(d: dict[str, Any]) -> Claims:
     yield f"cost {span([row['flop'] for row in d['prices']], '.2f')} times the function in FLOP"
     yield f"{span([row['seconds'] for row in d['prices']], '.1f')} in seconds"
+
     gpt, resnet = d["totals"].values()
     yield (
         f"{100 * gpt['seconds_bound_by_memory']:.0f} % (GPT-2) and "
         f"{100 * resnet['seconds_bound_by_memory']:.0f} % (ResNet-50)"
     )
     yield f"{100 * gpt['flop_in_products']:.1f} % of the FLOP is in products"
+
     used = [f"{100 * row['utilisation']:.1f}" for row in d["utilisation"]]
     yield (
         f"from {used[0]} to {used[1]} % block by block and {used[2]} % with our plan in the same "
@@ -179,15 +193,18 @@ def sharding(d: dict[str, Any]) -> Claims:
     kept = [row(precision, "everything kept") for precision in ("fp32", "bf16-mixed")]
     sizes = [f"{r['bytes']['activations'] / GIB:.1f} of {r['total'] / GIB:.1f} GiB" for r in kept]
     yield f"on 1,024 ranks they are {sizes[0]} in fp32 and {sizes[1]} in bf16-mixed"
+
     least = [row(precision, "remat, least") for precision in ("fp32", "bf16-mixed")]
     yield f"The least plans hold {least[0]['bytes']['activations'] / GIB:.1f} GiB of them"
     yield f"at {100 * least[0]['overhead']:.0f} and {100 * least[1]['overhead']:.0f} % more compute"
+
     assert all(r["computed"] == r["measured"] for r in d["measured"]), "to the byte"
     steps = [
         only(d["measured"], ranks=4, precision="fp32", plan=plan)["step_bytes"] / MIB
         for plan in ("remat, 60%", "everything kept")
     ]
     yield "({:.0f} of {:.0f} MiB on 4 ranks)".format(*steps)
+
     planned = [r for r in d["measured"] if "predicted_peak_bytes" in r and r["ranks"] > 1]
     excess = [100 * (r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1) for r in planned]
     yield f"{span(excess)} % above its prediction"
@@ -201,21 +218,25 @@ def side_by_side(d: dict[str, Any]) -> Claims:
     }
     differences = [100 * row["gradient_difference"] for row in wrong]
     yield f"off by {span(differences)} % of the largest"
+
     ours = [row for row in rows if (row["model"], row["family"]) == ("GPT", "remat")]
     assert {row["gradients"] for row in rows if row["family"] == "remat"} == {"equal"}
     yield (
         f"Plans hold from {ours[0]['peak_bytes'] / MIB:.0f} to {ours[-1]['peak_bytes'] / MIB:.0f} "
         "MiB, equal to the bit"
     )
+
     fused = only(rows, model="GPT", family="remat, run by Inductor", label="60%")
     yield (
         f"through Inductor's kernels {fused['peak_bytes'] / MIB:.0f} MiB at {fused['ratio']:.2f} "
         "of the plain step's time"
     )
+
     rounding = only(
         rows, model="ResNet-18", family="Inductor, activation_memory_budget", label="1"
     )["gradient_difference"]
     yield f"Inductor's own rounding is {100 * rounding:.1f} % of the largest gradient"
+
     yield "came out at {:.2f} and {:.2f}".format(
         *(row["ratio"] for row in rows if row["family"] == "plain PyTorch")
     )
@@ -226,9 +247,11 @@ def new_lengths(d: dict[str, Any]) -> Claims:
     times = [row["symbolic_s"] / row["capture_s"] for row in rows]
     shares = [100 * row["concrete_s"] / row["capture_s"] for row in rows]
     pays = [row["symbolic_s"] / (row["capture_s"] - row["concrete_s"]) for row in rows]
+
     yield f"takes {span(times)} times a capture with fixed sizes"
     yield f"{span(shares)} % of a capture for each length"
     yield f"pays off after {span(pays)} lengths"
+
     assert all(row["equal_lengths"] == row["lengths"] == 4 for row in rows)
     assert all(row["symbolic_captures"] == 1 for row in rows)
 
@@ -239,10 +262,12 @@ def gpu_run(d: dict[str, Any]) -> Claims:
     plans = {key: row for key, row in rows.items() if "budget" in row}
     promised = {key: row["kernels_peak"] or row["predicted"] for key, row in plans.items()}
     off = {key: row["requested"] - row["base"] - promised[key] for key, row in plans.items()}
+
     near = [key for key, size in off.items() if abs(size) < 0.2 * MIB]
     yield f"less than 0.2 MiB in {len(near)} of {len(off)} runs"
     (far,) = off.keys() - near
     yield f"by {off[far] / MIB:.1f} MiB for GPT-2 XL at 60 %"
+
     blocks = [
         100 * (row["allocated"] - row["base"] - promised[key]) / promised[key]
         for key, row in plans.items()
@@ -257,12 +282,14 @@ def gpu_run(d: dict[str, Any]) -> Claims:
         f"PyTorch (planned: {1 + medium['remat 60%']['overhead']:.2f}); selective checkpoints take "
         f"{medium['selective checkpoints']['step_s'] / plain_s:.2f} times as long"
     )
+
     least, blocks_ = medium["remat least"], medium["checkpoint per block"]
     saved = 1 - (least["requested"] - least["base"]) / (blocks_["requested"] - blocks_["base"])
     yield (
         f"With {100 * saved:.0f} % less memory than checkpoints per block it takes "
         f"{least['step_s'] / blocks_['step_s']:.2f} times their time"
     )
+
     fused = {way: row for (model, way), row in rows.items() if "12 layers" in model}
     ours, theirs = (
         fused[way] for way in ("remat inductor 100%", "torch.compile, activation_memory_budget 1.0")
@@ -282,8 +309,10 @@ def gpu_run_h200(d: dict[str, Any]) -> Claims:
         key: (row["requested"] - row["base"] - (row.get("kernels_peak") or row["predicted"])) / MIB
         for key, row in planned.items()
     }
+
     near = [key for key, size in off.items() if abs(size) <= 1.0]
     yield f"by at most 1.0 MiB in {len(near)} of {len(off)} runs"
+
     laptop, cut = sorted(off.keys() - near, key=lambda key: off[key])
     assert laptop[0] == "resnet50" and "logged" in cut[0]
     yield f"{off[laptop]:.1f} MiB below: only the card knows"
@@ -303,10 +332,12 @@ def gpu_run_h200(d: dict[str, Any]) -> Claims:
         f"({said(gpt, theirs)}), in two pieces {said(f'{gpt}, logged', ours)} "
         f"({said(f'{gpt}, logged', theirs)})"
     )
+
     yield (
         f"ResNet-50: {said('resnet50', ours)} ({said('resnet50', theirs)}), at 60 % "
         f"{said('resnet50', 'remat inductor 60%')}"
     )
+
     slower = sorted(
         rows[model, ours]["until_first_s"] / rows[model, theirs]["until_first_s"]
         for model, way in rows
@@ -316,6 +347,7 @@ def gpu_run_h200(d: dict[str, Any]) -> Claims:
         f"{slower[0]:.1f} to {slower[-2]:.1f} times as long as `torch.compile`'s, "
         f"{slower[-1]:.1f} in pieces"
     )
+
     refused = [row["model"] for row in d["facts"] if "60%" in row.get("way", "") and "error" in row]
     assert {gpt, f"{gpt}, no dropout", "llama-3-8b, 8 layers"} == set(refused)
 
@@ -340,6 +372,7 @@ def inductor(record: dict[str, Any]) -> Claims:
     assert all(share == 1 for name in held if name != "BERT" for share in held[name])
     less = sorted(100 * (1 - share) for share in held["BERT"])
     yield f"it held {less[0]:.1f} to {less[-1]:.1f} % less"
+
     times = {
         name: [row["time"] for row in rows(name).values() if row["share"] > 0.56] for name in models
     }
@@ -349,16 +382,19 @@ def inductor(record: dict[str, Any]) -> Claims:
             *(f(times[name]) for name in ("GPT, no dropout", "GPT", "BERT") for f in (min, max))
         )
     )
+
     fused = rows("GPT")["60%"]
     yield (
         f"a GPT in {100 * fused['share']:.0f} % of `torch.compile`'s peak takes "
         f"{fused['time']:.2f} times its step"
     )
+
     transformers = [rows(name) for name in ("GPT, no dropout", "GPT", "BERT")]
     yield "{:.2f}, {:.2f} and {:.2f} times".format(*(each["40%"]["time"] for each in transformers))
     yield "A step at the least takes {:.2f}, {:.2f} and {:.2f} times".format(
         *(each["least"]["time"] for each in transformers)
     )
+
     least = {
         name: rows(name)["least"]["predicted_bytes"]
         / rows(name, "eager")["least"]["predicted_bytes"]

@@ -66,6 +66,7 @@ def _commands() -> list[str]:
         for command in commands.app.registered_commands
         for example in EXAMPLE.findall(command.callback.__doc__ or "")
     ]
+
     return sorted(
         {re.sub(r"\s+", " ", command).replace("[", "").replace("]", "") for command in found}
     )
@@ -105,10 +106,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, graph = tmp_path_factory.mktemp("project"), chain(12)
     for name in ("graph", "a", "b"):
         graph.save(folder / f"{name}.json")
+
     plans = [remat.solve(graph, budget, solver="chen-greedy") for budget in ("60%", "80%")]
     plans[0].save(folder / "plan.json")
     for name in ("curve", "frontier"):
         serialize.save(plans, folder / f"{name}.json")
+
     (folder / "my_project").mkdir()
     for path in ("my_project/__init__.py", "my_project/model.py", "train.py"):
         (folder / path).write_text(MODEL)
@@ -124,12 +127,14 @@ def test_every_command_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "80")
+
     arguments = shlex.split(command.replace("/tmp/", f"{tmp_path}/"))[1:]
     arguments += SHORTER.get(arguments[0], [])
     with joblib.parallel_config("threading"):
         result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
     for name in ("my_project", "my_project.model"):
         sys.modules.pop(name, None)
+
     assert result.exit_code == 0, result.output
     if "json" not in arguments:
         assert max(map(len, result.stdout.splitlines())) <= 80

@@ -68,6 +68,7 @@ def test_the_coverage_matches_the_result_file() -> None:
         f"Of {counts.total()} architectures, each at 100 %, 70 % and its least budget, "
         f"dropout on: {counts.pop('equal')} equal plain" in page
     )
+
     in_pieces = [
         counts.pop(way)
         for way in (
@@ -76,14 +77,17 @@ def test_the_coverage_matches_the_result_file() -> None:
             "equal, above predicted on a path of its own",
         )
     ]
+
     assert (
         f"{sum(in_pieces)} others run in the pieces that `torch.compile` cuts them into. "
         f"{in_pieces[0]} of these equal plain" in page
     )
     assert f"at every budget. {in_pieces[1]} raises a `BudgetError` in a later step" in page
     assert f"{in_pieces[2]} took a new path" in page
+
     assert f"{counts.pop('TraceError')} models are refused with a `TraceError`" in page
     assert not counts
+
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
     assert (
@@ -109,6 +113,7 @@ def test_the_front_pages_demo_matches_the_result_file() -> None:
         rows_of((ROOT / "README.md").read_text()),
         json.loads((RESULTS / "demo" / "demo.json").read_text())["runs"],
     )
+
     for run in runs:
         peak = (
             f"{run['peak_bytes'] / 2**20:.0f} MiB, "
@@ -125,6 +130,7 @@ def test_the_front_page_shows_what_its_blocks_print() -> None:
     outputs = read("front_page")["outputs"]
     blocks = [text for _, text in shown()]
     assert len(blocks) == len(outputs) >= 2
+
     for text, output in zip(blocks, outputs, strict=True):
         printed = iter(line.rstrip() for line in output.splitlines())
         for line in (
@@ -136,6 +142,7 @@ def test_the_front_page_shows_what_its_blocks_print() -> None:
 def test_the_times_of_small_steps_match_the_result_file() -> None:
     page = re.sub(r"\s+", " ", everything())
     small, middle, large = read("speed")["step"]
+
     assert (
         f"At 100 % a {1000 * small['plain_s']:.0f} ms step takes {small['ratio']:.2f} times "
         "plain's time" in page
@@ -177,9 +184,11 @@ def pictures() -> Iterator[tuple[str, Path]]:
 def test_every_picture_has_a_result_file_with_date_seed_and_machine() -> None:
     found = list(pictures())
     assert len(found) >= 5
+
     for document, picture in found:
         assert picture.is_file(), f"{document} shows {picture.name}"
         name = re.sub(r"_figure\d", "_figures", picture.stem).removesuffix("_schedule")
+
         if name.startswith("gpu_run"):  # a fact per line
             record = picture.with_name("gpu_run.jsonl")
             facts = map(json.loads, record.read_text().splitlines())
@@ -188,6 +197,7 @@ def test_every_picture_has_a_result_file_with_date_seed_and_machine() -> None:
             is_demo = picture.parent.name == "demo"
             record = picture.parent / ("demo.json" if is_demo else f"{name}.json")
             content = json.loads(record.read_text())
+
         made = content.get("environment", content)
         assert {"date", "seed", "python", "cores"} <= set(made), record.name
 

@@ -24,6 +24,7 @@ def test_the_lectures_chain_has_the_lectures_counts() -> None:
         "checkpoint at layer 5, by layer": (4, 50),
         "nothing kept": (3, 75),
     }
+
     assert 75 - 30 == sum(range(10))
     assert 50 - 30 == 2 * sum(range(5))
 
@@ -82,6 +83,7 @@ def test_known_growth_gives_its_exponent() -> None:
         "sublinear": 0.5,
         "ours, least": 0.0,
     }
+
     rows = [
         {"size": n, "ways": {way: {"bytes": 7 * n**power} for way, power in powers.items()}}
         for n in (4, 8, 16, 32)
@@ -104,6 +106,7 @@ def test_inductors_rounding_is_the_gradients_tolerance() -> None:
         row("remat, run by Inductor", "60%", 2e-7),
     ]
     refused = {"model": "m", "family": "remat", "label": "1%", "refused": "too little"}
+
     assert [r.get("gradients") for r in judged([*rows, refused])] == [
         "equal",
         "close",

@@ -82,6 +82,7 @@ def test_differences_are_found_and_measured() -> None:
     assert third_party._difference_of([ones], [ones.clone()]) is None
     assert third_party._difference_of([ones, ones * 2], [ones, ones * 4]) == 0.5
     assert third_party._difference_of([torch.empty(0)], [ones]) == float("inf")
+
     nan = torch.tensor([1.0, torch.nan])
     assert third_party._difference_of([nan], [nan.clone()]) is None
     assert third_party._difference_of([nan], [nan.nan_to_num()]) == float("inf")
@@ -95,6 +96,7 @@ def test_rows_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = [good, Row(name, "60%", "below the least"), Row(name, "least", "DIFFERENT", 0.25)]
     kept = {"environment": {"date": "today"}, "version": "1.0"}
     known = {name: {**kept, "rows": [asdict(row) for row in rows]}}
+
     text = third_party_table.save(known)
     assert third_party_table.load() == known
     assert (tmp_path / "third_party.md").read_text() == text + "\n"

@@ -61,6 +61,7 @@ def test_only_auto_gives_up_kernels() -> None:
     failure = TraceError("the step has a graph break\nand more")
     asked = Executor.chosen("inductor", "cpu", is_compiled=False)
     assert not asked.gives_up_kernels(failure) and asked.name == "inductor"
+
     left_open = Executor.chosen("auto", "cuda", is_compiled=False)
     assert left_open.gives_up_kernels(failure) and not left_open.gives_up_kernels(failure)
     assert left_open.text() == (

@@ -72,6 +72,7 @@ def test_a_plan_stays_when_the_module_is_compiled(
     way: str, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, model, x = make(), make(), torch.randn(64, 32)
+
     with caplog.at_level(logging.WARNING, "remat"):
         step = WAYS[way](model)
         for _ in range(2):
@@ -94,10 +95,12 @@ def test_a_part_of_a_compiled_module_keeps_its_plan(make: Callable[[], nn.Module
     plain, x = copy.deepcopy(outer), torch.randn(64, 32)
     plan(outer.inner)
     step = compiled(outer)
+
     for each in (step, plain):
         each(x).mean().backward()
     for mine, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
         assert_same(mine.grad, theirs.grad)
+
     assert remat.report(outer.inner).recomputed
     with torch.no_grad():
         assert_same(step(x), plain(x))
@@ -109,6 +112,7 @@ def test_a_compiled_function_keeps_its_plan() -> None:
         lambda x: model(x).square().mean(), "80%", costs="flops", gap=0.2, time_limit_s=5
     )
     again: Any = torch.compile(step, backend="aot_eager")
+
     again(x).backward()
     plain(x).square().mean().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -128,6 +132,7 @@ def test_a_planned_part_joins_the_plan_of_the_module_around_it() -> None:
     plain, x = copy.deepcopy(outer), torch.randn(64, 32)
     plan(outer.inner)
     plan(outer)
+
     for each in (outer, plain):
         each(x).mean().backward()
     for mine, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
@@ -167,6 +172,7 @@ def test_a_step_under_a_dispatch_mode_is_refused_and_works_after_it() -> None:
             pytest.raises(remat.TraceError, match="can't run under FlopCounterMode"),
         ):
             model(x)
+
         model(x).mean().backward()
         assert remat.report(model).recomputed
         model.zero_grad()
@@ -183,5 +189,6 @@ def test_a_step_where_torch_compile_is_off_says_so_and_works_after_it() -> None:
         pytest.raises(remat.TraceError, match="switched off"),
     ):
         model(x)
+
     model(x).mean().backward()
     assert remat.report(model).recomputed

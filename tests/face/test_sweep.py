@@ -79,12 +79,14 @@ def test_the_command_line_sweeps(tmp_path: Path) -> None:
         graph.save(tmp_path / f"{name}.json")
     files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     options = ["--budget", "100%", "--budget", "80%", "--solver", "chen-sqrt", "--jobs", "2"]
+
     records = json.loads(
         CliRunner().invoke(commands.app, ["sweep", *files, *options, "--format", "json"]).stdout
     )
     assert [(r["instance"], r["budget"]) for r in records] == [
         (n, b) for n in ("one", "two") for b in ("100%", "80%")
     ]
+
     expected = [
         s
         for row in remat.sweep(
@@ -95,9 +97,11 @@ def test_the_command_line_sweeps(tmp_path: Path) -> None:
     assert [(r["status"], r["order"]) for r in records] == [
         (s.status, list(s.schedule.steps) if s.schedule else []) for s in expected
     ]
+
     table = CliRunner().invoke(commands.app, ["sweep", *files, *options]).stdout
     assert "one" in table
     assert "80%" in table
+
     refused = CliRunner().invoke(commands.app, ["sweep", *files, "--budget", "80%", "--jobs", "0"])
     assert refused.exit_code == 2
     assert "--jobs" in refused.stderr

@@ -62,8 +62,10 @@ def test_a_plan_within_the_budget_is_found_and_its_parts_sum_to_its_peak(fit: re
         < fit.keep_all.total
     )
     assert fit.budget_bytes == int(0.6 * fit.keep_all.total)
+
     assert fit.bound_bytes <= fit.minimum_bytes <= fit.planned.total
     assert 0 < fit.overhead < 0.4
+
     model_bytes = sum(p.nbytes for p in Net().parameters())
     assert fit.planned.parameters == model_bytes == fit.held.gradient_bytes
     assert fit.planned.optimizer == optimizer_memory("adamw", Net().parameters()).state_bytes
@@ -81,6 +83,7 @@ def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
 
     step()
     optimizer.zero_grad()
+
     state = sum(
         t.nbytes
         for s in optimizer.state.values()
@@ -88,6 +91,7 @@ def test_predicted_peak_is_what_training_holds(fit: remat.Fit) -> None:
         if isinstance(t, torch.Tensor)
     )
     held = state + sum(p.nbytes for p in model.parameters()) + x.nbytes
+
     assert (
         abs(
             remat.measure(step).peak_bytes
@@ -181,6 +185,7 @@ def test_seventy_billion_parameters_need_no_memory() -> None:
     found = remat.fits(
         model, (torch.empty(1, 16, 1 << 16, device="meta"),), device="H100", time_limit_s=2.0
     )
+
     assert not found and found.status is remat.Status.INFEASIBLE and found.planned is None
     assert found.keep_all.parameters > 250 << 30
     assert "shard them over more than" in found.verdict
@@ -259,10 +264,12 @@ def test_predicted_optimizer_memory_is_right(name: str) -> None:
         nn.Parameter(torch.zeros(7))
     ]
     predicted = optimizer_memory(name, parameters)
+
     optimizer = OPTIMIZERS[name](parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
     state = sum(
         t.nbytes
         for s in optimizer.state.values()
@@ -270,6 +277,7 @@ def test_predicted_optimizer_memory_is_right(name: str) -> None:
         if isinstance(t, torch.Tensor)
     )
     assert state == predicted.state_bytes
+
     # the step's scalars
     assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64
 
@@ -285,12 +293,15 @@ def test_any_optimizer_is_measured() -> None:
 
     parameters = [nn.Parameter(torch.zeros(100))]
     assert optimizer_memory(Three, parameters).state_bytes == 1200
+
     assert (
         optimizer_memory("adamw-8bit", [nn.Parameter(torch.zeros(1 << 16))]).state_bytes
         == 2 * (1 << 16) + 2 * 4 * 256
     )
+
     frozen = [nn.Parameter(torch.zeros(100), requires_grad=False)]
     assert optimizer_memory("adamw", frozen).state_bytes == 0
+
     with pytest.raises(TypeError, match="made a list"):
         optimizer_memory(list, parameters)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown optimizer 'adm'; known are none, sgd"):
@@ -322,11 +333,13 @@ def test_the_largest_batch_fits_and_four_times_it_does_not() -> None:
     found = remat.max_batch(
         Net(depth=1), batch_of, budget, device="T4", optimizer="sgd", points=2, time_limit_s=0.5
     )
+
     sizes = [row.batch for row in found.rows]
     assert sizes == sorted(sizes) and sizes[-1] == found.largest
     assert all(
         row.fit.planned is not None and row.fit.planned.total <= budget for row in found.rows
     )
+
     assert not remat.fits(
         Net(depth=1),
         batch_of(4 * found.largest),
@@ -335,6 +348,7 @@ def test_the_largest_batch_fits_and_four_times_it_does_not() -> None:
         budget=budget,
         time_limit_s=0.5,
     )
+
     assert found.best.samples_per_s == max(row.samples_per_s for row in found.rows)
     assert "largest that fits" in str(found)
     assert json.loads(json.dumps(found.record()))["largest"] == found.largest

@@ -107,19 +107,23 @@ def test_what_torch_compile_computes_within_the_budget(
         remat.checkpoint(
             model, budget, executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
         )
+
     for seed, states in zip((1, 2), expected[1], strict=True):
         for ours, theirs in zip(state_after(model, model, seed), states, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
     report = remat.report(model)
     assert report.measured_peak_bytes == report.kernels_peak_bytes  # known before the first step
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.budget_bytes
+
     times = Counter(report.schedule.steps)
     drawn = [
         index for index, op in enumerate(report.graph.operators) if "inductor_seeds" in op.target
     ]
     assert drawn
     assert all(times[index] == 1 for index in drawn)
+
     model.zero_grad()
     x = batch()
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
@@ -127,6 +131,7 @@ def test_what_torch_compile_computes_within_the_budget(
         remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes + held
         <= report.solution.budget_bytes + 16
     )
+
     if budget == "keep nothing":
         masks = {
             i
@@ -134,6 +139,7 @@ def test_what_torch_compile_computes_within_the_budget(
             for i, op in enumerate(piece.step.graph.operators)
             if "inductor_random" in op.target
         }
+
         # masks are made again from their seeds: only seeds and results of the forward are kept
         assert masks
         assert report.solution.overhead > 0.2
@@ -146,6 +152,7 @@ def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
     remat.checkpoint(
         model, UNLIMITED, solver=Given(keep_nothing), executor="inductor", costs="flops"
     )
+
     for seed in (1, 2):
         for ours, theirs in zip(
             state_after(model, model, seed), state_after(plain, plain, seed), strict=True
@@ -167,14 +174,17 @@ def test_the_kernels_of_the_last_round_run(
     monkeypatch.setattr("remat.inductor.kernel_plan._ROUNDS", 1)
     monkeypatch.setattr(Loops, "to_blame", all_apart)
     monkeypatch.setattr(Loops, "bytes_at", lambda *_: [1 << 60])
+
     model = copy.deepcopy(expected[0])
     remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
     # not cached: no other job would compile such kernels
     with caplog.at_level(logging.INFO), inductor_config.patch(fx_graph_cache=False):
         ends = state_after(model, model, 1)
+
     counts = re.findall(r"(\d+) loops and operators of libraries in (\d+) kernels", caplog.text)
     assert len(counts) == 2
     assert all(parts == kernels for parts, kernels in counts)
+
     torch.testing.assert_close(ends, expected[1][0], rtol=1e-5, atol=1e-7)
     report = remat.report(model)
     assert report.measured_peak_bytes == report.kernels_peak_bytes
@@ -191,10 +201,12 @@ def test_inductors_compiled_kernels_are_reused() -> None:
         remat.checkpoint(
             model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops"
         )
+
         counters.clear()
         model(batch()).backward()
         if is_second:
             assert counters["inductor"]["fxgraph_cache_hit"] == 2
+
         report = remat.report(model)
         assert report.measured_peak_bytes == report.kernels_peak_bytes
 
@@ -251,6 +263,7 @@ def test_the_peak_is_known_to_the_byte_before_the_first_step(kind: str, budget: 
     options = {"costs": "roofline", "time_limit_s": 2.0, "plan_cache": False}
     remat.checkpoint(model, budget, executor="inductor", **options)  # type: ignore[arg-type]  # of several types
     model(inputs).backward()
+
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None
     assert report.measured_peak_bytes == report.kernels_peak_bytes
@@ -288,10 +301,12 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
     monkeypatch.setattr(LaterKernel, "start", start)
     monkeypatch.setattr("remat.inductor.compiled_halves.dry_run", more_than_there_is)
     monkeypatch.setattr("remat.inductor.attempts.ATTEMPTS", 2)
+
     model = Net()
     remat.checkpoint(
         model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
     )
+
     if is_ever_enough:
         model(batch()).backward()
         report = remat.report(model)
@@ -316,11 +331,13 @@ def test_if_no_plan_is_small_enough_the_smallest_is_tried(
 
     halves: list[HalfMemory] = []
     monkeypatch.setattr("remat.inductor.compiled_halves.dry_run", far_more_at_first)
+
     model = Net()
     remat.checkpoint(
         model, "100%", executor="inductor", costs="flops", time_limit_s=2.0, plan_cache=False
     )
     model(batch()).backward()
+
     assert len(halves) == 4
     solution = remat.report(model).solution
     assert solution.budget_bytes - solution.peak_bytes < 0.02 * solution.peak_bytes
@@ -334,11 +351,13 @@ def test_kernels_that_hold_more_than_the_budget_are_planned_again(
         model, "90%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
     )
     model(batch()).backward()
+
     model.zero_grad()
     (piece,) = call_of(model).pieces
     piece.meter.peak_bytes = piece.solution.budget_bytes + 4096  # as if Inductor had freed late
     with caplog.at_level(logging.WARNING):
         model(batch()).backward()
+
     (again,) = call_of(model).pieces
     assert again.solution.budget_bytes == piece.solution.budget_bytes - 4096
     assert "planning again with less" in caplog.text
@@ -362,9 +381,11 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     options: dict[str, Any] = {
         "executor": "inductor", "costs": "roofline", "time_limit_s": 2.0, "plan_cache": False,
     }  # fmt: skip
+
     remat.checkpoint(model, "80%", **options)
     for each in (model, plain):
         each(x, labels).backward()
+
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None
     assert report.kernels_peak_bytes <= report.solution.budget_bytes
@@ -430,6 +451,7 @@ def test_an_inputs_size_does_not_depend_on_how_often_a_kernel_reads_it(
     model = remat.checkpoint(Resized(), "100%", executor="inductor", costs="flops")
     with inductor_config.patch(fx_graph_cache=False):
         model(torch.randn(4, 3, 64, 64)).backward()
+
     assert len(found) >= 3
     assert found == {name: true_bytes[name] for name in found}
 
@@ -460,6 +482,7 @@ def test_a_padded_operand_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
         model = remat.checkpoint(Padded(), "10MiB", executor="inductor", costs="flops")
         model(torch.randn(500, 1000)).backward()
         peaks.append(remat.report(model).kernels_peak_bytes or 0)
+
     operand_bytes = 500 * 1000 * 4
     assert peaks[1] - peaks[0] == pytest.approx(operand_bytes, rel=0.02)
 
@@ -469,6 +492,7 @@ def test_the_largest_batch_is_found_for_the_kernels() -> None:
         "budget": "1MiB", "optimizer": "none", "time_limit_s": 1.0, "executor": "inductor",
     }  # fmt: skip
     batches = remat.max_batch(Net(), lambda size: (torch.zeros(size, 32),), points=1, **options)
+
     (row,) = batches.rows
     graph = remat.trace(Net(), (torch.zeros(batches.largest, 32),), executor="inductor")
     assert row.fit.graph.fingerprint == graph.fingerprint
@@ -496,6 +520,7 @@ def test_a_kernel_moves_less_than_its_operators() -> None:
     assert fused.graph.num_operators < step.graph.num_operators
     assert fused.graph.cost_s < step.graph.cost_s
     assert len(fused.graph.values) < len(step.graph.values)
+
     keep_all = Schedule.keep_all(fused.graph)
     assert sorted(fused.unfused(keep_all).steps) == list(range(step.graph.num_operators))
     assert (
@@ -529,6 +554,7 @@ def test_the_traced_kernel_graph_is_the_planned_one() -> None:
         model, "80%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
     )
     model(batch()).backward()
+
     assert remat.report(model).graph.fingerprint == traced_graph.fingerprint
     assert traced_graph.fingerprint != remat.trace(Net(), (batch(),)).fingerprint
 
@@ -540,6 +566,7 @@ def test_fits_through_inductor_uses_the_kernel_graph() -> None:
     assert fit
     graph = remat.trace(Net(), (batch(),), executor="inductor")
     assert fit.budget_bytes == simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
     with pytest.raises(ValueError, match="this machine has no GPU such as H100"):
         remat.fits(Net(), (batch(),), device="H100", executor="inductor")
     with pytest.raises(ValueError, match='is neither "eager" nor "inductor"'):
@@ -568,6 +595,7 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
     model, args = scored()
     plain = copy.deepcopy(model)
     remat.checkpoint(model, budget, executor="inductor", costs="roofline", time_limit_s=2.0)
+
     results = []
     for one in (model, plain):
         loss, scores = one(*args)
@@ -575,6 +603,7 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
         results.append([loss, scores, *(p.grad for p in one.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
     report = remat.report(model)
     assert report.measured_peak_bytes == report.kernels_peak_bytes
     assert report.measured_peak_bytes is not None
@@ -593,6 +622,7 @@ def test_a_kernel_that_draws_numbers_costs_at_least_the_drawing() -> None:
         ),
         outputs=(1,),
     )
+
     drawn = _kernel(graph, (0, 1), {1: 0})
     assert drawn.cost_s == pytest.approx(5.0 + 1.0 / 9)
     assert drawn.writes == (0,) and not drawn.reads

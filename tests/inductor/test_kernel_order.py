@@ -55,6 +55,7 @@ def test_a_buffer_of_two_independent_readers_is_not_overwritten() -> None:
         Loop(2, frozenset({0}), (0,), (2,), overwrites=frozenset({0})),
     )
     half = Loops(loops, (8, 8, 8), frozenset(), frozenset({1, 2}))
+
     assert half.bytes_at([[0], [1, 2]]) == [8, 24]
     assert half.bytes_at([[0], [1], [2]]) == [8, 16, 16]
 
@@ -101,6 +102,7 @@ def test_a_loop_far_from_its_kernel_is_to_blame() -> None:
         Loop(10, frozenset({0, 2}), (1, 3), (4,)),
     )
     half = Loops(loops, (100, 1, 50, 1, 1), frozenset({0}), frozenset({4}))
+
     together = half.in_order([[0, 3], [1], [2]])
     assert max(half.bytes_at(half.in_order(half.alone))) == 101
     assert max(half.bytes_at(together)) == 151

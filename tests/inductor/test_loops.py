@@ -65,6 +65,7 @@ def accumulated(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
         loss, _ = step(x)
         loss.backward()
         losses.append(loss.detach())
+
         if index % 2:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -95,12 +96,14 @@ def test_a_loop_ends_as_with_torch_compile(loop: Loop) -> None:
     step = remat.checkpoint(
         model, "90%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
     )
+
     ends = []
     for one, call in ((plain, torch.compile(plain)), (model, step)):
         torch.manual_seed(3)
         losses = loop(one, call)
         gradients = [p.grad for p in one.parameters() if p.grad is not None]
         ends.append([*losses, *one.state_dict().values(), *gradients, torch.rand(4)])
+
     loose = loop is in_bfloat16
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(

@@ -49,6 +49,7 @@ def test_an_operand_of_two_products_is_padded_once() -> None:
     assert count(joint, aten.constant_pad_nd.default) == 2
     for found, wanted in zip(joint(*tensors), expected, strict=True):
         assert torch.equal(found, wanted)
+
     for node in joint.graph.nodes:
         if node.op == "call_function":
             assert node.meta["val"].shape and node.meta["val"].device.type == "cpu"
@@ -133,15 +134,18 @@ def test_a_padded_head_holds_what_its_plan_predicts(make: type[Head], budget: st
     model, plain = make(), make()
     plain.load_state_dict(model.state_dict())
     x, labels = torch.randn(8, 64, 128), torch.randint(0, 501, (8, 64))
+
     remat.checkpoint(model, budget, executor="inductor", costs="roofline", time_limit_s=3)
     for _ in range(2):
         for each in (model, plain):
             each.zero_grad()
             each(x, labels).backward()
+
     report = remat.report(model)
     assert any("constant_pad_nd" in op.target for op in report.graph.operators)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
     assert report.kernels_peak_bytes is not None
     assert report.kernels_peak_bytes <= report.budget_bytes
     assert report.kernels_peak_bytes == pytest.approx(report.solution.peak_bytes, rel=0.01)
@@ -155,7 +159,9 @@ def test_a_head_that_is_padded_twice_would_hold_more(monkeypatch: pytest.MonkeyP
         if is_naive:
             for module in (backend, fused_pieces):
                 monkeypatch.setattr(module, "share_paddings", lambda _: None)
+
         model = remat.checkpoint(Head(), "64MiB", executor="inductor", costs="flops")
         model(torch.randn(8, 64, 128), torch.zeros(8, 64, dtype=torch.long)).backward()
         peaks.append(remat.report(model).kernels_peak_bytes or 0)
+
     assert peaks[1] - peaks[0] > 0.9 * 8 * 64 * 501 * 4

@@ -39,6 +39,7 @@ def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
     """Returns the peak of a snapshot's events and what is left; blocks in use never overlap."""
     live: dict[int, int] = {}
     held = peak = 0
+
     for event in snapshot["device_traces"][0]:
         address, size = event["addr"], event["size"]
         if event["action"] == "alloc":
@@ -55,9 +56,11 @@ def test_a_snapshot_replays_to_the_predicted_peak(graph: Graph, schedule: Schedu
     snapshot = memory_snapshot(graph, schedule)
     peak, live = replayed(snapshot)
     assert peak == simulate(graph, schedule).peak_bytes
+
     times = [event["time_us"] for event in snapshot["device_traces"][0]]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(1e6 * simulate(graph, schedule).cost_s, abs=1)
+
     (segment,) = snapshot["segments"]
     assert {
         b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"
@@ -97,6 +100,7 @@ def test_a_chrome_trace_has_every_step_once_and_in_order(
     save(graph, schedule, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert events == chrome_trace(graph, schedule)["traceEvents"]
+
     slices = [e for e in events if e["ph"] == "X"]
     assert [e["args"]["operator"] for e in slices] == [
         graph.operators[i].name for i in schedule.steps
@@ -105,10 +109,12 @@ def test_a_chrome_trace_has_every_step_once_and_in_order(
     assert all(
         one["ts"] + one["dur"] == pytest.approx(next_["ts"]) for one, next_ in pairwise(slices)
     )
+
     of_track: dict[str, int] = defaultdict(int)
     for event in slices:
         of_track[event["cat"]] += 1
     assert of_track["computed again"] == schedule.num_recomputations
+
     counters = [e["args"] for e in events if e["ph"] == "C"]
     assert [sum(c.values()) for c in counters] == simulate(graph, schedule).bytes_at.tolist()
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
@@ -141,6 +147,7 @@ def test_placed_blocks_never_overlap_and_take_at_least_the_live_bytes(
     blocks = Blocks.of(graph, schedule)
     offset = place(blocks)
     assert blocks.arena_bytes(offset) >= blocks.live_bytes
+
     for i in range(len(offset)):
         together = (blocks.first <= blocks.last[i]) & (blocks.last >= blocks.first[i])
         together[i] = False

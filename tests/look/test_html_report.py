@@ -75,12 +75,15 @@ def test_each_category_holds_what_it_says(graph: Graph, curve: list[Solution]) -
     assert schedule is not None
     parts, first = Composition.of(graph, schedule), Composition.of(graph, Schedule.keep_all(graph))
     assert not first.bytes_of[list(Category).index(Category.RECOMPUTED)].any()
+
     parameters = sum(v.size_bytes for v in graph.values if v.kind is ValueKind.PARAMETER)
     assert set(parts.bytes_of[list(Category).index(Category.PARAMETERS)].tolist()) == {parameters}
+
     again = [step for step, op in enumerate(schedule.steps) if op in schedule.steps[:step]]
     assert all(parts.at(step)[Category.RECOMPUTED] for step in again)
     end = parts.at(len(schedule.steps) - 1)
     assert end[Category.PARAMETER_GRADIENTS] >= end[Category.SAVED]
+
     held = parts.held_at(int(parts.bytes_of.sum(0).argmax()))
     assert sum(
         graph.values[h.value].size_bytes for h in held
@@ -91,6 +94,7 @@ def test_decisions_are_what_the_schedule_does(graph: Graph, curve: list[Solution
     report = Report(graph, curve[0])
     decisions = decide(graph, report.schedule)
     assert [d.value for d in decisions] == [v for op in graph.operators for v in op.writes]
+
     of_fate: dict[Fate, list[Decision]] = {
         fate: [d for d in decisions if d.fate is fate] for fate in Fate
     }
@@ -102,10 +106,12 @@ def test_decisions_are_what_the_schedule_does(graph: Graph, curve: list[Solution
         and of_fate[Fate.GRADIENT]
         and of_fate[Fate.RESULT]
     )
+
     for decision in of_fate[Fate.RECOMPUTED]:
         assert decision.times > 1
         assert decision.again_s >= graph.operators[decision.operator].cost_s > 0
         assert "recomputed in" in decision.reason
+
     pinned = [
         d
         for d in of_fate[Fate.SAVED]
@@ -130,6 +136,7 @@ def test_the_page_needs_no_network_and_shows_the_numbers(
     outside = re.compile(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|url\(\s*["']?https?:""")
     assert not outside.search(re.sub(r"<script\b[^>]*>.*?</script>", "", text, flags=re.DOTALL))
     assert not re.search(r"<script[^>]+src|<link[^>]+href", text)
+
     plan = curve[1]
     for expected in (
         f"{100 * plan.overhead:.2f} %",
@@ -171,6 +178,7 @@ def test_parameters_are_told_from_buffers() -> None:
     traced = remat.trace(
         torch.nn.Sequential(model, torch.nn.Flatten(0)), (torch.randn(4, 8),), differentiate="all"
     )
+
     kinds = [v.kind for v in traced.values if v.is_resident and v.size_bytes]
     assert kinds.count(ValueKind.PARAMETER) == 5
     assert kinds.count(ValueKind.INPUT) == 1
@@ -244,6 +252,7 @@ def test_errors_and_network_requests_of_a_page_are_seen(tmp_path: Path) -> None:
         "<script>console.error('bad', 3); setTimeout(() => { window.done = 1; throw "
         "Error('oops') })</script>"
     )
+
     seen = look(
         tmp_path / "bad.html",
         "window.done ? JSON.stringify(navigator.onLine) : ''",
@@ -251,6 +260,7 @@ def test_errors_and_network_requests_of_a_page_are_seen(tmp_path: Path) -> None:
         width=300,
         height=200,
     )
+
     assert seen.errors[0] == "bad 3" and "oops" in seen.errors[1]
     assert (seen.requests, seen.value) == (["http://127.0.0.1:9/a.png"], False)
     assert (tmp_path / "bad.png").read_bytes().startswith(b"\x89PNG")

@@ -56,11 +56,13 @@ def test_memory_shows_peaks_budget_and_units() -> None:
     graph = timed_transformer()
     timeline = Timeline.of_schedule("keep everything", graph, Schedule.keep_all(graph))
     measured = Timeline("measured", np.array([0.0, 0.01, 0.02]), np.array([2**20, 5 * 2**20]))
+
     shown = texts(
         plot_memory(
             [timeline, measured], budget_bytes=100 * 2**20, units=Units.of(graph), title="A step"
         )
     )
+
     for expected in (
         "A step",
         "memory (MiB)",
@@ -78,10 +80,12 @@ def test_a_schedule_shows_every_computation_once() -> None:
     solution = solutions_of(graph)[-3]
     assert solution.schedule is not None
     figure = plot_schedule(graph, solution.schedule, budget_bytes=solution.budget_bytes)
+
     first, again = (np.asarray(points.get_offsets()) for points in figure.axes[1].collections[1:3])
     drawn = sorted([(float(x), float(y)) for x, y in np.concatenate([first, again])])
     assert drawn == [(step + 0.5, float(op)) for step, op in enumerate(solution.schedule.steps)]
     assert len(again) == solution.schedule.num_recomputations > 0
+
     shown = texts(figure)
     for expected in (
         "blocks.0",
@@ -99,12 +103,14 @@ def test_a_tradeoff_shows_what_was_found_and_what_was_proved() -> None:
         graph, solutions[0].budget_bytes // 2, Status.INFEASIBLE, solver="s", wall_s=0.0
     )
     peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
     figure = plot_tradeoff(
         [*solutions, lost],
         keep_all_bytes=peak,
         others={"chen-sqrt": solutions[-2:]},
         units=Units.of(graph),
     )
+
     shown = texts(figure)
     for expected in (
         "proved: less is impossible",

@@ -154,6 +154,7 @@ def test_a_script_that_trains_shows_how_far_planning_is(monkeypatch: pytest.Monk
     remat.solve(transformer(3), "85%", time_limit_s=3.0, gap=0.0)
     assert "remat: planning " in terminal.getvalue()
     assert "found +" in terminal.getvalue()
+
     torch.manual_seed(0)
     remat.trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
     assert "remat: capturing the training step" in terminal.getvalue()

@@ -51,10 +51,12 @@ class Jacobian(Net):
 
 def test_a_call_that_aotautograd_cant_do_is_refused_with_its_line() -> None:
     Jacobian()(torch.randn(3, 4)).backward()  # plain PyTorch can
+
     model = Jacobian()
     checkpoint(model)
     with pytest.raises(remat.TraceError) as said:
         model(torch.randn(3, 4))
+
     if "create_graph=True" not in str(said.value):  # torch 2.11 gets as far as the backward
         assert "whole and in pieces: RuntimeError: vmap" in str(said.value)
         assert "(test_compilers_failures.py:" in str(said.value)
@@ -139,6 +141,7 @@ def test_a_graph_freed_during_the_forward_holds_nothing() -> None:
     model(x)[0].backward()
     plain = [p.grad for p in model.parameters()]
     model.zero_grad()
+
     checkpoint(model)
     model(x)[0].backward()
     for ours, theirs in zip([p.grad for p in model.parameters()], plain, strict=True):

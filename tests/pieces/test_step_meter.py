@@ -82,9 +82,11 @@ def test_plans_leave_room_for_the_backward_of_eager_nodes() -> None:
     peak_bytes = peak_of_a_step(model, x)
     budget_bytes = int(0.97 * peak_bytes)
     remat.checkpoint(model, budget_bytes, costs="flops", time_limit_s=1.0)
+
     for _ in range(4):
         model.zero_grad()
         loss_of(model(x)).backward()
+
     report = remat.report(model)
     assert report.unplanned_bytes > 0
     assert peak_of_a_step(model, x) <= budget_bytes
@@ -100,6 +102,7 @@ def test_a_percentage_includes_what_gaps_hold() -> None:
     for _ in range(4):
         model.zero_grad()
         loss_of(model(x)).backward()
+
     report = remat.report(model)
     assert report.unplanned_bytes > 0
     assert report.solution.overhead == 0
@@ -116,6 +119,7 @@ def test_gradients_of_earlier_steps_do_not_count() -> None:
     for _ in range(2):
         loss_of(model(x)).backward()
     loss_of(model(x)).backward()
+
     measured = remat.report(model).measured_peak_bytes
     assert measured is not None
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
@@ -174,6 +178,7 @@ def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
             loss_of(model(x)).backward()
         assert not is_profiling()
     assert remat.report(model).measured_peak_bytes is None
+
     monkeypatch.setattr(Fails, "is_failing", False)
     model.zero_grad()
     x.grad = None
@@ -193,6 +198,7 @@ def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
     first.backward()
     second.backward()
     assert remat.report(model).measured_peak_bytes is None
+
     model.zero_grad()
     x.grad = None
     loss_of(model(x)).backward()
@@ -203,6 +209,7 @@ def test_a_users_profiler_is_left_alone() -> None:
     model, x = Gap(), batch(0)
     planned(model, keep_nothing)
     loss_of(model(x)).backward()
+
     loss = loss_of(model(x))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         loss.backward()

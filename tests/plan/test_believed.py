@@ -51,6 +51,7 @@ def assert_true(graph: Graph, solution: Solution) -> None:
     assert solution.peak_bytes == simulation.peak_bytes
     assert solution.cost_s == simulation.cost_s
     assert solution.keep_all_cost_s == graph.cost_s
+
     assert solution.minimum_bytes <= simulation.peak_bytes
     assert graph.cost_s <= solution.lower_bound_s <= solution.cost_s
     assert solution.is_bound_stated == (solution.lower_bound_s > graph.cost_s)
@@ -144,6 +145,7 @@ def test_a_broken_schedule_is_named_by_the_command_line(
     assert PLAN.schedule is not None
     steps = list(PLAN.schedule.steps)
     schedule = {"num_forward_steps": PLAN.schedule.num_forward_steps, "version": 1}
+
     for broken in (steps[1:], [*steps, 99], [steps[1], steps[0], *steps[2:]]):
         lying(tmp_path, {"schedule": {**schedule, "steps": broken}})
         for command in ("plot", "report", "export"):
@@ -158,10 +160,12 @@ def test_a_page_says_who_states_its_bound(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     GRAPH.save("graph.json")
     lying(tmp_path, {"lower_bound_s": PLAN.cost_s})
+
     done = CliRunner().invoke(
         commands.app, ["report", "graph.json", "plan.json", "--points", "0", "--output", "a.html"]
     )
     assert done.exit_code == 0, done.stderr
+
     text = Path("a.html").read_text()
     assert "stated by the file" in text
     assert "%: proved" not in text

@@ -36,6 +36,7 @@ def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
         "memory_allocated": words.get("allocated", 0),
         "get_per_process_memory_fraction": words.get("fraction", 1.0),
     }
+
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
 
@@ -229,11 +230,13 @@ def test_ranks_agree_on_the_least_free_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(distributed, "rank_store", lambda _: bindings.PrefixStore("remat", store))
     monkeypatch.setattr(distributed, "_counts_of", lambda _: {})
+
     found: list[int] = []
     ranks = [
         threading.Thread(target=lambda own=own: found.append(distributed.least_of_all_ranks(own)))
         for own in (70, 64, 68)
     ]
+
     for rank in ranks:
         rank.start()
     for rank in ranks:

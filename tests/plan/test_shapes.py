@@ -58,10 +58,12 @@ def test_a_smaller_last_batch_keeps_the_budget(solved: list[float]) -> None:
     model = Net()
     plain = copy.deepcopy(model)
     checkpointed(model)
+
     for rows in (256, 256, 3, 256, 3):
         assert_same(
             state_after(model, batch(rows), seed=rows), state_after(plain, batch(rows), seed=rows)
         )
+
     assert len(solved) == 2  # each shape once, and the second not for long
     assert solved[1] < solved[0]
     assert len({piece.solution.budget_bytes for piece in call_of(model).pieces}) == 1
@@ -71,9 +73,11 @@ def test_a_plan_is_found_again_by_the_next_job(tmp_path: Path, solved: list[floa
     first, second = Net(), Net()
     checkpointed(first)(batch(64)).backward()
     assert len(plan_files(tmp_path)) == len(solved) == 1
+
     torch._dynamo.reset()
     checkpointed(second)(batch(64)).backward()
     assert len(solved) == 1
+
     made, read = (call_of(model).pieces[0].solution for model in (first, second))
     assert (read.schedule, read.peak_bytes, read.cost_s, read.lower_bound_s) == (
         *(made.schedule, made.peak_bytes, made.cost_s, made.lower_bound_s),
@@ -89,12 +93,14 @@ def test_what_a_plan_depends_on_is_its_key() -> None:
         [op.cost_s for op in graph.operators], [op.workspace_bytes + 1 for op in graph.operators]
     )
     other = remat.trace(Net(), (batch(65),), costs="flops")
+
     keys = [
         key_of(g, budget, how)
         for g in (graph, slower, larger, other)
         for budget in (1, 2)
         for how in ("auto", "milp")
     ]
+
     assert len(set(keys)) == len(keys)
     assert key_of(graph, 1, "auto") == key_of(replace(graph, costs="another name"), 1, "auto")
 
@@ -108,6 +114,7 @@ def test_a_damaged_plan_is_made_again(
     solution = cache.get_or_solve(graph, 1 << 30, "auto", lambda: remat.solve(graph, 1 << 30))
     (path,) = tmp_path.glob("*.json")
     path.write_text(damage)
+
     with caplog.at_level(logging.WARNING):
         again = cache.get_or_solve(graph, 1 << 30, "auto", lambda: replace(solution, wall_s=1.0))
     assert again.wall_s == 1.0
@@ -126,10 +133,12 @@ def test_a_plan_that_does_not_fit_its_step_is_made_again(
     budget_bytes = int(0.8 * keep_all.peak_bytes)
     cache = PlanCache(tmp_path)
     keep_all.save(tmp_path / f"{key_of(graph, budget_bytes, 'auto')}.json")
+
     with caplog.at_level(logging.WARNING):
         solution = cache.get_or_solve(
             graph, budget_bytes, "auto", lambda: remat.solve(graph, budget_bytes, time_limit_s=2.0)
         )
+
     assert solution.peak_bytes <= budget_bytes
     assert "does not fit its step" in caplog.text
 
@@ -152,6 +161,7 @@ def test_the_folder_stays_within_its_limit(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     for turn in range(4):
         cache.get_or_solve(graph, 1 << 30, f"auto {turn}", lambda: solution)
+
     size = next(tmp_path.glob("*.json")).stat().st_size
     replace(cache, limit_bytes=2 * size).get_or_solve(graph, 1 << 30, "auto 4", lambda: solution)
     assert len(list(tmp_path.glob("*.json"))) == 2
@@ -178,8 +188,10 @@ def test_declared_sizes_are_planned_for_at_their_largest(solved: list[float]) ->
     checkpointed(model)
     x = batch(16)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=256)
+
     for each in (x, batch(100), batch(256)):
         assert_same(state_after(model, each, seed=1), state_after(plain, each, seed=1))
+
     assert len(solved) == 1
     pieces = call_of(model).pieces
     assert pieces[-1].solution.overhead > 0
@@ -201,10 +213,12 @@ def test_a_wrong_shape_is_refused_and_changes_nothing() -> None:
     model = Net()
     plain = copy.deepcopy(model)
     checkpointed(model)
+
     for _ in range(2):
         with pytest.raises(remat.TraceError, match=r"(?s)whole and in pieces: .*17"):
             model(torch.randn(256, 17))
         assert_same(state_after(model, batch(256), seed=1), state_after(plain, batch(256), seed=1))
+
     call = call_of(model)
     assert call.piecewise is None
     assert not remat.report(model).breaks

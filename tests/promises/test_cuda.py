@@ -53,6 +53,7 @@ def test_dropout_is_replayed_on_the_device(budget: str) -> None:
     model, x = Tower().cuda(), torch.randn(4096, 512, device="cuda")
     plain = copy.deepcopy(model)
     remat.checkpoint(model, budget, **_QUICKLY)
+
     (loss, gradients), (plain_loss, plain_gradients) = _step(model, x), _step(plain, x)
     torch.testing.assert_close(loss, plain_loss)
     for found, wanted in zip(gradients, plain_gradients, strict=True):
@@ -62,15 +63,18 @@ def test_dropout_is_replayed_on_the_device(budget: str) -> None:
 def test_the_measured_peak_is_within_the_budget() -> None:
     _step(Tower().cuda(), torch.randn(16, 512, device="cuda"))  # cuBLAS allocates its workspace
     before = torch.cuda.memory_allocated()
+
     torch.manual_seed(0)
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
     remat.checkpoint(model, "60%", **_QUICKLY)
     _step(model, x)
     model.zero_grad(set_to_none=True)
+
     report = remat.report(model)
     held = torch.cuda.memory_allocated() - before
     measured = remat.measure(lambda: model(x).backward(), device="cuda")
     assert report.room is not None
+
     own_bytes = held + measured.peak_bytes
     assert own_bytes + report.room.library_bytes <= report.budget_bytes * 1.01
     assert abs(own_bytes - report.solution.peak_bytes) <= 0.01 * report.solution.peak_bytes
@@ -82,6 +86,7 @@ def test_a_plan_that_keeps_everything_is_not_remade_for_allocator_blocks() -> No
     remat.checkpoint(model, "100%", **_QUICKLY)
     _step(model, x)
     first = remat.report(model).solution
+
     _step(model, x)
     assert remat.report(model).solution is first
     assert remat.report(model).outside_bytes == 0
@@ -93,6 +98,7 @@ def test_inductors_kernels_hold_what_was_predicted() -> None:
     remat.checkpoint(model, "70%", **_QUICKLY, executor="inductor")
     for _ in range(2):  # the first also tries Triton's kernels, and is not measured
         _step(model, x)
+
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None and report.cuda_peaks is not None
     assert report.cuda_peaks.requested_bytes <= report.kernels_peak_bytes
@@ -106,6 +112,7 @@ def test_the_three_peaks_are_those_of_the_step_alone() -> None:
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")
     remat.checkpoint(model, "80%", **_QUICKLY)
     _step(model, x)
+
     report = remat.report(model)
     peaks = report.cuda_peaks
     assert peaks is not None and beside.is_cuda
@@ -142,6 +149,7 @@ def test_recurrent_layers_in_cudnn_are_refused(executor: str) -> None:
         model = nn.Sequential(nn.LSTM(4, 32, num_layers=2)).cuda()
         plain = copy.deepcopy(model)
         remat.checkpoint(model, "100%", executor=executor, differentiate="all")
+
         for each in (model, plain):
             each(x)[0].square().mean().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

@@ -75,6 +75,7 @@ def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes
         str(budget),
         str(LIMIT_S),
     ]
+
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -84,6 +85,7 @@ def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=SOON_S)
+
     assert process.returncode == 0, errors
     assert time.monotonic() - asked < SOON_S
     _, status, peak, cost_s = output.splitlines()[-1].split()
@@ -97,6 +99,7 @@ def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
     """Its progress, on a terminal of its own, tells when there is an answer to print."""
     path, graph, budget = problem(tmp_path, 150)
     terminal, end = os.openpty()
+
     command = [
         sys.executable,
         "-m",
@@ -110,6 +113,7 @@ def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
         "--time-limit",
         str(LIMIT_S),
     ]
+
     process = subprocess.Popen(
         [*command, "--format", "json"],
         stdout=subprocess.PIPE,
@@ -118,15 +122,18 @@ def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
         env={key: value for key, value in os.environ.items() if key != "REMAT_PROGRESS"},
     )
     os.close(end)
+
     seen = b""
     while b"found +" not in seen:
         seen += os.read(terminal, 4096)
+
     process.send_signal(signal.SIGINT)
     drain = threading.Thread(target=_read_all, args=(terminal,), daemon=True)
     drain.start()
     output, _ = process.communicate(timeout=SOON_S)
     drain.join()
     os.close(terminal)
+
     assert process.returncode == 0
     answer = json.loads(output)
     assert answer["status"] == "feasible"
@@ -150,6 +157,7 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
     num_steps = 2 if interrupts == 1 else 10**9
     command = [sys.executable, "-c", TRAINING, str(LIMIT_S), str(num_steps)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -158,11 +166,13 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
         for _ in range(interrupts):
             process.send_signal(signal.SIGINT)
             time.sleep(0.2)
+
         # Python sees two that arrive during one library call as one: press until it ends
         began = time.monotonic()
         while interrupts > 1 and process.poll() is None and time.monotonic() - began < SOON_S:
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
+
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
         finally:
@@ -200,6 +210,7 @@ def test_only_the_first_interrupt_is_heeded() -> None:
 def test_the_programs_own_handler_stays() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+
     try:
         with heeding_interrupts():
             signal.raise_signal(signal.SIGINT)

@@ -36,6 +36,7 @@ def problems(draw: st.DrawFn) -> tuple[Graph, int]:
         draw(st.sampled_from(["step", "step", "layered", "training", "chain", "skips"])),
         draw(st.integers(0, 2**20)),
     )
+
     count = draw(st.integers(1, 7))
     graph = {
         "step": lambda: random_step(count, seed=seed),
@@ -44,6 +45,7 @@ def problems(draw: st.DrawFn) -> tuple[Graph, int]:
         "chain": lambda: chain(min(count, 3), size=1 + seed % 5, has_phases=seed % 2 == 0),
         "skips": lambda: chain_with_skips(min(count, 3), span=2, size=1 + seed % 5),
     }[kind]()
+
     least, most = minimum_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     place = draw(st.sampled_from(["below", "least", "above", "between"]))
     between = least + int(draw(st.floats(0, 1)) * (most - least))
@@ -62,6 +64,7 @@ def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
         # the others may say that the graph is outside their class
         assert name not in (*EXACT, FREE_ORDER)
         return
+
     if name in EXACT:
         assert solution.status is (Status.INFEASIBLE if best is None else Status.OPTIMAL)
     if best is None:
@@ -69,6 +72,7 @@ def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
     else:
         assert solution.status is not Status.INFEASIBLE
         assert solution.lower_bound_s <= best * (1 + 1e-9)
+
     if solution.schedule is not None:
         assert (
             validate(
@@ -77,6 +81,7 @@ def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
             == []
         )
         assert solution.cost_s == pytest.approx(simulate(graph, solution.schedule).cost_s)
+
         if name != FREE_ORDER:
             assert best is not None
             assert solution.cost_s >= best * (1 - 1e-9)
@@ -93,6 +98,7 @@ def check(name: str, graph: Graph, budget: int, best: float | None) -> None:
 def test_no_solver_is_wrong_on_a_random_graph(problem: tuple[Graph, int]) -> None:
     graph, budget = problem
     best = brute_force(graph, budget)
+
     for name in (*SOLVER_NAMES, FREE_ORDER):
         try:
             check(name, graph, budget, best)

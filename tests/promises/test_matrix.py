@@ -54,6 +54,7 @@ def least_budget(family: str) -> int:
     """Returns the smallest budget that can be met, proved by the MILP on both sides."""
     if family == "transformer":
         return TRANSFORMER_BYTES
+
     graph = GRAPHS[family]
     low, high = -1, keep_all_bytes(graph)
     while high - low > 1:
@@ -102,6 +103,7 @@ def test_bounds_optimum_and_costs_are_in_order(solver: str, family: str) -> None
         solution = _solve(solver, graph, budget_bytes)
         if solution is None:
             return
+
         assert solution.status is not Status.INFEASIBLE
         assert solution.lower_bound_s <= exact.cost_s * (1 + 1e-9)
         if solution.schedule is not None:

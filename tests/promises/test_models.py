@@ -225,6 +225,7 @@ def test_fake_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[
         if first.dim() == 4
         else first.mT.contiguous().mT
     )
+
     real = operator(first, *rest)
     with plain_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = operator(
@@ -233,6 +234,7 @@ def test_fake_layouts_are_those_of_the_kernels(operator: Any, transposed: tuple[
                 for a in (first, *rest)
             )
         )
+
     for got, want in zip(tree_leaves(fake), tree_leaves(real), strict=True):
         assert (got.shape, got.untyped_storage().nbytes()) == (
             want.shape,
@@ -266,11 +268,13 @@ def test_copying_a_view_copies_all_the_memory_it_spans(
         "columns": whole.t()[1:4],
         "repeated": whole[:1, :1].expand(3, 4),
     }
+
     real = operator(views[part])
     with plain_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         memory = mode.from_tensor(whole, static_shapes=True)
         view = views[part]
         fake = operator(memory.as_strided(view.shape, view.stride(), view.storage_offset()))
+
     assert fake.shape == real.shape
     assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
     assert (fake.stride(), fake.storage_offset()) == (real.stride(), real.storage_offset())

@@ -52,10 +52,12 @@ def test_the_scout_reports_a_budget_no_stage_can_meet_and_leaves_the_stages() ->
     graph = random_layered(16, seed=3, width=2)
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     seen = 0
+
     for percent in range(20, 100, 8):
         refinement = Refinement(graph, budget_bytes=keep_all * percent // 100)
         refinement.stages = refinement.stages.with_cut(refinement.first + 1)
         bound_s = scout(refinement, deadline=math.inf)
+
         assert not math.isnan(bound_s)
         if bound_s == math.inf:
             seen += 1

@@ -77,6 +77,7 @@ def same_as_plain(
         model = make()
         plain = reference(copy.deepcopy(model), executor if draws else "eager")
         planned(model, steps_of, executor=executor)
+
         for seed in (1, 2):
             assert_same(
                 state_after(model, x.clone(), seed=seed),
@@ -169,6 +170,7 @@ def test_buffers_change_once_a_step(monkeypatch: pytest.MonkeyPatch, executor: s
     if executor == "inductor":  # no operator of a half sees what another changed
         check()
         return
+
     assert_only_naive_is_wrong(
         check,
         monkeypatch,
@@ -260,6 +262,7 @@ def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch, executor: str) 
             for half in (halves.forward, halves.backward)
             for node in half.graph.nodes
         ]
+
         assert sum("all_reduce" in name for name in names) == 1
         assert len(names) > len(call_of(model).pieces[0].step.nodes)  # something was computed again
 
@@ -345,6 +348,7 @@ def test_the_step_stays_within_the_simulated_peak(monkeypatch: pytest.MonkeyPatc
         )
         planned(model, differentiate="all")
         model(x).sum().backward()
+
         piece = call_of(model).pieces[0]
         assert (piece.meter.peak_bytes or UNLIMITED) <= piece.solution.peak_bytes
 
@@ -388,12 +392,14 @@ def test_outputs_share_memory_where_plain_ones_do(
         model, x = Aliases(), torch.randn(4, 8)
         plain = copy.deepcopy(model)
         planned(model, executor=executor)
+
         ends = []
         for each in (model, plain):
             out = each(given := x.clone())
             out["loss"].backward()
             out["copy"].zero_()
             out["same"].zero_()
+
             ends.append(
                 (
                     out,
@@ -403,6 +409,7 @@ def test_outputs_share_memory_where_plain_ones_do(
                     out["view"].data_ptr() == given.data_ptr(),
                 )
             )
+
         assert_same(*ends, executor=executor)
 
     assert_only_naive_is_wrong(
@@ -434,6 +441,7 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch, executor:
         model, x = Sines(), torch.randn(4, 8)
         plain = copy.deepcopy(model)
         planned(model, keep_all, executor=executor)
+
         ends = []
         for each in (model, plain):
             loss = each(x)
@@ -444,6 +452,7 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch, executor:
                 assert "retain_graph" in str(error)  # noqa: PT017  # refused is as good as right
                 return
             ends.append([p.grad for p in each.parameters()])
+
         assert_same(*ends)
 
     owner = {"eager": capture, "inductor": backend}[executor]
@@ -480,6 +489,7 @@ def test_the_head_of_the_other_loss_has_no_gradient(
             for each in (model, plain):
                 each.zero_grad()
                 each(torch.ones(4, 8))[which].backward()
+
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert (mine.grad is None) == (theirs.grad is None)
                 assert_same(mine.grad, theirs.grad, executor=executor)

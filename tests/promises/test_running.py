@@ -173,6 +173,7 @@ def test_a_planned_step_is_the_plain_step_to_the_bit(name: str, schedule: str) -
     model, x = MODELS[name]()
     plain = copy.deepcopy(model)
     assert_same_steps(planned(model, SCHEDULES[schedule]), plain, x)
+
     solved = call_of(model).pieces[0].solution.schedule
     assert solved is not None
     assert (solved.num_recomputations > 0) == (schedule != "keep all")
@@ -214,9 +215,11 @@ def test_each_operator_runs_as_often_as_the_schedule_says(
     planned(model, SCHEDULES[schedule])(x).backward()
     piece = call_of(model).pieces[0]
     assert piece.solution.schedule is not None
+
     expected: Counter[str] = Counter()
     steps = piece.solution.schedule.steps
     repeated = {op for op, times in Counter(steps).items() if times > 1}
+
     for index in steps:
         op = piece.step.graph.operators[index]
         if op.target == "snapshot" and (
@@ -227,11 +230,13 @@ def test_each_operator_runs_as_often_as_the_schedule_says(
         elif op.target not in ("snapshot", "tangent", "generator_state"):
             target: Any = piece.step.nodes[index].target
             is_redrawn = index in repeated and target is torch.ops.aten.native_dropout.default
+
             expected.update(
                 ["aten::bernoulli", "aten::mul", "aten::mul"]
                 if is_redrawn
                 else [target._schema.name.rstrip("_")]
             )
+
     assert {operator: count.runs[operator] for operator in expected} == dict(expected)
 
 
@@ -240,6 +245,7 @@ def test_operators_run_in_the_schedules_order() -> None:
     planned(model, repeat_anything(5))(x).backward()
     piece = call_of(model).pieces[0]
     assert piece.solution.schedule is not None
+
     nodes = [*piece.split.forward.graph.nodes, *piece.split.backward.graph.nodes]
     ran = [
         node.args[0] if node.target.__name__ in ("draw", "replay") else node.target
@@ -251,6 +257,7 @@ def test_operators_run_in_the_schedules_order() -> None:
         for target in ran
         if isinstance(target, torch._ops.OpOverload)
     ]
+
     steps = [
         piece.step.nodes[i].target
         for i in piece.solution.schedule.steps
@@ -261,6 +268,7 @@ def test_operators_run_in_the_schedules_order() -> None:
         for target in steps
         if isinstance(target, torch._ops.OpOverload)
     ]
+
     assert [name for name in names if name in set(wanted)] == wanted
 
 
@@ -269,10 +277,12 @@ def test_dropout_is_replayed_however_often() -> None:
     plain = copy.deepcopy(model)
     planned(model, repeat_anything(6))
     assert_same_steps(model, plain, x)
+
     solution = call_of(model).pieces[0].solution
     assert solution.schedule is not None
     graph = call_of(model).pieces[0].step.graph
     repeats = Counter(solution.schedule.steps)
+
     assert (
         max(
             repeats[i]
@@ -303,6 +313,7 @@ def test_a_generator_may_be_none_or_the_users_own(*, is_own: bool) -> None:
     plain, planned = (Noise(torch.Generator().manual_seed(1) if is_own else None) for _ in range(2))
     planned.load_state_dict(plain.state_dict())
     remat.checkpoint(planned, UNLIMITED, solver=Given(keep_nothing), costs="flops")
+
     for seed in (1, 2):
         ends = []
         for model in (plain, planned):
@@ -317,6 +328,7 @@ def test_batch_norm_statistics_are_updated_once_a_step() -> None:
     model, x = MODELS["convolutions"]()
     plain = copy.deepcopy(model)
     planned(model)
+
     for seed in range(3):
         state_after(model, x, seed=seed)
         state_after(plain, x, seed=seed)
@@ -331,11 +343,13 @@ def test_steps_that_overlap_accumulate_the_plain_gradients() -> None:
         model, x = MODELS["mlp"]()
         if is_planned:
             planned(model)
+
         torch.manual_seed(1)
         first, second = model(x), model(2 * x)
         second.backward()
         first.backward()
         ends.append([p.grad for p in model.parameters()])
+
     assert_same(*ends)
 
 
@@ -370,6 +384,7 @@ def test_several_outputs_are_those_of_the_plain_module(schedule: str) -> None:
     model, x = Many(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     planned(model, SCHEDULES[schedule], differentiate="all")
+
     got, want = model(x, scale=2.0), plain(x, scale=2.0)
     assert_same(got, want)
     assert list(got) == list(want)
@@ -462,6 +477,7 @@ def test_an_input_that_the_step_changes_is_changed(schedule: str) -> None:
     model, inputs = ChangesItsInput(), [torch.ones(4, 8), torch.ones(4, 8)]
     plain = copy.deepcopy(model)
     planned(model, SCHEDULES[schedule])
+
     for seed in (1, 2):
         assert_same(
             state_after(model, inputs[0], seed=seed), state_after(plain, inputs[1], seed=seed)
@@ -486,11 +502,13 @@ def test_evaluation_and_no_grad_run_the_plain_module() -> None:
     planned(model)
     model(x).backward()
     assert model.is_compiled
+
     model.eval()
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert_same(model(x), plain(x))
         assert not model.is_compiled
+
     assert_same_steps(model, plain, x)
     assert model.is_compiled
     assert len(call_of(model).pieces) == 2  # with gradients, evaluation is a step of its own
@@ -505,6 +523,7 @@ def test_autocast_is_part_of_the_step() -> None:
     model, x = MLP(dropout=0.0), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     planned(model)
+
     ends = []
     for each in (model, plain):
         torch.manual_seed(1)
@@ -559,6 +578,7 @@ def test_hooks_still_run(when: str) -> None:
     planned(model)
     if when == "after it":
         model(x).backward()
+
     hooked = [Hooked(model), Hooked(plain)]
     assert_same_steps(model, plain, x)
     assert hooked[0].calls == hooked[1].calls
@@ -618,6 +638,7 @@ def test_a_graph_that_is_kept_is_refused(schedule: str) -> None:
     loss = planned(model, SCHEDULES[schedule])(x)
     with pytest.raises(remat.TraceError, match="retain_graph"):
         loss.backward(retain_graph=True)
+
     model(x).backward()
     loss = model(x)
     loss.backward()
@@ -700,6 +721,7 @@ def test_a_budget_that_cant_be_met_says_what_can() -> None:
     plain = copy.deepcopy(model)
     with pytest.raises(remat.BudgetError) as caught:
         remat.checkpoint(model, 1000, time_limit_s=5.0)(x)
+
     minimum = caught.value.minimum_bytes
     assert minimum > 1000
     assert_same_steps(remat.checkpoint(model, minimum, time_limit_s=5.0), plain, x)
@@ -745,8 +767,10 @@ def test_the_simulated_peak_is_the_allocators(name: str, schedule: str) -> None:
     # tensors so large that the 5,056 bytes of a generator's state do not show
     x = x.repeat(64, *[1] * (x.dim() - 1))
     planned(model, SCHEDULES[schedule])(x).backward()
+
     model.zero_grad(set_to_none=True)
     measured = remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes
+
     tensors = [*model.parameters(), *model.buffers(), x]
     resident = sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()

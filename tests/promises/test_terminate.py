@@ -50,6 +50,7 @@ def graph(tmp_path: Path) -> Path:
 def begun(*args: str, cache: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Starts a process in a group of its own, which is killed when the test ends."""
     environment = {**os.environ, **({"XDG_CACHE_HOME": str(cache)} if cache else {})}
+
     with subprocess.Popen(
         [sys.executable, *args],
         stdout=subprocess.PIPE,
@@ -73,6 +74,7 @@ def members(group: int) -> list[str]:
             name, rest = path.read_text().rsplit(")", 1)
         except OSError:  # it has just ended
             continue
+
         state, _, own_group = rest.split()[:3]
         if int(own_group) == group and state != "Z":
             found.append(name)
@@ -85,6 +87,7 @@ def terminate(process: subprocess.Popen[str]) -> int:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SOON_S)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+
     while members(process.pid) and time.monotonic() - asked < SOON_S:
         time.sleep(0.1)
     assert members(process.pid) == []
@@ -96,6 +99,7 @@ def test_no_worker_of_a_sweep_stays_behind(graph: Path) -> None:
     """Naive: joblib's workers go on solving for a parent that is gone."""
     limit = ("--jobs", "2", "--gap", "0", "--time-limit", str(LIMIT_S))
     budgets = ("--budget", "80%", "--budget", "70%")
+
     with begun("-m", "remat", "sweep", str(graph), *budgets, *limit) as process:
         while len(members(process.pid)) < 3:
             assert process.poll() is None
@@ -109,6 +113,7 @@ def test_a_command_ends_at_once_and_writes_nothing(graph: Path, command: str) ->
     output = graph.with_name("plan.json")
     options = ["--output", str(output)] if command == "solve" else ["--solver", "auto"]
     limits = ("--gap", "0", "--time-limit", str(LIMIT_S))
+
     with begun("-m", "remat", command, str(graph), "--budget", "80%", *options, *limits) as process:
         assert process.stderr is not None
         process.stderr.readline()  # its first word of progress

@@ -73,12 +73,14 @@ def assert_same_loop(
     plain = make()
     model = planned(copy.deepcopy(plain), executor=executor)
     reference(plain, executor)
+
     ends = []
     for each in (model, plain):
         torch.manual_seed(1)
         result = loop(each)
         gradients = {name: p.grad for name, p in each.named_parameters()}
         ends.append([result, dict(each.state_dict()), gradients, torch.get_rng_state()])
+
     assert_same(*ends, executor=executor)
     assert call_of(model).pieces
     return model
@@ -99,6 +101,7 @@ def test_accumulated_and_clipped_gradients_train_the_same(executor: str, set_to_
             loss = model(x) / 3
             loss.backward()
             losses.append(loss.item())
+
             if index % 3 == 2:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
@@ -119,9 +122,11 @@ def test_gradients_of_earlier_steps_count() -> None:
     remat.checkpoint(model, budget, costs="flops", time_limit_s=5.0)
     for _ in range(3):
         model(x).backward()
+
     first, second = (piece.solution for piece in call_of(model).pieces)
     held = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     resident = held + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+
     assert first.peak_bytes + held > budget
     assert (first.budget_bytes, second.budget_bytes) == (budget, budget - held)
     assert remat.measure(lambda: model(x).backward(), device="cpu").peak_bytes + resident <= budget
@@ -169,6 +174,7 @@ def test_evaluation_in_between_runs_the_plain_model(executor: str) -> None:
             optimizer.zero_grad()
             model(x).backward()
             optimizer.step()
+
             model.eval()
             with torch.no_grad():
                 seen.append(model(x).item())
@@ -256,10 +262,12 @@ def test_a_state_dict_is_saved_and_loaded(tmp_path: Path, executor: str) -> None
     model = planned(copy.deepcopy(plain), executor=executor)
     reference(plain, executor)
     train(model)
+
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert list(model.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(torch.load(tmp_path / "model.pt"))
     model.load_state_dict(torch.load(tmp_path / "model.pt"))
+
     ends = []
     for each in (model, plain):
         torch.manual_seed(3)
@@ -274,6 +282,7 @@ def test_a_module_pickles_and_copies_before_and_after_it_is_planned() -> None:
     train(planned(model))
     twins += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     assert [get_call(twin) for twin in twins] == [None] * 4
+
     again = planned(twins[2])
     train(again)
     assert call_of(again).pieces
@@ -325,12 +334,14 @@ def test_an_exception_in_the_backward_leaves_nothing_and_the_next_step_is_right(
         x = batches(1)[0].requires_grad_()
         model(x).backward()
         model.zero_grad()
+
         handle = fail_on(x)
         loss = model(x)
         drawn = torch.rand(2)
         with pytest.raises(Interrupted):
             loss.backward()
         handle.remove()
+
         model.zero_grad()
         model(x).backward()
         return drawn
@@ -380,6 +391,7 @@ def test_threads_replay_their_own_dropout(executor: str) -> None:
     models = [planned(Masked(), executor=executor) for _ in range(3)]
     for model in models:
         model(torch.ones(64, 64)).backward()
+
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # as if they ran on many cores
@@ -390,6 +402,7 @@ def test_threads_replay_their_own_dropout(executor: str) -> None:
             thread.join()
     finally:
         sys.setswitchinterval(before)
+
     assert not failures, failures[0]
 
 

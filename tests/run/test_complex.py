@@ -75,6 +75,7 @@ def assert_is_plain(plain: nn.Module, x: torch.Tensor, steps_of: Any) -> nn.Modu
         loss = each(x)
         loss.backward()
         ends.append([loss.detach(), *(p.grad for p in each.parameters())])
+
     assert_same(*ends)
     return model
 
@@ -154,6 +155,7 @@ def test_a_product_of_conjugates_copies_what_is_predicted(dtype: torch.dtype) ->
         for target, args in ((aten.mm.default, (left, right)), (aten.bmm.default, batch)):
             if target is aten.bmm.default and not (left.is_conj() or right.is_conj()):
                 continue
+
             dense = tuple(t.clone() if t.stride()[0] == 0 and not t.is_conj() else t for t in args)
             call = Call.made(target, dense, {}, target(*dense))
             assert formula_bytes(call) == workspace_of(call), (name, target)
@@ -171,6 +173,7 @@ def test_the_workspace_of_complex_elementwise_operators_is_the_allocators(
         target = getattr(aten, name).Tensor
         calls += [(target, x, other) for other in (y, y.real.clone(), 2.0, 2, 2.0 + 1j)]
         calls += [(target, y.real.clone(), 2.0 + 1j)]
+
     for target, *args in calls:
         call = Call.made(target, args, {}, target(*args))
         assert formula_bytes(call) == workspace_of(call), str(call)

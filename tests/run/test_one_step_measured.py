@@ -169,10 +169,12 @@ def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
     if has_break:
         model(batch()).backward()
         model.zero_grad()
+
     first, second = model(batch()), model(batch())
     first.backward()
     second.backward()
     assert measured(model) is None
+
     train(model)
     assert measured(model) == pytest.approx(true_peak(model), abs=8)
 

@@ -53,11 +53,13 @@ def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tens
     scaler = torch.amp.GradScaler(
         "cpu", enabled=autocast.get("dtype") is torch.float16, init_scale=2.0**24, growth_interval=1
     )
+
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
         with torch.autocast("cpu", **autocast):
             loss = model(x)
+
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -75,12 +77,14 @@ def test_autocast_training_equals_plain_training(autocast: dict[str, Any], steps
     """In float16 the first scale overflows: a step is skipped and the scale halved, by both."""
     plain, x = Net(), torch.randn(2, 6, 16)
     model = planned(copy.deepcopy(plain), steps_of)
+
     ends = []
     for each in (model, plain):
         torch.manual_seed(1)
         losses = train(each, x, **autocast)
         ends.append([losses, dict(each.state_dict()), torch.get_rng_state()])
         assert bool(losses[1] == losses[-1]) == (autocast["dtype"] is not torch.float16)
+
     assert_same(*ends)
     assert len(call_of(model).pieces) == 1
 
@@ -133,6 +137,7 @@ def assert_same_gradients(
                 torch.get_rng_state(),
             ]
         )
+
     assert_same(*ends)
     return model
 
@@ -161,6 +166,7 @@ class Float8(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = in_float8(gradients[0])
+
         to_x = torch._scaled_mm(
             g8, w8.t().contiguous().t(), scale_a=g_scale, scale_b=w_scale, out_dtype=torch.bfloat16
         )
@@ -171,6 +177,7 @@ class Float8(torch.autograd.Function):
             scale_b=x_scale,
             out_dtype=torch.bfloat16,
         )
+
         return to_x, to_w
 
 
@@ -275,11 +282,13 @@ def test_casts_of_the_forward_are_computed_again_before_anything_else() -> None:
     model, x = Attentive(), torch.randn(1024, 256)
     with torch.autocast("cpu", torch.bfloat16):
         graph = remat.trace(model, (x,))
+
     cost_of: dict[str, float] = {}
     for op in graph.operators:
         cost_of[op.target] = max(op.cost_s, cost_of.get(op.target, 0.0))
     others = ("aten.native_layer_norm.default", "aten._softmax.default", "aten.addmm.default")
     assert cost_of["aten._to_copy.default"] < min(cost_of[target] for target in others)
+
     steps = remat.solve(graph, "85%", time_limit_s=5.0, gap=1e-4).schedule
     assert steps is not None
     repeated = [graph.operators[i] for i, times in Counter(steps.steps).items() if times > 1]

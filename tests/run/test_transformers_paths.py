@@ -79,12 +79,14 @@ def test_positions_that_the_caller_gives_may_pack_sequences() -> None:
     """Plain PyTorch looks at the data; a captured step masks by it, and is right for any."""
     plain = decoder(dtype=torch.float64)
     model = planned(copy.deepcopy(plain))
+
     for packed in (torch.arange(12), torch.arange(12) % 6):
         batch = {
             "input_ids": tokens(),
             "labels": tokens(),
             "position_ids": packed.expand(2, -1),
         }
+
         for each in (model, plain):
             each.zero_grad()
             each(**batch).loss.backward()
@@ -101,6 +103,7 @@ def state_space(kind: str, **config: Any) -> Any:
         "state_size": 4,
         "use_cache": False,
     }
+
     made = transformers.AutoConfig.for_model(kind, **settings, **config)
     assert made.use_associative_scan
     return transformers.AutoModelForCausalLM.from_config(made).train()
@@ -133,6 +136,7 @@ def test_the_library_is_as_it_was_after_a_step() -> None:
         with plain_paths():
             assert vars(masking_utils) != before
         assert vars(masking_utils) != before
+
         steps = torch.arange(6)[None] % 3
         assert masking_utils.find_packed_sequence_indices(steps) is not None
         assert masking_utils.find_packed_sequence_indices(torch.arange(6)[None]) is None
@@ -158,6 +162,7 @@ def test_hooks_that_checkpointing_needs_do_not_cut_a_step(hook: Any) -> None:
     plain = hooked(hook)
     model = remat.checkpoint(hooked(hook), "100%", costs="flops")
     numbers = torch.arange(8)
+
     for _ in range(2):
         for each in (model, plain):
             each.zero_grad()

@@ -193,6 +193,7 @@ def test_unsupported_steps_equal_those_of_plain_pytorch(
     model = make()
     plain = copy.deepcopy(model)
     plain_where_needed(model, steps_of)
+
     num_pieces = []
     for seed, step in enumerate([run, planned_step] * 3):
         x = torch.randn(4, 8)
@@ -415,6 +416,7 @@ def test_two_losses_with_graphs_of_their_own_have_the_plain_gradients() -> None:
     model = TwoLosses()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
+
     for seed in range(3):
         x = torch.randn(4, 8)
         got = left_by(model, two_backwards, x, seed)
@@ -428,12 +430,14 @@ def test_two_losses_with_a_shared_graph_have_the_gradients_of_retain_graph() -> 
     plain = copy.deepcopy(model)
     plain_where_needed(model)
     x = torch.randn(4, 8)
+
     with pytest.raises(RuntimeError, match="second time"):
         two_backwards(plain, x)
     plain.zero_grad()
     first, second = plain(x)
     first.backward(retain_graph=True)
     second.backward()
+
     left_by(model, two_backwards, x, 0)
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
@@ -451,6 +455,7 @@ def test_accumulation_goes_on_across_an_unsupported_micro_step() -> None:
     model = Changes()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
+
     for seed in range(2):
         for each in (model, plain):
             torch.manual_seed(seed)
@@ -465,6 +470,7 @@ def gan_losses(critic: nn.Module, generator: nn.Module) -> list[float]:
     rates: Any = {"lr": 0.01, "betas": (0.5, 0.9)}
     for_critic = torch.optim.Adam(critic.parameters(), **rates)
     for_generator = torch.optim.Adam(generator.parameters(), **rates)
+
     torch.manual_seed(0)
     found = []
     for _ in range(4):
@@ -472,6 +478,7 @@ def gan_losses(critic: nn.Module, generator: nn.Module) -> list[float]:
         mixed = torch.lerp(real, made.detach(), torch.rand(4, 1)).requires_grad_()
         (slope,) = torch.autograd.grad(critic(mixed), mixed, create_graph=True)
         loss = critic(made.detach()) - critic(real) + (slope.norm(2, 1) - 1).square().mean()
+
         for_critic.zero_grad()
         loss.backward()
         for_critic.step()
@@ -597,6 +604,7 @@ def test_hooks_of_parameters_run_once() -> None:
     plain_where_needed(model)
     for each in (model, plain):
         each.linear.weight.register_hook(lambda gradient: gradient * 2)
+
     x = torch.randn(4, 8)
     for run in (retained, penalized_once, hessian_product, planned_step):
         got, want = left_by(model, run, x, 0), left_by(plain, run, x, 0)
@@ -659,10 +667,12 @@ def test_running_plain_is_reported_once(caplog: pytest.LogCaptureFixture) -> Non
     x = torch.randn(4, 8)
     planned_step(model, x)
     assert "plain" not in caplog.text
+
     for _ in range(2):
         retained(model, x)
         penalized(model, x)
         retained(model, torch.randn(2, 8))
+
     (said,) = [record.getMessage() for record in caplog.records if "plain" in record.getMessage()]
     assert "Changes" in said
     assert "retain_graph=True" in said
@@ -688,6 +698,7 @@ def test_planned_steps_stay_within_the_budget() -> None:
     """The budget includes copies of buffers and random state, which only the option makes."""
     x = torch.randn(256, 32)
     budget_bytes = remat.solve(remat.trace(deep(), (x,), costs="flops"), "80%").budget_bytes
+
     for_plans = []
     for on_unsupported in ("error", "plain"):
         model = deep()
@@ -696,6 +707,7 @@ def test_planned_steps_stay_within_the_budget() -> None:
         if on_unsupported == "plain":
             retained(model, x)
             penalized(model, x)
+
         assert peak_of(model, x) <= budget_bytes
         for_plans.append(call_of(model).pieces[0].solution.budget_bytes)
 
@@ -717,6 +729,7 @@ def test_nothing_is_kept_after_the_only_backward() -> None:
     batch = weakref.ref(x)
     loss = model(x)
     loss.backward()
+
     del x
     assert batch() is None
     assert loss.requires_grad
@@ -728,6 +741,7 @@ def test_unknown_values_are_refused() -> None:
     compiled = torch.compile(Tied(), backend="remat", options=options)
     unknown: Any = "plane"
     known = r'neither "error".* nor "plain"'
+
     with pytest.raises(ValueError, match=known):
         remat.checkpoint(Tied(), UNLIMITED, on_unsupported=unknown)
     with pytest.raises(ValueError, match=known):
@@ -795,12 +809,15 @@ def test_steps_that_cannot_run_plain_say_why() -> None:
     changing = plain_where_needed(ChangesItsInput())
     with pytest.raises(remat.TraceError, match="changes an input that needs a gradient"):
         changing(x * 1).backward(retain_graph=True)
+
     views = plain_where_needed(ReturnsViews(), differentiate="all")
     with pytest.raises(remat.TraceError, match="tensors that share memory"):
         views(x)[0].sum().backward(retain_graph=True)
+
     custom = plain_where_needed(Custom())
     with pytest.raises(remat.TraceError, match=r"custom torch\.autograd\.Function"):
         torch.autograd.grad(custom(x), x, create_graph=True)
+
     planned_step(changing, x * 1)
     views(x)[0].sum().backward()
 
@@ -831,6 +848,7 @@ def test_inductor_runs_unsupported_steps_plain_too() -> None:
     plain = copy.deepcopy(model)
     options: Any = {"costs": "flops", "plan_cache": False, "on_unsupported": "plain"}
     remat.checkpoint(model, "100%", executor="inductor", **options)
+
     for run in (planned_step, retained, penalized, hessian_product, planned_step):
         x = torch.randn(4, 8)
         got, want = left_by(model, run, x, 0), left_by(plain, run, x, 0)

@@ -22,6 +22,7 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget)
         monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
         memory: Any = torch.cuda.memory
         monkeypatch.setattr(memory, "_record_memory_history", lambda *_, **__: None)
         monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": [[]]})

@@ -91,9 +91,11 @@ class InPlace(Base):
         torch._dynamo.graph_break()
         moved = (x + self.head.weight.sum()).sin()
         torch._dynamo.graph_break()
+
         x.mul_(0.5)
         x[:3] = 0
         torch._dynamo.graph_break()
+
         x = self.blocks[1](x + moved)
         torch.compiler.disable(x.mul_)(2.0)
         return self.loss(self.blocks[2](x))
@@ -272,6 +274,7 @@ def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tens
     x = x.clone().requires_grad_()
     loss = loss_of(model(x))
     loss.backward()
+
     assert x.grad is not None
     gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
     return [loss.detach(), torch.rand(1), x.grad, *gradients, *(b.clone() for b in model.buffers())]

@@ -83,6 +83,7 @@ def outcome(problem: Problem) -> str:
     with _checked_bounds(), pytest.MonkeyPatch.context() as patch:
         if not problem.is_exhausted:
             patch.setattr(states, "is_small", lambda graph: False)
+
         try:
             solution = remat.solve(
                 problem.graph,

@@ -28,6 +28,7 @@ def naive_bytes_at(graph: Graph, steps: Sequence[int]) -> list[int]:
         for value in graph.operators[index].writes:
             for step in range(born, min(_last_need(graph, steps, value, born) + 1, len(steps))):
                 held[step] += size[value]
+
     for step, index in enumerate(steps):
         op = graph.operators[index]
         held[step] += op.workspace_bytes - max(
@@ -60,6 +61,7 @@ def _last_need(graph: Graph, steps: Sequence[int], value: int, born: int) -> int
     end = next((s for s in range(born + 1, len(steps)) if steps[s] == writer), None)
     if end is None and value in graph.outputs:
         return len(steps)
+
     return max(
         (
             s
@@ -90,6 +92,7 @@ def brute_force(graph: Graph, budget_bytes: int) -> float | None:
     assert graph.num_operators <= MAX_OPERATORS
     snapshots = [i for i, op in enumerate(graph.operators) if op.is_snapshot]
     assert all(graph.operators[i].pinned for i in snapshots)
+
     costs = [
         cost
         for paid in itertools.chain.from_iterable(
@@ -108,6 +111,7 @@ def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
     unrepeatable = {u for i in free for v in graph.operators[i].writes for u in graph.users_of[v]}
     unrepeatable |= {i for i, op in enumerate(graph.operators) if op.pinned}
     outputs = frozenset(v for v in graph.outputs if not graph.values[v].is_resident)
+
     if graph.resident_bytes > budget_bytes:
         return None
     return least_cost(
@@ -126,12 +130,14 @@ def least_cost(
     best = {start: 0.0}
     ticket = itertools.count(1)  # states are not ordered: ties go to the earlier one
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
+
     while queue:
         cost, _, state = heapq.heappop(queue)
         if cost > best[state]:
             continue
         if is_end(state):
             return cost
+
         for following, extra in moves(state):
             if cost + extra < best.get(following, math.inf):
                 best[following] = cost + extra
@@ -153,12 +159,14 @@ def _moves(
     """
     for value in memory:
         yield (done, memory - {value}), 0.0
+
     for index in range(min(done + 1, graph.num_operators)):
         op = graph.operators[index]
         if index < done and index in unrepeatable:
             continue
         if not all(v in memory or graph.values[v].is_resident for v in op.reads):
             continue
+
         after = memory | set(op.writes)
         held = graph.resident_bytes + op.workspace_bytes + sum(size[v] for v in after)
         now_done = max(done, index + 1)
@@ -176,6 +184,7 @@ def minimum_bytes(graph: Graph) -> int:
         max(naive_bytes_at(graph, range(graph.num_operators)), default=graph.resident_bytes),
     )
     high = max(high, graph.resident_bytes)
+
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if brute_force(graph, middle) is not None else (middle, high)

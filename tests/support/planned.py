@@ -68,6 +68,7 @@ def repeat_anything(seed: int) -> Steps:
     def steps(graph: remat.Graph) -> Sequence[int]:
         chance = random.Random(seed)
         found: list[int] = []
+
         for index in range(graph.num_operators):
             found.append(index)
             again = [
@@ -143,6 +144,7 @@ def state_after(
     torch.manual_seed(seed)
     loss = loss_of(model(*args, **kwargs))
     loss.backward()
+
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return [
         loss.detach(),

@@ -107,6 +107,7 @@ def test_roofline_is_arithmetic_or_traffic_and_a_launch() -> None:
     assert roofline(h100).measure(compute_bound).cost_s == pytest.approx(
         2 * 4096**3 / 989.5e12 + h100.launch_s
     )
+
     memory_bound = node_of(aten.add.Tensor, torch.add, (4096, 4096), (4096,))
     assert roofline(h100).measure(memory_bound).cost_s == pytest.approx(
         (2 * 4096**2 + 4096) * 4 / 3.35e12 + h100.launch_s
@@ -118,6 +119,7 @@ def test_drawing_random_numbers_takes_longer_than_moving_them() -> None:
     dropout = node_of(
         aten.native_dropout.default, lambda x: aten.native_dropout(x, 0.5, True), (1 << 20,)
     )
+
     for name in ("cpu", "H100"):
         device = devices.device(name)
         drawn_s = (1 << 20) / device.draws_per_s
@@ -143,6 +145,7 @@ def test_embedding_reads_rows_and_not_the_table() -> None:
         lambda w: F.embedding(torch.zeros(7, dtype=torch.long), w),
         (100_000, 64),
     )
+
     h100 = devices.device("h100")
     assert roofline(h100).measure(node).cost_s == pytest.approx(
         (2 * 7 * 64 * 4 + 7 * 8) / 3.35e12 + h100.launch_s
@@ -225,10 +228,12 @@ def test_a_cost_model_is_found_by_its_name() -> None:
     assert isinstance(resolve_costs("flops"), Flops)
     assert resolve_costs("roofline:H100").name == "roofline:H100"
     assert resolve_costs("roofline", "cpu").name == "roofline:cpu"
+
     model = flops()
     assert resolve_costs(model) is model
     with pytest.raises(ValueError, match="roofline"):
         resolve_costs("guess")
+
     assert resolve_costs("profile", "cpu").name == "profile:cpu"
     with pytest.raises(ValueError, match="measured"):
         resolve_costs("profile", "tpu")
@@ -252,6 +257,7 @@ def test_profile_measures_seconds_and_workspace() -> None:
         (256, 512),
         (512, 512),
     )
+
     assert 0 < costs["aten.mm.default"][0] < 1
     assert costs["aten.mm.default"][1] == 0
     assert 0 < costs["aten.native_dropout.default"][0] < 1
@@ -341,5 +347,6 @@ def test_profile_measures_on_cuda() -> None:
     cost_s, workspace_held = next(
         model.measure(node) for node in graph.nodes if node.op == "call_function"
     )
+
     assert 0 < cost_s < 1
     assert workspace_held >= 0

@@ -24,10 +24,12 @@ def test_the_kernel_is_the_one_that_an_h100_chose(fact: dict[str, Any]) -> None:
     dtype: torch.dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
     query = torch.zeros(2, 4, 64, fact["width"], dtype=dtype)
     mask = torch.zeros(2, 1, 64, 64)
+
     for case in ("plain", "causal", "dropout"):
         assert chosen_kernel("H100", query, query, None) == NAMES[fact[case]], case
     for case in ("mask", "bool mask", "mask, dropout"):
         assert chosen_kernel("H100", query, query, mask) == NAMES[fact[case]], case
+
     grouped = chosen_kernel("H100", query, query[:, :2], None, enable_gqa=True)
     assert grouped == NAMES[fact["grouped"]]
 

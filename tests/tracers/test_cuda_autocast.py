@@ -208,6 +208,7 @@ def test_a_step_for_a_card_holds_what_its_autocast_makes(dtype: torch.dtype) -> 
         assert lower not in types_of(card, target)
     assert lower in types_of(card, "aten.addmm.default")
     assert lower in types_of(cpu, "aten._softmax.default")
+
     size_bytes = 1024 * 64
     assert card.keep_all.total > cpu.keep_all.total + 2 * size_bytes
     assert card.plain_bytes is not None and cpu.plain_bytes is not None

@@ -96,9 +96,11 @@ def test_a_layout_found_at_smaller_sizes_is_that_of_the_call(
     call = Call.made(target, args, {}, target(*args))
     real = results_of(call)
     assert real is not None
+
     monkeypatch.setattr(layouts, "SMALL_BYTES", 0)
     layouts_of.cache_clear()
     state = torch.get_rng_state()
+
     assert layouts_of(call) == tuple(map(Layout.of, real))
     assert torch.equal(state, torch.get_rng_state())
     layouts_of.cache_clear()
@@ -109,9 +111,11 @@ def test_kernels_are_not_misled_about_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     probabilities = torch.randn(50, 16, 20).log_softmax(2)
     targets, lengths = torch.ones(16, 30, dtype=torch.int64), ([50] * 16, [30] * 16)
     loss, alpha = aten._ctc_loss.default(probabilities, targets, *lengths)
+
     args = (torch.ones(16), probabilities, targets, *lengths, loss, alpha, 0)
     gradient = aten._ctc_loss_backward.default(*args)
     call = Call.made(aten._ctc_loss_backward.default, args, {}, gradient)
+
     monkeypatch.setattr(layouts, "SMALL_BYTES", 0)
     layouts_of.cache_clear()
     assert layouts._run_smaller(call) is None
@@ -170,6 +174,7 @@ def test_a_view_after_any_activation_can_be_made(name: str) -> None:
     for steps_of in (keep_all, keep_nothing):
         torch._dynamo.reset()
         model = planned(copy.deepcopy(plain), steps_of)
+
         ends = []
         for each in (model, plain):
             each.zero_grad()
@@ -181,6 +186,7 @@ def test_a_view_after_any_activation_can_be_made(name: str) -> None:
 def test_the_committed_search_found_nothing_traced_wrongly() -> None:
     record = json.loads(RESULTS.read_text())
     assert {"date", "commit", "seed", "processor", "packages"} <= set(record["environment"])
+
     promises, forms = record["promises"].values(), record["in_place"].values()
     assert len(promises) > 400
     totals = [sum(row["differ"][promise] for row in promises) for promise in PROMISES]

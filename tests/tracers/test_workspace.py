@@ -176,15 +176,18 @@ def allocated(run: Callable[[], Any]) -> tuple[int, tuple[int, ...]]:
     """Bytes held at most beyond those held at the end, and the bytes of each output's storage."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         outputs = run()
+
     changes: list[tuple[int, int]] = []
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+
     while pending:
         event = pending.pop()
         if event.tag == torch._C._profiler._EventType.Allocation:
             changes.append((event.start_time_ns, event.extra_fields.alloc_size))
         pending.extend(event.children)
+
     held = peak = 0
     for _, change in sorted(changes, key=lambda item: item[0]):
         held += change
@@ -225,6 +228,7 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
 ) -> None:
     model, inputs = make()
     model = model.to(dtype=dtype, memory_format=memory_format)  # type: ignore[call-overload]
+
     inputs = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in inputs.items()
@@ -233,11 +237,13 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
         name: value.to(memory_format=memory_format) if value.dim() == 4 else value
         for name, value in inputs.items()
     }
+
     wrong = []
     for call, node in distinct_calls(joint_graph(model, inputs)).items():
         run = replay._run_of(call)
         with torch.no_grad():
             held, real_storages = allocated(run)
+
         if workspace_bytes(call, "cpu") != held:
             wrong.append(f"{call}: {workspace_bytes(call, 'cpu')} was predicted, {held} was held")
         if real_storages != storages(node.meta["val"]) and "batch_norm" not in str(call.target):
@@ -245,6 +251,7 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
                 f"{call}: storages of {real_storages} bytes, fake ones of "
                 f"{storages(node.meta['val'])}"
             )
+
     assert not wrong, "\n".join(wrong)
 
 
@@ -281,6 +288,7 @@ def test_batch_norm_in_bfloat16_saves_half_of_what_its_fake_says() -> None:
     fake = aten._native_batch_norm_legit_functional(
         image.to("meta"), *[one.to("meta")] * 4, True, 0.1, 1e-5
     )
+
     assert [t.nbytes for t in fake[1:3]] == [64, 64]
     assert [t.nbytes for t in real[1:3]] == [32, 32]
 
@@ -438,6 +446,7 @@ def test_large_convolutions_are_extrapolated_from_smaller_batches(
         1,
     )
     held = workspace_bytes(call, "cpu")
+
     workspace._store.cache_clear()
     monkeypatch.setattr(workspace, "_MOST_FLOP", flop_of(call) / 3)
     monkeypatch.setattr(

@@ -102,10 +102,12 @@ def test_every_heuristic_is_valid_on_every_family_and_kind_of_budget(
     if unlimited is None:
         return
     check(graph, unlimited, UNLIMITED)
+
     least = unlimited.minimum_bytes
     for budget_bytes in (least, least + 1, (least + unlimited.peak_bytes) // 2):
         solution = make_solver(name).solve(graph, budget_bytes=budget_bytes)
         check(graph, solution, budget_bytes)
+
     below = make_solver(name).solve(graph, budget_bytes=least - 1)
     if name in FIXED_FAMILIES:
         assert below.status is Status.NO_SOLUTION
@@ -154,6 +156,7 @@ def test_no_heuristic_beats_brute_force(graph: Graph) -> None:
         unlimited = solve(name, graph, UNLIMITED)
         if unlimited is None:
             continue
+
         solution = make_solver(name).solve(graph, budget_bytes=unlimited.minimum_bytes)
         optimum = brute_force(graph, unlimited.minimum_bytes)
         assert optimum is not None
@@ -171,6 +174,7 @@ def test_scaling_sizes_and_budget_changes_nothing(name: str) -> None:
                 replace(op, workspace_bytes=op.workspace_bytes * 7) for op in graph.operators
             ),
         )
+
         budget_bytes = int(0.8 * keep_all(graph)[0])
         one, other = solve(name, graph, budget_bytes), solve(name, scaled, 7 * budget_bytes)
         assert (one is None) == (other is None)
@@ -238,6 +242,7 @@ def test_under_a_long_skip_only_the_linear_order_finds_a_schedule() -> None:
     graph = training_step(parents, [1.0] * length, [1] * length)
     peak_bytes, _ = keep_all(graph)
     budget_bytes = int(0.6 * peak_bytes)
+
     assert (
         make_solver("ap-greedy").solve(graph, budget_bytes=budget_bytes).status
         is Status.NO_SOLUTION
@@ -277,6 +282,7 @@ def test_revolve_splits_are_optimal(num_slots: int) -> None:
 def test_revolve_computes_exactly_as_many_forward_operators_as_the_closed_form(length: int) -> None:
     graph = chain(length)
     num_values = length + 2  # the layers, the loss, and the start, which is always there
+
     for num_slots in range(1, num_values + 1):
         solution = Revolve(num_slots=num_slots).solve(graph, budget_bytes=UNLIMITED)
         assert solution.schedule is not None
@@ -302,6 +308,7 @@ def test_revolve_passes_pinned_operators() -> None:
             for i, op in enumerate(graph.operators)
         ),
     )
+
     solution = Revolve(num_slots=2).solve(graph, budget_bytes=UNLIMITED)
     check(graph, solution, UNLIMITED)
     assert solution.cost_s > graph.cost_s
@@ -327,6 +334,7 @@ def test_values_that_cross_regions_are_kept() -> None:
         for v, users in enumerate(graph.users_of)
         if {graph.operators[u].region for u in users} == {0, 1}
     }
+
     assert crossing
     assert crossing <= values_always_kept(graph)
 
@@ -395,6 +403,7 @@ def test_recompute_cheap_never_repeats_a_matrix_product() -> None:
     repeated = recomputed(
         graph, make_solver("recompute-cheap").solve(graph, budget_bytes=UNLIMITED)
     )
+
     assert {name.split(".")[-1] for name in repeated} <= {
         "norm1",
         "softmax",
@@ -439,6 +448,7 @@ def test_recompute_attention_finds_modules_where_there_are_no_targets() -> None:
 def test_recompute_attention_says_why_it_finds_nothing() -> None:
     with pytest.raises(SolverError, match="names its target or its module"):
         make_solver("recompute-attention").solve(chain(5), budget_bytes=UNLIMITED)
+
     graph = transformer(1)
     fused = {"aten._softmax.default": "aten._scaled_dot_product_flash_attention.default"}
     graph = replace(
@@ -447,6 +457,7 @@ def test_recompute_attention_says_why_it_finds_nothing() -> None:
             replace(op, target=fused.get(op.target, op.target)) for op in graph.operators
         ),
     )
+
     with pytest.raises(SolverError, match="fused kernels"):
         make_solver("recompute-attention").solve(graph, budget_bytes=UNLIMITED)
 
@@ -469,6 +480,7 @@ def test_a_block_that_runs_twice_is_two_segments() -> None:
             replace(op, module=forward[i] if i < 12 else "") for i, op in enumerate(graph.operators)
         ),
     )
+
     solution = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert recomputed(graph, solution) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
@@ -477,6 +489,7 @@ def test_blocks_in_stages_set_the_depth_and_a_sequential_in_a_block_does_not() -
     graph = transformer(2)
     one_depth = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert {"blocks.0.attn.qkv", "blocks.0.mlp.0", "blocks.0.mlp.1"} <= recomputed(graph, one_depth)
+
     graph = chain(12)
     nested = [f"stages.{i // 6}.blocks.{i // 3 % 2}" for i in range(12)]
     graph = replace(
@@ -485,6 +498,7 @@ def test_blocks_in_stages_set_the_depth_and_a_sequential_in_a_block_does_not() -
             replace(op, module=nested[i] if i < 12 else "") for i, op in enumerate(graph.operators)
         ),
     )
+
     inner = make_solver("per-block").solve(graph, budget_bytes=UNLIMITED)
     assert recomputed(graph, inner) == {"0", "1", "3", "4", "6", "7", "9", "10"}
 
@@ -508,6 +522,7 @@ def test_both_knapsacks_fit_and_the_exact_one_is_best(
     random = np.random.default_rng(seed)
     units = random.integers(1, 50, count)
     share, cost_s = units / units.sum(), random.integers(0, 10, count).astype(float)
+
     chosen = {
         name: list(items(fraction))
         for name, items in (
@@ -515,12 +530,14 @@ def test_both_knapsacks_fit_and_the_exact_one_is_best(
             ("ilp", ilp_knapsack(share, cost_s, 10.0)),
         )
     }
+
     best = max(
         cost_s[list(s)].sum() for s in _subsets(count) if share[list(s)].sum() <= fraction + 1e-9
     )
     assert cost_s[chosen["ilp"]].sum() == pytest.approx(best)
     assert share[chosen["ilp"]].sum() <= fraction + 1e-6
     assert share[chosen["dp"]].sum() <= fraction + (count + 1) / 10_000
+
     tighter = max(
         cost_s[list(s)].sum()
         for s in _subsets(count)
@@ -538,6 +555,7 @@ def test_our_knapsack_saves_what_pytorchs_own_saves() -> None:
         "torch._functorch._activation_checkpointing.knapsack",
         reason="this PyTorch keeps its knapsack elsewhere",
     )
+
     random = np.random.default_rng(0)
     size, cost_s = random.integers(1, 1000, 40), random.random(40)
     ours = dp_knapsack(size / size.sum(), cost_s)

@@ -26,6 +26,7 @@ def test_windows_are_unions_of_stages_that_tile_the_backward(
     assert boundaries[-1] == end
     assert all(b - a == length for a, b in stages[:-1])
     assert stages[-1][1] - stages[-1][0] >= LEAST_OPERATORS
+
     assert {*stages, (first, end)} <= windows
     assert all(a in boundaries and b in boundaries and a < b for a, b in windows)
     assert len(windows) <= 4 * len(stages) + 1
@@ -42,11 +43,13 @@ def test_relaxations_that_start_from_the_last_basis_give_the_same_bounds(seed: i
     programs = [Program(), Program()]
     programs[1].starts_from_last = True
     bounds: list[list[float]] = [[], []]
+
     for _ in range(4):
         cost, width = (
             random.uniform(0, 5, 12),
             np.stack([random.permutation(12)[:3] for _ in range(6)]),
         )
+
         for program, found in zip(programs, bounds, strict=True):
             first = program.num_columns
             program.add_columns(cost)
@@ -58,6 +61,7 @@ def test_relaxations_that_start_from_the_last_basis_give_the_same_bounds(seed: i
                     lower=1.5,
                 )
             found.append(program.minimise(is_relaxed=True, time_limit_s=10).bound)
+
     assert bounds[1] == pytest.approx(bounds[0], rel=1e-9)
     assert bounds[0] == sorted(bounds[0])
     assert bounds[0][0] > 0

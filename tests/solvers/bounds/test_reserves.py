@@ -35,6 +35,7 @@ def test_a_changed_row_acts_as_in_a_new_program() -> None:
         program.starts_from_last = starts_from_last
         columns = program.add_columns(np.array([-1.0, -2.0]))
         row = program.add_row(columns, np.array([1.0, 1.0]), upper=2.0)
+
         bounds = []
         for upper in (2.0, 0.5, 1.5, 0.0):
             program.change_upper(row, upper)
@@ -52,15 +53,18 @@ def test_reserves_set_later_act_as_if_set_at_first(seed: int, share: float) -> N
         .integers(0, 1 + budget // 20, graph.num_operators)
         .astype(np.float64)
     )
+
     refinement = Refinement(graph, budget_bytes=budget)
     later = refinement.relaxation()
     later.model.program.starts_from_last = True
     without = relaxed(later)
     later.model.set_reserve(reserve)
+
     first = refinement.relaxation()
     first.model.set_reserve(reserve)
     assert relaxed(later) == pytest.approx(relaxed(first), abs=1e-4)
     assert relaxed(later) >= without - 1e-6
+
     later.model.set_reserve(np.zeros(graph.num_operators))
     assert relaxed(later) >= without - 1e-6  # rows were added meanwhile
 
@@ -77,6 +81,7 @@ def test_schedules_with_reserves_fit_where_the_plain_one_does_not(
     refinement = Refinement(graph, budget_bytes=budget)
     schedules = list(Reserves(refinement).schedules(deadline=time.perf_counter() + 60))
     simulations = [simulate(graph, Schedule.from_steps(graph, steps)) for steps in schedules]
+
     assert not any(validate(graph, Schedule.from_steps(graph, steps)) for steps in schedules)
     assert simulations[0].peak_bytes > budget
     fitting = [simulation.cost_s for simulation in simulations if simulation.peak_bytes <= budget]

@@ -190,11 +190,13 @@ def _least_completion(model: CheckmateModel, steps: list[int]) -> float:
     fixed = np.bincount(
         rows, arrays.value * np.where(known, point, 0.0)[arrays.index], len(arrays.row_upper)
     )
+
     for row in range(len(arrays.row_upper)):
         # H - ... rows only bound H from below, D from above
         for entry in range(arrays.row_start[row], arrays.row_start[row + 1]):
             if not known[arrays.index[entry]] and arrays.value[entry] < 0:
                 fixed[row] = -math.inf
+
     if (fixed > arrays.row_upper + 1e-9).any():
         return math.inf
     return float(arrays.cost[known] @ point[known] + arrays.offset) * model.unit_s
@@ -211,6 +213,7 @@ def test_without_the_exact_search_answers_stay_valid(case: tuple[Graph, int]) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_search, "_MAX_STATES", 0)
         solution = MILP(time_limit_s=2.0).solve(graph, budget_bytes=budget_bytes)
+
     best = brute_force(graph, budget_bytes)
     if best is None:
         assert solution.status in (Status.INFEASIBLE, Status.NO_SOLUTION)
@@ -264,6 +267,7 @@ def test_pulp_names_what_is_missing() -> None:
 def test_a_time_limit_leaves_a_valid_bound() -> None:
     graph = random_layered(40, seed=3)
     budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+
     began = time.monotonic()
     solution = MILP(time_limit_s=0.3).solve(graph, budget_bytes=budget_bytes)
     assert time.monotonic() - began < 10
@@ -285,6 +289,7 @@ def test_progress_tells_bounds_that_only_rise_and_costs_that_only_fall() -> None
     graph = unet(2)
     budget_bytes = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     solution = MILP(progress=seen.append).solve(graph, budget_bytes=budget_bytes)
+
     costs = [p.cost_s for p in seen if p.cost_s is not None]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == solution.cost_s
@@ -309,6 +314,7 @@ def test_an_incumbent_is_never_made_worse() -> None:
     budget_bytes = int(0.85 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     known = MILP(time_limit_s=5.0).solve(graph, budget_bytes=budget_bytes)
     assert known.schedule is not None
+
     again = MILP(time_limit_s=0.05, incumbent=known.schedule.steps).solve(
         graph, budget_bytes=budget_bytes
     )

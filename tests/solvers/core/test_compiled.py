@@ -74,6 +74,7 @@ def test_a_change_recompiles_everything_that_used_the_old_code(
     package = tmp_path / "nested"
     package.mkdir()
     (package / "__init__.py").touch()
+
     (package / "between.py").write_text(
         f"{header}from {beside}innermost import first\n"
         "@inner\ndef second(x):\n    return first(x)\n"
@@ -82,6 +83,7 @@ def test_a_change_recompiles_everything_that_used_the_old_code(
         f"{header}from {beside}between import second\n"
         "@compiled\ndef third(x):\n    return second(x)\n"
     )
+
     answers: list[str] = []
     for number in (1, 2, 2):
         (package / "constants.py").write_text(f"STEP = {number if changed == 'constant' else 0}\n")
@@ -92,6 +94,7 @@ def test_a_change_recompiles_everything_that_used_the_old_code(
         )
         if changed == "function" or not answers:
             (package / "innermost.py").write_text(innermost)
+
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
         command = [sys.executable, "-c", "from nested.outermost import third; print(third(0))"]
         answers.append(
@@ -99,6 +102,7 @@ def test_a_change_recompiles_everything_that_used_the_old_code(
                 command, env=environment, capture_output=True, text=True, check=True
             ).stdout.strip()
         )
+
     assert answers == ["1", "2", "2"]
 
 

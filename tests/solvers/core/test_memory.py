@@ -47,9 +47,11 @@ def test_numba_that_cannot_be_loaded_is_not_needed(tmp_path: Path) -> None:
     text = "libllvmlite.so: failed to map segment from shared object"
     (fake / "__init__.py").write_text(f"raise OSError({text!r})\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
     done = subprocess.run(
         [sys.executable, "-c", SOLVE], capture_output=True, text=True, env=environment, check=False
     )
+
     assert done.returncode == 0, done.stderr
     assert done.stdout == "optimal\n"
     assert "numba can't be loaded (libllvmlite" in done.stderr

@@ -53,6 +53,7 @@ def tiny_graph(seed: int) -> Graph:
         if seed % 2
         else random_layered(6, seed=seed, width=3, is_training=False)
     )
+
     operators = tuple(
         replace(op, pinned="by lot" if random.random() < 0.2 else "") for op in graph.operators
     )
@@ -82,6 +83,7 @@ def _moves(
 ) -> Iterator[tuple[tuple[frozenset[int], frozenset[int]], float]]:
     for value in memory:
         yield (done, memory - {value}), 0.0
+
     for index, op in enumerate(graph.operators):
         if (
             (index in done and op.pinned)
@@ -89,6 +91,7 @@ def _moves(
             or (op.phase is Phase.BACKWARD and not forward <= done)
         ):
             continue
+
         after = memory | set(op.writes)
         if op.workspace_bytes + sum(graph.values[v].size_bytes for v in after) <= budget_bytes:
             yield (done | {index}, after), op.cost_s
@@ -101,6 +104,7 @@ def test_bound_optimum_and_answer_are_in_order(seed: int, share: float) -> None:
     budget = int(share * keep_all_bytes(graph))
     best, bound_s = best_in_any_order(graph, budget), order_bound_s(graph, budget, time_limit_s=5.0)
     assert bound_s <= (math.inf if best is None else best * (1 + 1e-9))
+
     solution = QUICK.solve(graph, budget_bytes=budget)
     if best is None:
         assert not solution.is_solved
@@ -117,6 +121,7 @@ def test_the_optimum_is_found_on_tiny_graphs() -> None:
             tiny_graph(seed),
             operators=tuple(replace(op, pinned="") for op in tiny_graph(seed).operators),
         )
+
         for share in (0.6, 0.75, 0.9):
             budget = int(share * keep_all_bytes(graph))
             best, solution = (
@@ -127,6 +132,7 @@ def test_the_optimum_is_found_on_tiny_graphs() -> None:
             found += (
                 best is not None and solution.is_solved and solution.cost_s <= best * (1 + 1e-9)
             )
+
     assert asked > 30
     assert found == asked
 
@@ -144,13 +150,16 @@ def test_the_sequence_agrees_with_simulator_and_rules_after_any_walk(
         random_step(num_operators, seed=seed) if seed % 3 else two_regions(1 + num_operators // 6)
     )
     budget = int(0.7 * keep_all_bytes(graph))
+
     order = OrderSearch(graph, budget_bytes=budget, seed=seed, order_chance=order_chance)
     search = FreeSearch(graph, budget_bytes=budget, gap=0.0, time_limit_s=60.0)
     search.raise_bound(-1.0)
     steps = order.run(np.arange(graph.num_operators), Round(300, 1e-1, 1e-2), search)
+
     schedule = Schedule.from_steps(graph, steps.tolist())
     assert validate(graph, schedule, is_free_order=True) == []
     assert_keeps_rules(graph, steps.tolist())
+
     state = lay_out(order.local.state, steps)
     held = bytes_held(state.slots)[
         (state.slots[SLOT] >= 0) & (state.slots[SLOT] < graph.num_operators)
@@ -164,6 +173,7 @@ def assert_keeps_rules(graph: Graph, steps: Sequence[int]) -> None:
         (place[i] + 0.5 for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD),
         default=-1.0,
     )
+
     for op in range(graph.num_operators):
         for other in rules.earlier[rules.earlier_start[op] : rules.earlier_start[op + 1]]:
             assert place[int(other)] < place[op]
@@ -185,6 +195,7 @@ def test_rules_hold_for_the_graphs_own_order_and_agree_both_ways() -> None:
         rules = order_rules(graph)
         of = np.repeat(np.arange(len(rules.is_fixed)), np.diff(rules.earlier_start))
         back = np.repeat(np.arange(len(rules.is_fixed)), np.diff(rules.later_start))
+
         assert (rules.earlier < of)[rules.earlier < graph.num_operators].all()
         assert set(zip(rules.earlier.tolist(), of.tolist(), strict=True)) == set(
             zip(back.tolist(), rules.later.tolist(), strict=True)
@@ -203,6 +214,7 @@ def effects_graph() -> Graph:
             for name in ("copy", "read", "state_0", "drop_0", "state_1", "drop_1", "sum")
         ),
     )
+
     pinned = "for the test"
     operators = (
         Operator("copy", 0.0, (0,), (1,), pinned=pinned, is_snapshot=True),
@@ -239,6 +251,7 @@ def test_the_parts_of_a_step_stay_in_order() -> None:
     budget = int(0.6 * keep_all_bytes(graph))
     solution = QUICK.solve(graph, budget_bytes=budget)
     assert solution.schedule is not None
+
     parts = [
         (graph.operators[i].region, graph.operators[i].phase)
         for i in firsts(solution.schedule.steps)
@@ -263,8 +276,10 @@ def test_published_costs_are_reached_in_the_published_time(
     path = INSTANCES / f"{name}.json"
     if not path.exists():
         pytest.skip(f"the published instance {path} is not there")
+
     data = json.loads(path.read_text())
     graph = Graph.from_arrays(data["cost"], data["size"], data["edges"])
+
     # compiles once per machine, before time is measured
     FreeOrder(gap=0.0, rounds=1).solve(random_layered(8, seed=0), budget_bytes=1)
     OrderSearch(graph, budget_bytes=1, seed=0, order_chance=1.0).run(
@@ -272,9 +287,11 @@ def test_published_costs_are_reached_in_the_published_time(
         Round(1, 1.0, 1.0),
         FreeSearch(graph, budget_bytes=1, gap=0.0, time_limit_s=60.0),
     )
+
     solution = FreeOrder(gap=percent / 100, time_limit_s=seconds, rounds=1).solve(
         graph, budget_bytes=data["budgets"][label]
     )
+
     assert solution.schedule is not None
     assert (
         validate(graph, solution.schedule, budget_bytes=data["budgets"][label], is_free_order=True)
@@ -295,6 +312,7 @@ def test_the_graphs_order_is_never_better() -> None:
         budget = int(0.75 * keep_all_bytes(graph))
         fixed = Auto(gap=0.0, rounds=1, time_limit_s=2.0).solve(graph, budget_bytes=budget)
         free = FreeOrder(gap=0.0, rounds=3, time_limit_s=10.0).solve(graph, budget_bytes=budget)
+
         assert fixed.is_solved
         assert free.is_solved
         assert free.cost_s <= fixed.cost_s * (1 + 1e-3)

@@ -41,10 +41,12 @@ def random_program(seed: int) -> tuple[LinearProgram, np.ndarray]:
     matrix = random.integers(-3, 4, (rows, columns)) * 10.0 ** random.integers(
         -9, 9, (rows, columns)
     )
+
     exact = [
         sum(Fraction(float(a)) * Fraction(float(x)) for a, x in zip(row, point, strict=True))
         for row in matrix
     ]
+
     slack = random.integers(0, 3, rows)
     low = np.array(
         [
@@ -58,6 +60,7 @@ def random_program(seed: int) -> tuple[LinearProgram, np.ndarray]:
             for e, s in zip(exact, slack, strict=True)
         ]
     )
+
     start = np.arange(rows + 1) * columns
     index = np.tile(np.arange(columns), rows)
     cost = random.integers(-5, 6, columns) * 10.0 ** random.integers(-6, 7, columns)
@@ -94,6 +97,7 @@ def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(
     multipliers = random.normal(size=len(program.row_lower)) * 10.0**spread
     columns = np.flatnonzero(random.random(len(point)) < 0.5)
     support = safe_support(program, program.cost, multipliers, columns)
+
     if support.constant > -math.inf:
         slope = [
             Fraction(float(a)) * Fraction(float(x))
@@ -111,18 +115,22 @@ def test_a_bound_at_fixed_columns_holds_for_all_their_values() -> None:
     program.starts_from_last = True
     program.add_rows(columns[None], [1.0, 1.0, 1.0], lower=1.0)
     program.add_rows(columns[None, 2:], [1.0], upper=0.5)
+
     for y, value in ((0.0, 2.0), (0.25, 1.75), (0.0, 2.0), (0.5, 1.5), (1.0, 2.0)):
         program.fix(columns[1:2], np.array([y]))
         outcome = program.minimise(is_relaxed=True, time_limit_s=5)
         assert outcome.bound == pytest.approx(value)
+
         support = program.support(columns[1:2])
         assert support is not None
         assert support.at(np.array([y])) == pytest.approx(value)
         for other, least in ((0.0, 2.0), (0.25, 1.75), (0.5, 1.5), (1.0, 2.0)):
             assert support.at(np.array([other])) <= least + 1e-9
+
     program.add_rows(columns[None, :1], [1.0], upper=0.0)
     program.fix(columns[1:2], np.array([0.25]))
     assert program.minimise(is_relaxed=True, time_limit_s=5).is_infeasible
+
     ray = program.support(columns[1:2])
     assert ray is not None
     assert ray.is_ray
@@ -160,6 +168,7 @@ def test_a_falling_cost_without_an_upper_bound_has_no_bound() -> None:
         np.zeros(0),
     )
     assert safe_bound(program, np.zeros(0)) == pytest.approx(0.0)
+
     free_fall = LinearProgram(
         np.array([-1.0]), *(getattr(program, n) for n in list(program.__dataclass_fields__)[1:])
     )
@@ -203,12 +212,14 @@ def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(
         if seed % 2
         else random_step(3 + seed % 4, seed=seed)
     )
+
     graph = scaled(plain, cost_factor, size_factor)
     floor, ceiling = minimum_bytes(plain), simulate(plain, Schedule.keep_all(plain)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
     best = brute_force(plain, budget)
     assert best is not None
     best_s = best * cost_factor
+
     windows = [
         (a, b) for a in (0, 2, plain.num_operators) for b in (2, plain.num_operators) if a < b
     ]
@@ -218,6 +229,7 @@ def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(
         else [(0, plain.num_operators)]
     )
     windows = sorted({*windows, *priced})
+
     for is_relaxed in (True, False):
         model = WindowModel(graph, windows, priced=priced, budget_bytes=budget * size_factor)
         bound_s = model.bound_s(
@@ -225,6 +237,7 @@ def test_no_brute_force_optimum_is_below_a_bound_in_any_unit(
         )
         assert bound_s <= best_s * (1 + 1e-12)
     assert lp_bound(graph, budget * size_factor) <= best_s * (1 + 1e-12)
+
     for name in ("auto", "milp", "lp-rounding"):
         solution = make_solver(name, time_limit_s=2.0).solve(
             graph, budget_bytes=budget * size_factor

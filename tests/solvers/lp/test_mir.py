@@ -37,6 +37,7 @@ def test_a_fitting_point_is_never_cut_off(sizes: list[int], share: float, seed: 
     point = np.where(
         rng.random(len(sizes)) < 0.4, rng.random(len(sizes)), rng.integers(0, 2, len(sizes))
     )
+
     for cut in rounded(
         Knapsack(np.arange(len(sizes)), np.array(sizes), upper, rng.permutation(len(sizes))), point
     ):
@@ -80,6 +81,7 @@ def relaxed_bound_s(graph: Graph, budget: int, stages: int, most_roundings: int)
     boundaries = np.linspace(first, end, stages + 1).astype(int).tolist()
     windows = [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
     priced = [(0, first), *pairwise(boundaries)]
+
     model = WindowModel(graph, sorted({(0, first), *windows}), priced=priced, budget_bytes=budget)
     model.program.starts_from_last = True
     return model.bound_s(

@@ -30,6 +30,7 @@ def _with_dropout() -> Graph:
     ) -> int:
         values.append(Value(name, size))
         writes = (len(values) - 1,)
+
         operators.append(
             Operator(
                 name,
@@ -48,6 +49,7 @@ def _with_dropout() -> Graph:
         linear = add(f"linear{k}", (last,))
         state = add(f"state{k}", (), 1, pinned="it takes the state of the random generator")
         layers.append((last, linear, last := add(f"dropout{k}", (linear, state))))
+
     gradient = add("loss", (last,), phase=Phase.BACKWARD)
     for k, (before, linear, after) in reversed(list(enumerate(layers))):
         gradient = add(f"backward{k}", (gradient, before, linear, after), phase=Phase.BACKWARD)
@@ -59,6 +61,7 @@ def test_a_generators_state_stays_while_its_dropout_may_be_computed_again(rule: 
     graph = _with_dropout()
     budget = 8 * SIZE + NUM_LAYERS
     steps = steps_with_eviction(graph, budget, rule)
+
     assert steps is not None
     assert (
         simulate(graph, Schedule.from_steps(graph, steps.tolist())).peak_bytes
@@ -74,6 +77,7 @@ def test_values_that_a_plan_drops_are_evicted_first() -> None:
         next(v for v, value in enumerate(graph.values) if value.name == f"linear{k}")
         for k in (1, 4, 7)
     }
+
     steps = steps_with_eviction(graph, 14 * SIZE, Rule.CHEAP, kept={first: planned})
     assert steps is not None
     again = {graph.operators[op].writes[0] for op in steps[first:].tolist() if op < first}
@@ -87,6 +91,7 @@ def test_a_generators_state_is_evicted_after_its_last_use() -> None:
     last = len(graph.values) - 1
     values = (*graph.values, Value("last", 1))
     room = 8 * SIZE + NUM_LAYERS
+
     operators = (
         *graph.operators,
         Operator(
@@ -99,6 +104,7 @@ def test_a_generators_state_is_evicted_after_its_last_use() -> None:
         ),
     )
     graph = Graph(values, operators, (last + 1,))
+
     for rule in (Rule.CHEAP, Rule.FAR, Rule.LARGE, Rule.ENOUGH):
         steps = steps_with_eviction(graph, room, rule)
         assert steps is not None
@@ -116,6 +122,7 @@ def test_a_large_expensive_value_stays_where_a_small_cheap_one_is_enough() -> No
         Operator("use", 1.0, (large, small, peak), (used,), phase=Phase.BACKWARD),
     )
     graph = Graph(values, operators, (used,))
+
     budget = 112  # a byte less than all of them
     costs = {}
     for rule in (Rule.LARGE, Rule.ENOUGH):

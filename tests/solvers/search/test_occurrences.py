@@ -53,6 +53,7 @@ def moves_of(local: LocalSearch, hot: float, count: int = 1) -> Move:
             best_slot=state.slots[SLOT].copy(),
             best=np.array([np.inf, np.inf]),
         )
+
         local.loop(state, chunk, *local.arguments)
 
     return move
@@ -67,6 +68,7 @@ def check(
         len(first.operators) - 1,
         np.random.default_rng(seed),
     )
+
     for _ in range(num_moves):
         move(state, random)
         fresh = lay_out(first, steps_of(state.slots[SLOT], end))
@@ -100,6 +102,7 @@ def test_bytes_stay_exact_whatever_a_graph_has(
     """
     graph = random_step(num_operators, seed=seed)
     budget, steps = int(share * keep_all_bytes(graph)), np.arange(graph.num_operators)
+
     if is_free:
         order = OrderSearch(graph, budget_bytes=budget, seed=seed, order_chance=0.5)
         local, steps = order.local, order.marked(steps)
@@ -127,6 +130,7 @@ def test_a_move_with_too_many_changes_to_write_down_is_cut_short() -> None:
     join = Operator("join", 1.0, tuple(range(count)), (count,))
     use = Operator("use", 1.0, (count,), (count + 1,), phase=Phase.BACKWARD)
     graph = Graph(values, (*forward, join, use), outputs=(count + 1,))
+
     local = LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0)
     steps = [*range(count + 1), *range(count + 1), count + 1]
     left = [
@@ -149,6 +153,7 @@ def test_every_run_of_a_repeated_operator_is_laid_out() -> None:
         index for index, op in enumerate(graph.operators) if op.is_recomputable and op.reads == ()
     )
     steps = [*range(graph.num_operators), *[operator] * 29]
+
     state = lay_out(
         LocalSearch(graph, budget_bytes=keep_all_bytes(graph), seed=0).state, np.array(steps)
     )
