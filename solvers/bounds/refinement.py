@@ -40,6 +40,7 @@ from remat.solvers.bounds.window import Window, WindowModel
 from remat.solvers.core.accounting import Floats
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
+from remat.solvers.lp.linear import Outcome
 
 MAX_STAGES = 12
 _ROUNDINGS = 5  # rounds of rounding cuts of a relaxation
@@ -95,6 +96,7 @@ class Refinement:
         self.known = KnownRows()
         self.state = State.OPEN if self.stages.boundaries else State.DONE
         self.best_s = -math.inf
+
         # stages of earlier relaxations; without them the next one may have a weaker bound
         self._wide: set[Window] = set()
         self._dropped: set[int] = set()
@@ -163,10 +165,12 @@ class Refinement:
         forward, stages = (0, self.first), list(pairwise(self.boundaries))
         is_wide = is_relaxed and most_roundings > 0
         windows = [forward, *self._windows(is_relaxed=is_relaxed, is_wide=is_wide)]
+
         model = WindowModel(
             self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes
         )
         model.program.starts_from_last = is_wide
+
         return LazyRows(
             model,
             self.known.of(set(windows)),
@@ -208,60 +212,78 @@ class Refinement:
                 whose S exceeds a half, and the one that keeps all with more than a little.
             is_rounded: adds rounding cuts to a relaxation, which takes several times as long.
         """
-        boundaries = self.boundaries
-        stages, lazy = (
-            list(pairwise(boundaries)),
-            self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0),
-        )
+        stages = list(pairwise(self.boundaries))
+        lazy = self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0)
         model = lazy.model
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         gap = self._gap(len(stages), cutoff, model.objective(self.best_s))
         outcome = lazy.solve(
             deadline=deadline, relative_gap=gap, cutoff=cutoff, is_relaxed=is_relaxed
         )
-        self.known.take(lazy)
-        steps, kept, bound_s = None, dict[int, list[int]](), model.bound_s(outcome)
-        self.best_s = max(self.best_s, bound_s)
-        self._wide.update(stages if is_relaxed else ())
-        if is_relaxed and bound_s > self._best_relaxed[0]:
-            self._best_relaxed = bound_s, self.stages
+
+        bound_s = model.bound_s(outcome)
+        self._learn(lazy, stages, bound_s, is_relaxed=is_relaxed)
         if cutoff is not None and outcome.bound >= cutoff and not is_relaxed:
             self.state = self.state if bound_s > self._decided_s else State.DONE
             self._decided_s = bound_s
             return Step(bound_s, None, True)
+
+        steps, kept = None, dict[int, list[int]]()
         if outcome.point is not None:
             kept = self._kept(model, outcome.point, _HALF)
             steps = self._steps(kept)
-            paid = [
-                float(
-                    np.dot(
-                        self.graph.arrays.cost_s, model.values_at(model.again[stage], outcome.point)
-                    )
-                )
-                for stage in stages
-            ]
-            before = self.stages.singles | self.stages.cuts
-            self.state = self.state if is_relaxed else State.OPEN
-            self._cut(
-                steps, boundaries, None if is_relaxed else paid, is_single=is_relaxed and is_rounded
-            )
-            if is_relaxed and self.boundaries == boundaries:
-                self._cut(
-                    self.steps_of(model, outcome.point, _LITTLE),
-                    boundaries,
-                    None,
-                    is_single=is_rounded,
-                )
-            if not is_relaxed:
-                self._drop_useless(before, deadline)
-                # the schedule costs what the model says; with a smaller gap the model may say more
-                if self.state is State.DONE and gap > _GAP and outcome.is_finished:
-                    self.state = State.EXACT
-        if not is_relaxed and (
-            outcome.point is None or not (outcome.is_finished or len(stages) == 1)
-        ):
-            self.state = State.CUT_SHORT if is_past(deadline) else State.DONE
+            if is_relaxed:
+                self._cut_relaxation(model, outcome.point, steps, is_single=is_rounded)
+            else:
+                self._cut_model(model, outcome.point, steps, deadline)
+
+        if not is_relaxed:
+            self._close(outcome, gap, len(stages), deadline)
         return Step(bound_s, steps, outcome.is_finished, kept)
+
+    def _learn(
+        self, lazy: LazyRows, stages: list[Window], bound_s: float, *, is_relaxed: bool
+    ) -> None:
+        """Keeps what a solved model found: its rows, its bound, and a relaxation's stages."""
+        self.known.take(lazy)
+        self.best_s = max(self.best_s, bound_s)
+        if is_relaxed:
+            self._wide.update(stages)
+            if bound_s > self._best_relaxed[0]:
+                self._best_relaxed = bound_s, self.stages
+
+    def _cut_relaxation(
+        self, model: WindowModel, point: Floats, steps: list[int], *, is_single: bool
+    ) -> None:
+        """Cuts where the relaxation's schedule fails, or else where one that keeps more does."""
+        boundaries = self.boundaries
+        self._cut(steps, boundaries, None, is_single=is_single)
+        if self.boundaries == boundaries:
+            more = self.steps_of(model, point, _LITTLE)
+            self._cut(more, boundaries, None, is_single=is_single)
+
+    def _cut_model(
+        self, model: WindowModel, point: Floats, steps: list[int], deadline: float
+    ) -> None:
+        """Cuts where the schedule of a model with integers fails, and drops what is of no use."""
+        boundaries, before = self.boundaries, self.stages.singles | self.stages.cuts
+        cost_s = self.graph.arrays.cost_s
+        paid_s = [
+            float(np.dot(cost_s, model.values_at(model.again[stage], point)))
+            for stage in pairwise(boundaries)
+        ]
+        self.state = State.OPEN
+        self._cut(steps, boundaries, paid_s, is_single=False)
+        self._drop_useless(before, deadline)
+
+    def _close(self, outcome: Outcome, gap: float, num_stages: int, deadline: float) -> None:
+        """Says whether there is a next model, after one with integers solved up to `gap`."""
+        has_point = outcome.point is not None
+        # the schedule costs what the model says; with a smaller gap the model may say more
+        if has_point and self.state is State.DONE and gap > _GAP and outcome.is_finished:
+            self.state = State.EXACT
+        if not has_point or not (outcome.is_finished or num_stages == 1):
+            self.state = State.CUT_SHORT if is_past(deadline) else State.DONE
 
     @staticmethod
     def _kept(model: WindowModel, point: Floats, least: float) -> dict[int, list[int]]:
@@ -308,9 +330,11 @@ class Refinement:
         """
         if not self.is_open or self.num_columns <= _FEW_COLUMNS:
             return
+
         needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
         if needed < 0:  # no time to compare
             return
+
         for is_single in (False, True):
             chosen = self.stages.singles if is_single else self.stages.cuts
             for item in sorted((chosen & candidates) - self._dropped):
@@ -351,11 +375,13 @@ class Refinement:
             stages = self.stages
             self.stages = stages.with_single(cut) if is_single else stages.with_cut(cut)
             return
+
         if paid_s is None and single < 0:
             return
         if paid_s is not None and not failures.worst:
             surplus = failures.surplus(boundaries, paid_s)
             single = max(surplus, key=lambda v: surplus[v], default=-1)
+
         if single < 0:
             self.state = State.DONE
         else:

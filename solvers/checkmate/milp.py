@@ -71,6 +71,7 @@ class MILP(Solver):
         limits = Limits(self.gap, self.time_limit_s)
         rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / 10)
         starts = chain([self.incumbent], quick_schedules(graph, budget_bytes), rounded)
+
         return solve_exactly(
             graph,
             budget_bytes,
@@ -99,50 +100,55 @@ def solve_exactly(
     began = time.monotonic()
     keep_all = Schedule.keep_all(graph)
     if not validate(graph, keep_all, budget_bytes=budget_bytes):
-        wall_s = time.monotonic() - began
         return Solution.of_steps(
             graph,
             budget_bytes,
             keep_all.steps,
             lower_bound_s=graph.cost_s,
             solver=solver,
-            wall_s=wall_s,
+            wall_s=time.monotonic() - began,
         )
+
     form = stage_form(graph, budget_bytes)
     if not form.fits_every_operator:
         wall_s = time.monotonic() - began
         return Solution.without_schedule(
             graph, budget_bytes, Status.INFEASIBLE, solver=solver, wall_s=wall_s
         )
+
     search = StageSearch(form, graph, budget_bytes, backend, limits, progress)
-    iterator = iter(starts)
     left_out: list[str] = []
-    note = left_out.append
-    with heeding_interrupts() as heeded, leaving_out("the rest of the search", note):
+    with heeding_interrupts() as heeded, leaving_out("the rest of the search", left_out.append):
+        iterator = iter(starts)
         while not search.is_closed and (steps := next(iterator, None)) is not None:
             search.offer(steps)
         search.run()
-    wall_s = time.monotonic() - began
+
+    cut_short = heeded.cut_short or "".join(left_out)
+    return _solution(search, solver, time.monotonic() - began, cut_short)
+
+
+def _solution(search: StageSearch, solver: str, wall_s: float, cut_short: str) -> Solution:
     if search.steps is None:
-        status = Status.INFEASIBLE if search.is_infeasible else Status.NO_SOLUTION
         return Solution.without_schedule(
-            graph,
-            budget_bytes,
-            status,
+            search.graph,
+            search.budget_bytes,
+            Status.INFEASIBLE if search.is_infeasible else Status.NO_SOLUTION,
             solver=solver,
             wall_s=wall_s,
             lower_bound_s=search.bound_s,
-            cut_short=heeded.cut_short or "".join(left_out),
+            cut_short=cut_short,
         )
+
     return Solution.of_steps(
-        graph,
-        budget_bytes,
+        search.graph,
+        search.budget_bytes,
         search.steps,
         lower_bound_s=search.bound_s,
         solver=solver,
         wall_s=wall_s,
-        gap=max(limits.gap, TOLERANCE),
-        cut_short=heeded.cut_short or "".join(left_out),
+        gap=max(search.limits.gap, TOLERANCE),
+        cut_short=cut_short,
     )
 
 
@@ -155,6 +161,7 @@ def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
         steps = steps_with_eviction(graph, budget_bytes, rule)
         if steps is not None:
             yield steps.tolist()
+
     boundary = forward_length(graph)
     written = [v for i in range(boundary) for v in graph.operators[i].writes]
     by_size = sorted(written, key=lambda v: graph.values[v].size_bytes)

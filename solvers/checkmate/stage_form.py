@@ -115,24 +115,26 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
             f"more than {MAX_OPERATORS:,} operators are too many for a MILP solver; use "
             "solver='auto'"
         )
-    arrays = graph.arrays
-    outputs = tuple(map(int, arrays.output))
-    sink = [()] if outputs else []
     resident = {i for i, value in enumerate(graph.values) if value.is_resident}
-    reads = [tuple(v for v in op.reads if v not in resident) for op in graph.operators] + [
-        outputs for _ in sink
-    ]
-    writes = [op.writes for op in graph.operators] + sink
+    outputs = tuple(map(int, graph.arrays.output))
+    sink = [()] if outputs else []  # a last operator, which reads what the step returns
+
+    def moved(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(v for v in values if v not in resident)
+
+    reads = [*(moved(op.reads) for op in graph.operators), *(outputs for _ in sink)]
+    writes = [*(op.writes for op in graph.operators), *sink]
     users: list[list[int]] = [[] for _ in graph.values]
     for index, values in enumerate(reads):
         for value in values:
             users[value].append(index)
+
     may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, len(graph.values))
-    can_repeat = [bool(column.any()) for column in may_recompute.T]
     is_snapshot = [
-        graph.producer[v] >= 0 and graph.operators[graph.producer[v]].is_snapshot
-        for v in range(len(graph.values))
+        producer >= 0 and graph.operators[producer].is_snapshot for producer in graph.producer
     ]
+    # a snapshot of which no reader can run again needs no memory
+    can_repeat = [bool(column.any()) for column in may_recompute.T]
     is_void = [
         is_snapshot[v] and not any(can_repeat[u] for u in users[v])
         for v in range(len(graph.values))
@@ -143,10 +145,7 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
         workspace_bytes=(*(op.workspace_bytes for op in graph.operators), *(0 for _ in sink)),
         reads=tuple(reads),
         writes=tuple(writes),
-        reuses=(
-            *(tuple(v for v in op.reuses if v not in resident) for op in graph.operators),
-            *sink,
-        ),
+        reuses=(*(moved(op.reuses) for op in graph.operators), *sink),
         users=tuple(map(tuple, users)),
         producer=graph.producer,
         size_bytes=tuple(
@@ -164,9 +163,11 @@ def _allowed(graph: Graph, num_stages: int) -> NDArray[np.bool_]:
     """Returns [t, i]: pins and regions allow recomputing operator i in stage t."""
     allowed: NDArray[np.bool_] = np.tril(np.ones((num_stages, num_stages), np.bool_), -1)
     allowed[:, [i for i, op in enumerate(graph.operators) if not op.is_recomputable]] = False
+
     spans: dict[tuple[int, Phase], tuple[int, int]] = {}
     for index, op in enumerate(graph.operators):
         spans[op.region, op.phase] = (spans.get((op.region, op.phase), (index, index))[0], index)
+
     if len({region for region, _ in spans}) > 1:
         stage = np.arange(num_stages)
         for index, op in enumerate(graph.operators):
@@ -191,6 +192,7 @@ def _useful(
     may_recompute = np.zeros((count, count), np.bool_)
     may_keep = np.zeros((count + 1, num_values), np.bool_)
     wanted = 0
+
     for stage in range(count - 1, -1, -1):
         wanted = wanted & ~written[stage] | read[stage]
         useful = []
@@ -198,6 +200,7 @@ def _useful(
             if wanted & written[operator]:
                 useful.append(operator)
                 wanted |= read[operator]
+
         may_recompute[stage, useful] = True
         packed = np.frombuffer(wanted.to_bytes((num_values + 7) // 8, "little"), np.uint8)
         may_keep[stage] = np.unpackbits(packed, count=num_values, bitorder="little")
