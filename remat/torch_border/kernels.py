@@ -124,7 +124,7 @@ def with_python_kernels(
         kept: operators whose Python kernels stay.
         wrapped: operator -> function that makes another kernel from its Python kernel.
     """
-    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    keys = {torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd}
     packets = [
         packet for packet in vars(torch.ops.aten).values() if isinstance(packet, OpOverloadPacket)
     ]
@@ -132,7 +132,7 @@ def with_python_kernels(
     before = {
         operator: dict(operator.py_kernels)
         for operator in operators
-        if any(key in operator.py_kernels for key in keys)
+        if not keys.isdisjoint(operator.py_kernels)
     }
     try:
         for operator, kernels in before.items():
