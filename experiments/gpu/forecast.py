@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import remat
+from experiments.gpu import steps
 from experiments.gpu.measuring import Facts, blas_bytes, gradients, measured, step
 from experiments.gpu.measuring import told as told_by
 from experiments.gpu.steps import STEPS, Place, gpt2, planned
@@ -43,7 +44,8 @@ def write_plans(folder: Path, place: Place, device: str) -> None:
     for name in MODELS:
         model, batch = STEPS[name](place)
         graph = remat.trace(model, (), batch, device=device)
-        remat.solve(graph, _SHARE, time_limit_s=10).save(folder / f"{_file(name)}.json")
+        solution = remat.solve(graph, _SHARE, time_limit_s=steps.PLAN_LIMIT_S)
+        solution.save(folder / f"{_file(name)}.json")
 
 
 def judge(facts: Facts, folder: Path) -> None:

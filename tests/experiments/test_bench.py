@@ -45,10 +45,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     for name in ("instances", "graphs", "results"):
         (folder / name).mkdir()
+
     (folder / "instances" / "tiny.json").write_text(json.dumps(INSTANCE))
     if REFEREE.is_file():
         shutil.copy(REFEREE, folder)
     transformer(2).save(folder / "graphs" / "tiny.json")
+
     places = [
         "--instances",
         folder / "instances",
@@ -57,7 +59,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--output",
         folder / "results",
     ]
-    options = [*map(str, places), "--time-limit", "0.5", "--gap", "0.05", "--names", "tiny"]
+    options = [*map(str, places), "--time-limit", "0.2", "--gap", "0.05", "--names", "tiny"]
+
     assert bench.main(["published", "real", "frontier", "pictures", *options]) == 0
     return folder
 
@@ -83,6 +86,7 @@ def test_networks_are_solved_until_proved(
 ) -> None:
     for name in ("checkmate_tiny", "layered"):
         (tmp_path / f"{name}.json").write_text(json.dumps(INSTANCE))
+
     assert (
         bench.main(
             [
@@ -97,11 +101,13 @@ def test_networks_are_solved_until_proved(
         )
         == 0
     )
+
     found = json.loads((tmp_path / "bench_proof.json").read_text())["rows"]
     assert [(row["instance"], row["budget"], row["gap"]) for row in found] == [
         ("checkmate_tiny", "tight", 0.002),
         ("checkmate_tiny", "none", 0.002),
     ]
+
     assert [is_proved(row) for row in found] == [True, True]
     assert not is_proved(found[0] | {"gap_percent": 0.3})
     assert "not proved: 0 of 2" in capsys.readouterr().out
@@ -121,6 +127,7 @@ def test_traced_points_are_solved_until_proved(
         "--names",
         "gpt2_48",
     ]
+
     assert bench.main(["real_proof", *options]) == 0
     least, row = json.loads((tmp_path / "bench_real_proof.json").read_text())["rows"]
     assert (row["graph"], row["budget"], row["budget_bytes"], row["gap"]) == (
@@ -138,6 +145,7 @@ def test_auto_is_compared_at_the_baselines_peaks(results: Path) -> None:
         row["peak_bytes"] for row in found if row["kind"] == "peer" and row["cost"] is not None
     }
     ours = {row["budget_bytes"]: row for row in found if row["kind"] == "auto at a peer's peak"}
+
     assert {row["peer"] for row in found if row["kind"] == "peer"} == set(PEERS)
     assert reached
     assert reached == set(ours)
@@ -198,6 +206,7 @@ def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None
         for seed in ablation.SEEDS
         for name in (ablation.NOTHING, "eviction")
     ]
+
     (change,) = ablation.changes(rows)["eviction"]
     assert not change.helps and not change.harms  # solved exhaustively either way
 
@@ -205,6 +214,7 @@ def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None
     full = [row for row in rows if row["without"] == ablation.NOTHING]
     assert ablation.change_of(full, worse).helps
     assert ablation.change_of(worse, full).harms
+
     unsolved = [row | {"cost": None, "gap_percent": None} for row in worse]
     assert ablation.change_of(full, unsolved).helps
 
@@ -213,9 +223,11 @@ def test_every_technique_helps_at_enough_points_or_is_an_exception_that_is_named
     rows = json.loads((RESULTS / "bench_ablation.json").read_text())["rows"]
     changes = ablation.changes(rows)
     helps = {name: sum(change.helps for change in changes[name]) for name in changes}
+
     rare = {name for name in NAMES if helps.get(name, 0) < ablation.LEAST_HELPED}
     named = {"families", "window", "exhaustive", "other-seeds", "benders", "second-restarts"}
     assert rare == named
+
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert all(f"`{name}`" in page for name in named)
     assert (RESULTS / "bench_ablation.md").read_text() == ablation.table(rows)

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from experiments import gpu_run
-from experiments.gpu import forecast, measuring, tables
+from experiments.gpu import forecast, measuring, steps, tables
 from experiments.gpu.steps import Place
 
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives plans less time: here they need not be good."""
+    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 1.0)
 
 
 def facts(path: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from tests.support.planned import (
     state_after,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 STEPS = 5
@@ -378,6 +378,7 @@ def test_a_step_function_may_close_over_numbers_that_change() -> None:
         temperature, weight["of"] = 1 + number / 3, number
         for module in (plain, model):
             module.zero_grad(set_to_none=True)
+
         losses = [step(X), plain_step(X)]
         for loss in losses:
             loss.backward()

@@ -20,7 +20,7 @@ import remat
 from remat.face.reached_modules import reached_modules
 from tests.support.planned import UNLIMITED, Given, assert_same, keep_nothing, loss_of
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 WIDTH, ROWS = 16, 32
 
@@ -228,6 +228,7 @@ def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]
     steps = [planning(step) for step in setting.steps]
     trained = [t for t in setting.tensors() if t.requires_grad]
     optimizer, found = torch.optim.SGD(trained, lr=0.1), []
+
     for _ in range(2):
         for step, args in zip(steps, setting.args, strict=True):
             optimizer.zero_grad()
@@ -236,6 +237,7 @@ def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]
             found.append([copy.deepcopy([t.grad for t in trained]), torch.get_rng_state()])
             found[-1].append({name: t.detach().clone() for name, t in _named(result)})
             optimizer.step()
+
     return [found, [module.state_dict() for module in setting.modules.values()]]
 
 
@@ -287,9 +289,11 @@ def test_a_budget_bounds_the_whole_step() -> None:
     planned = remat.checkpoint(
         setting.steps[0], "80%", costs="flops", time_limit_s=3.0, plan_cache=False
     )
+
     run_step(planned, setting)
     report = remat.report(planned)
     measured = remat.measure(lambda: run_step(planned, setting), device="cpu").peak_bytes
+
     assert report.solution.overhead > 0
     assert measured + report.graph.resident_bytes <= report.solution.budget_bytes
 
@@ -300,6 +304,7 @@ def test_gradients_that_are_held_count() -> None:
     planned = remat.checkpoint(
         setting.steps[1], 1 << 30, costs="flops", time_limit_s=1.0, plan_cache=False
     )
+
     for _ in range(2):
         planned(*setting.args[1]).backward()
     held = sum(t.grad.nbytes for t in setting.tensors() if t.grad is not None)
@@ -313,11 +318,13 @@ def test_a_planned_function_keeps_its_signature_and_name() -> None:
 
     model = nn.Linear(WIDTH, WIDTH)
     planned = remat.checkpoint(step, UNLIMITED, costs="flops")
+
     assert inspect.signature(planned) == inspect.signature(step)
     assert (planned.__name__, planned.__doc__) == ("step", "The loss.")
     assert "step" in repr(planned)
     assert remat.checkpoint(planned, "80%", costs="flops") is planned
     assert remat.unwrap(planned) is step
+
     with pytest.raises(remat.TraceError, match="no plan"):
         remat.report(planned)
     with torch.no_grad():
@@ -357,6 +364,7 @@ def test_a_function_can_be_traced_solved_and_fitted() -> None:
     graph = remat.trace(step, args, costs="flops")
     least = remat.minimum(graph, time_limit_s=1.0).peak_bytes
     solution = remat.solve(graph, least, time_limit_s=1.0)
+
     planned = remat.wrap(step, solution, costs="flops")
     planned(*args).backward()
     assert remat.report(planned).solution == solution
@@ -384,6 +392,7 @@ def test_what_cannot_be_a_step_is_refused() -> None:
         remat.checkpoint(nn.Linear, "1GiB")
     with pytest.raises(ValueError, match="blocks= plans the blocks of one module"):
         remat.checkpoint(lambda x: model(x), "1GiB", blocks=[model[0]])
+
     with pytest.raises(remat.TraceError, match="nothing to differentiate"):
         remat.checkpoint(torch.sin, "1GiB")(torch.ones(2))
     copies = nn.DataParallel(model)
@@ -412,8 +421,10 @@ def test_a_function_reaches_what_its_code_names() -> None:
     assert reached_modules(deep) == {"part": other}
     assert set(reached_modules(by_default).values()) == {MODEL, other}
     assert reached_modules(lambda x: HELD["models"][0](x)) == {"HELD_models_0": MODEL}
+
     assert reached_modules(late) == {}
     assigned_later = other
     assert reached_modules(late) == {"assigned_later": other}
+
     assert reached_modules(other.forward) == {"self": other}
     assert reached_modules(lambda x: F.relu(x)) == {}

@@ -14,7 +14,7 @@ import remat
 from tests.support.broken_steps import MODELS, batch
 from tests.support.planned import COMPILES, loss_of
 
-pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
+pytestmark = [pytest.mark.usefixtures("fresh_torch", "quick_first_step"), *COMPILES]
 
 OPTIONS: dict[str, Any] = {
     "executor": "inductor",
@@ -44,10 +44,12 @@ def test_pieces_compute_what_torch_compile_does(name: str) -> None:
     plain = copy.deepcopy(model)
     compiled = torch.compile(plain)
     remat.checkpoint(model, "85%", **OPTIONS)
+
     for seed in (0, 2, 0, 2):
         got = state_after(model, model, batch(seed), seed)
         for ours, theirs in zip(got, state_after(plain, compiled, batch(seed), seed), strict=True):
             assert ours is None if theirs is None else torch.equal(ours, theirs)
+
     report = remat.report(model)
     assert report.num_pieces > 1
     assert report.executor == "Inductor's kernels"
@@ -64,8 +66,10 @@ def test_changes_by_eager_code_are_those_of_plain_pytorch(name: str) -> None:
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
+
     plain = copy.deepcopy(model)
     remat.checkpoint(model, "100%", **OPTIONS)
+
     for seed in (0, 2, 1):
         x = batch(seed).double()
         got = state_after(model, model, x, seed)
@@ -146,10 +150,12 @@ def test_blocks_are_compiled_once_and_hold_what_was_predicted(budget: str) -> No
     for layer in plain.layers:
         layer.compile()
     remat.checkpoint(model, budget, blocks=model.layers, **OPTIONS)
+
     for seed in range(2):
         got = state_after(model, model, x, seed)
         for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
             assert torch.equal(ours, theirs)
+
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None and report.measured_peak_bytes is not None
     assert 0 <= report.measured_peak_bytes - report.kernels_peak_bytes < 2048
@@ -174,6 +180,7 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
     remat.checkpoint(model, "100%", **OPTIONS)
     for seed in range(2):
         state_after(model, model, batch(seed), seed)
+
     report = remat.report(model)
     assert len(foretold) == 2
     assert report.solution.peak_bytes < report.budget_bytes - 10_000
@@ -198,6 +205,7 @@ def test_a_piece_with_an_effect_is_refused_and_auto_runs_it() -> None:
         if executor == "auto":
             model.compile()  # auto takes Inductor then
         remat.checkpoint(model, "100%", **{**OPTIONS, "executor": executor})
+
         if executor == "inductor":
             with pytest.raises(remat.TraceError, match=r'an effect.*use executor="eager"'):
                 model(batch(0))

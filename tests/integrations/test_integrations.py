@@ -63,6 +63,7 @@ def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, 
         report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
+
     trainer = transformers.Trainer(
         model,
         arguments,
@@ -70,6 +71,7 @@ def with_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Watch, 
         eval_dataset=rows(8),
         callbacks=[watch, *callbacks],
     )
+
     trainer.train()
     trainer.evaluate()
     return watch, model
@@ -79,9 +81,11 @@ def test_the_trainer_trains_as_without_a_plan(tmp_path: Path) -> None:
     options = {"bf16": True, "gradient_accumulation_steps": 2}
     plain, plain_model = with_trainer(tmp_path, **options)
     watch, model = with_trainer(tmp_path, TrainerPlan("90%", costs="flops", gap=0.2), **options)
+
     assert watch.losses == plain.losses and len(set(watch.losses)) > 1
     for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
     report = watch.reports[-1]
     assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.budget_bytes
@@ -111,6 +115,7 @@ def test_a_trainers_own_loss_is_part_of_the_plan(tmp_path: Path, num_micro_batch
         if budget:
             callback = TrainerPlan(budget, trainer=trainer, costs="flops", gap=0.2)
             trainer.add_callback(callback)
+
         trainer.train()
         assert "compute_loss" not in vars(trainer)  # the trainer's own method is back
         return list(model.parameters()), watch.losses, callback
@@ -119,6 +124,7 @@ def test_a_trainers_own_loss_is_part_of_the_plan(tmp_path: Path, num_micro_batch
     mine, losses, callback = trained("85%")
     assert losses == plain_losses and len(set(losses)) == 3
     assert all(map(torch.equal, mine, plain))
+
     assert callback is not None
     report = remat.report(callback.planned)
     assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
@@ -131,6 +137,7 @@ def test_a_trainer_that_compiles_keeps_the_plan(tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     callback = TrainerPlan("90%", costs="flops", gap=0.2, time_limit_s=5)
     watch, _ = with_trainer(tmp_path, callback, **options)
+
     assert watch.losses == plain.losses
     report = watch.reports[-1]
     assert report.recomputed and report.measured_peak_bytes is not None
@@ -152,7 +159,7 @@ def bytes_between(small: int, large: int) -> int:
 
 def test_a_trainer_that_searches_a_batch_size_finds_one(tmp_path: Path) -> None:
     budget = bytes_between(7, 8)
-    options: Any = {"costs": "flops", "gap": 0.5, "time_limit_s": 3, "reserve_bytes": 0}
+    options: Any = {"costs": "flops", "gap": 0.5, "time_limit_s": 1, "reserve_bytes": 0}
     callback = TrainerPlan(budget, **options)
     watch, _ = with_trainer(tmp_path, callback, auto_find_batch_size=True)
 
@@ -229,6 +236,7 @@ class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+
         layers = [
             nn.Linear(16, 64),
             nn.GELU(),
@@ -238,6 +246,7 @@ class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
             nn.Linear(64, 1),
         ]
         self.model = nn.Sequential(*layers)
+
         self.losses: list[float] = []
         self.report: remat.Report | None = None
 
@@ -265,11 +274,13 @@ def with_lightning(
         make(),
         torch.randn(4 * 256, 16, generator=torch.Generator().manual_seed(1)),
     )
+
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
     )  # fmt: skip
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the number of workers
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=256))  # type: ignore[arg-type]
@@ -279,6 +290,7 @@ def with_lightning(
 def test_lightning_trains_as_without_a_plan(tmp_path: Path) -> None:
     plain = with_lightning(tmp_path)
     module = with_lightning(tmp_path, LightningPlan("85%", module="model", costs="flops", gap=0.2))
+
     assert module.losses == plain.losses and len(set(module.losses)) == 4
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -290,10 +302,12 @@ def test_lightning_plans_all_of_a_training_step(tmp_path: Path) -> None:
     """Logging, and reading the loss, work as before."""
     plain, callback = with_lightning(tmp_path), LightningPlan("85%", costs="flops", gap=0.2)
     module = with_lightning(tmp_path, callback)
+
     assert module.losses == plain.losses and len(set(module.losses)) == 4
     assert module.trainer.callback_metrics == plain.trainer.callback_metrics
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
     assert "training_step" not in vars(module)  # the module's own method is back
+
     report = remat.report(callback.planned)
     assert report.solution.overhead > 0 and report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.solution.budget_bytes

@@ -40,7 +40,7 @@ from tests.support.planned import (
     planned,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,10 +49,12 @@ def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
     model, plain = MODELS[name](), MODELS[name]()
     plain.load_state_dict(model.state_dict())
     planned(model, keep_nothing)
+
     for seed in (0, 2, 1, 3) if name in ("Branches", "ChangesOnOneBranch") else (0, 2):
         got, expected = state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed)
         for ours, theirs in zip(got, expected, strict=True):
             assert torch.equal(ours, theirs)
+
     runner = runner_of(model)
     plan = runner.plan
     assert plan is not None
@@ -91,6 +93,7 @@ def test_nothing_of_a_step_stays_after_it(executor: str) -> None:
         inputs.append(weakref.ref(x))
         model(x).backward()
         del x
+
     gc.collect()
     assert len(model.between) >= 3
     assert [ref() for ref in (*model.between, *inputs) if ref() is not None] == []
@@ -109,14 +112,17 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
     for _ in range(num_steps):
         model.zero_grad()
         loss_of(model(x)).backward()
+
     report = remat.report(model)
     assert (report.unplanned_bytes > 0) == (name == "Views")
     assert peak_of_a_step(model, x) <= report.solution.budget_bytes + report.unplanned_bytes
+
     if name == "Broken":
         assert report.measured_peak_bytes == report.solution.peak_bytes == peak_of_a_step(model, x)
         assert report.num_pieces == 3
         assert "broken_steps.py" in str(report)
         assert "3 compiled pieces share the budget" in str(report)
+
         joined = runner_of(model).joined
         assert joined is not None
         alone = [Schedule.keep_all(run.step.graph) for run in joined.runs]
@@ -124,6 +130,7 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
             simulate(run.step.graph, own).peak_bytes <= report.solution.budget_bytes
             for run, own in zip(joined.runs, alone, strict=True)
         )
+
         # together they exceed it
         assert (
             simulate(joined.graph, composed(joined, alone)).peak_bytes
@@ -145,6 +152,7 @@ def test_a_trace_goes_through_the_breaks_and_its_plan_runs(traced: remat.Graph) 
     model, x = Broken(), batch(0)
     plain = copy.deepcopy(model)
     remat.wrap(model, Given(keep_nothing).solve(traced, budget_bytes=UNLIMITED), costs="flops")
+
     for seed in range(3):
         losses = []
         for each in (model, plain):
@@ -152,6 +160,7 @@ def test_a_trace_goes_through_the_breaks_and_its_plan_runs(traced: remat.Graph) 
             losses.append(loss_of(each(x)))
             losses[-1].backward()
         assert torch.equal(*losses)
+
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
@@ -192,10 +201,12 @@ def test_an_error_between_pieces_leaves_nothing_behind() -> None:
     plain = copy.deepcopy(model)
     planned(model, keep_nothing)
     model(x).backward()
+
     model.is_failing = True
     with pytest.raises(KeyError, match="of the model's own"):
         model(x)
     model.is_failing = False
+
     plain.load_state_dict(model.state_dict())
     for seed in range(2):
         for ours, theirs in zip(
@@ -209,12 +220,14 @@ def test_steps_in_pieces_may_overlap() -> None:
     model = Broken()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing)
+
     for each in (model, plain):
         for _ in range(2):
             torch.manual_seed(1)
             losses = [loss_of(each(batch(seed))) for seed in range(3)]
             (losses[0] + losses[2]).backward()
             losses[1].backward()
+
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
@@ -223,12 +236,14 @@ def test_gradients_of_earlier_steps_count_in_pieces() -> None:
     """Naive: the plan of the first step, made without gradients, serves later steps too."""
     model, x = Broken(), batch(0)
     planned(model, keep_nothing)
+
     budgets = []
     for _ in range(3):
         model(x).backward()
         plan = runner_of(model).plan
         assert plan is not None
         budgets.append(plan.solution.budget_bytes)
+
     held = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert budgets == [UNLIMITED, UNLIMITED - held, UNLIMITED - held]
 
@@ -242,13 +257,16 @@ def test_reserved_gpu_memory_is_no_part_of_the_step() -> None:
     remat.checkpoint(
         model, UNLIMITED, reserve_bytes=4096, solver=Given(keep_nothing), costs="flops"
     )
+
     model(x)
     runner = runner_of(model)
     runner.device_type = "cuda"
     assert runner.plan is not None
+
     runner.plan.meter.peak_bytes = UNLIMITED - 4096
     model(x)
     assert runner.plan.unplanned_bytes == 0
+
     runner.plan.meter.peak_bytes = UNLIMITED - 4096 + 100
     # planned again, with less than the one given plan needs
     with pytest.raises(remat.ScheduleError, match="exceeds the budget"):
@@ -299,6 +317,7 @@ def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
     plain = copy.deepcopy(model)
     planned(model, keep_nothing)
     assert_same_states(model, plain)
+
     whole, x = (
         planned(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), differentiate="all"),
         torch.randn(2, 3),
@@ -307,6 +326,7 @@ def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
         capture, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph))
     )
     beside.step = lambda: whole(x).sum().backward()
+
     with beside:
         assert_same_states(model, plain)
         assert len(runner_of(model).last) == 3
@@ -324,6 +344,7 @@ def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
         torch.compile(torch.sin, backend=lambda module, _: beside.meets(module), fullgraph=True),
         torch.ones(2),
     )
+
     with beside, pytest.raises(remat.TraceError, match="fullgraph=True"):
         model(x)
     model(x).backward()

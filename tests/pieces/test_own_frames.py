@@ -18,7 +18,7 @@ from tests.support.planned import assert_same, call_of, keep_nothing, planned
 
 WIDTH, LENGTH = 16, 32
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
 def encoder(num_layers: int = 3) -> nn.Module:
@@ -57,6 +57,7 @@ def assert_equal_steps(model: nn.Module, plain: nn.Module, **options: Any) -> No
             states.append(
                 [out, *(parameter.grad for parameter in each.parameters()), torch.get_rng_state()]
             )
+
         for ours, theirs in zip(*states, strict=True):
             assert_same(ours, theirs)
 
@@ -72,6 +73,7 @@ def test_layers_behind_a_cut_in_torchs_own_modules_are_planned(make: Any) -> Non
     planned(model, keep_nothing, differentiate="all")
     mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
     assert_equal_steps(model, plain, mask=mask)
+
     runner = call_of(model).piecewise
     assert runner is not None
     assert len(runner.last) >= 3
@@ -85,11 +87,13 @@ def test_an_encoder_in_pieces_keeps_its_budget() -> None:
     model.zero_grad(set_to_none=True)
     resident = sum(p.numel() * 4 for p in model.parameters())
     remat.checkpoint(model, resident + held // 2, costs="flops", differentiate="all")
+
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         measured = remat.measure(
             lambda: model(x, mask=mask).sum().backward(), device="cpu"
         ).peak_bytes
+
     report = remat.report(model)
     assert report.breaks
     assert measured + resident <= report.solution.budget_bytes
@@ -100,6 +104,7 @@ def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: b
     model = encoder()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing, differentiate="all")
+
     assert_equal_steps(
         model,
         plain,
@@ -119,11 +124,13 @@ def test_between_steps_modules_are_as_they_were() -> None:
     model(
         torch.randn(2, LENGTH, WIDTH), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH)
     ).sum().backward()
+
     with pytest.raises(remat.TraceError, match="embedding dimension"):
         model(
             torch.randn(2, LENGTH, WIDTH + 1),
             mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
         )
+
     assert [dict(vars(part)).keys() for part in model.modules()] == [own.keys() for own in before]
     assert not frames._USERS
     pickle.dumps(model)
@@ -172,6 +179,7 @@ def test_steps_of_threads_may_share_modules() -> None:
         thread.start()
         assert is_inside.wait(60)
         first = vars(shared)["forward"]
+
     assert vars(shared)["forward"] is first
     may_end.set()
     thread.join()

@@ -15,7 +15,7 @@ import remat
 from remat.run.refusals import size_that_data_decides
 from tests.support.planned import assert_same
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
 class Selects(nn.Module):
@@ -163,6 +163,7 @@ def test_a_sparse_buffer_is_held_and_cuts_the_step(layout: torch.layout) -> None
     model.load_state_dict(plain.state_dict())
     remat.checkpoint(model, "100%", costs="flops")
     x = torch.randn(6, 8)
+
     for _ in range(2):
         for each in (model, plain):
             each.zero_grad()
@@ -233,6 +234,7 @@ def test_a_backward_hook_inside_of_a_step_runs(register: str) -> None:
     for model, gradients in zip(models, seen, strict=True):
         hook = getattr(model.second, f"register_{register}")
         hook(lambda module, *given, gradients=gradients: gradients.append(given[-1][0]))
+
     remat.checkpoint(models[0], "100%", costs="flops")
     for model in models:
         for _ in range(2):

@@ -20,7 +20,7 @@ from remat.core.room import Room
 from remat.plan.planner import Options, Plans
 from tests.support.planned import call_of
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, Any] = {"costs": "flops", "plan_cache": False, "time_limit_s": 5.0}
@@ -81,6 +81,7 @@ def test_a_percentage_is_of_all_micro_steps(
     assert second.budget_bytes == int(float(budget[:-1]) * second.keep_all_bytes / 100)
     assert second.gradient_bytes == GRADIENT_BYTES
     assert first.gradient_bytes == 0
+
     if is_accumulating:
         assert first.budget_bytes == second.budget_bytes
     else:
@@ -142,6 +143,7 @@ def test_the_report_says_the_budget_that_was_asked_for(make: type[Net]) -> None:
 
         assert report.budget_bytes == budget
         assert report.solution.budget_bytes == budget - reserve_bytes - held
+
         lines = [" ".join(line.split()) for line in str(report).splitlines()]
         assert "budget 19.1 MiB (20,000,000 bytes)" in lines
         assert any(line == "- reserve 121 KiB (123,456 bytes)" for line in lines)

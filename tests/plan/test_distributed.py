@@ -1,7 +1,6 @@
 """Ranks train as without a plan: by one plan, solved once, within a budget per rank.
 
-The checks themselves are in `distributed_checks.py`, which torchrun starts once for 2 ranks and
-once for 4."""
+The checks themselves are in `distributed_checks.py`, which runs once on 2 ranks and once on 4."""
 
 from __future__ import annotations
 
@@ -14,27 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from tests.support import distributed_checks
 from tests.support.checkout import ROOT
+from tests.support.ranks import start_ranks
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch has no gloo"
 )
-
-
-def launch(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        *args,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +29,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def of(num_ranks: int) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        done = launch(num_ranks, "-m", "tests.support.distributed_checks", str(folder))
-        results = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        return results if done.returncode == 0 else {**results, "failure": done.stderr[-4000:]}
+        ranks, failure = start_ranks(num_ranks, distributed_checks.main, folder), {}
+        try:
+            while not ranks.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            failure = {"failure": str(error)}
+        return failure | {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
     return of
 
@@ -108,6 +99,15 @@ def test_sharded_parameters_are_planned_block_by_block_or_refused(found: Any) ->
 
 
 def test_the_example_for_a_cluster_trains() -> None:
-    done = launch(2, "-m", "experiments.distributed_training", "--layers", "2", "--steps", "3")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "experiments.distributed_training"]
+    done = subprocess.run(
+        [*command, "--layers", "2", "--steps", "3"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "step 2: loss 5." in done.stdout and "measured peak" in done.stdout

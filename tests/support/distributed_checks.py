@@ -1,4 +1,4 @@
-"""Run by torchrun from `test_distributed.py`.
+"""Run by `test_distributed.py`, one process per rank.
 
 Checks that several ranks make together; their outcomes are JSON files.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -115,6 +114,7 @@ def train(
     seed = dist.get_rank() if seed is None else seed
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(100 + seed)
+
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     for size in sizes or [BATCH] * 5:
         optimizer.zero_grad()
@@ -122,6 +122,7 @@ def train(
         loss.backward()
         optimizer.step()
         found.append(loss.detach())
+
     return [local(t) for t in (*found, *(p.grad for p in model.parameters() if p.grad is not None))]
 
 
@@ -154,6 +155,7 @@ def compared(
     expected, before = train(plain(copy.deepcopy(base)), seed=seed), Counting.count[0]
     model = ours(copy.deepcopy(base))
     differs = difference(expected, train(model, seed=seed))
+
     (solution, budget_bytes), report = plan_of(model), remat.report(model)
     assert solution.schedule is not None and report.measured_peak_bytes is not None
     return {
@@ -243,12 +245,14 @@ def tensor_parallel() -> dict[str, Any]:
 
 def a_collective_runs_once() -> dict[str, Any]:
     found = compared(WithCollective(), lambda m: m, lambda m: planned(m, "50%"))
+
     counts, batch = [], torch.randn(BATCH, TOKENS, WIDTH)
     for model in (WithCollective(), planned(WithCollective(), "50%")):
         model(batch).backward()
         before = number_of_collectives()
         model(batch).backward()
         counts.append(number_of_collectives() - before)
+
     return {**found, "collectives": counts}
 
 
@@ -276,17 +280,20 @@ def a_function_over_several_ddps() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(100 + dist.get_rank())
         torch.manual_seed(dist.get_rank())
         optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+
         for _ in range(4):
             optimizer.zero_grad()
             loss = step(torch.randn(BATCH, TOKENS, WIDTH, generator=generator))
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
+
         return step, [*losses, *(p.grad for p in parameters if p.grad is not None)]
 
     _, expected = trained(lambda step: step)
     before = Counting.count[0]
     step, found = trained(lambda step: planned(step, "80%"))
+
     report = remat.report(step)
     assert report.solution.schedule is not None and report.measured_peak_bytes is not None
     return {
@@ -308,6 +315,7 @@ def a_smaller_last_batch_on_one_rank() -> dict[str, Any]:
     base, before = Net(), Counting.count[0]
     expected = train(DistributedDataParallel(copy.deepcopy(base)), sizes)
     found = train(DistributedDataParallel(planned(copy.deepcopy(base), "60%")), sizes)
+
     return {
         "difference": max(of_all_ranks(difference(expected, found))),
         "solved": of_all_ranks(Counting.count[0] - before),
@@ -337,17 +345,21 @@ CHECKS: dict[int, list[Callable[[], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def main(output: Path) -> None:
+def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    for check in CHECKS[dist.get_world_size()]:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=120),
+    )
+
+    for check in CHECKS[num_ranks]:
         torch.manual_seed(0)
         torch._dynamo.reset()
         found = check()
-        if dist.get_rank() == 0:
-            (output / f"{check.__name__}.json").write_text(json.dumps(found))
+        if rank == 0:
+            (folder / f"{check.__name__}.json").write_text(json.dumps(found))
+
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

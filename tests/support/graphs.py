@@ -8,8 +8,17 @@ from dataclasses import replace
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
-from remat.solvers.auto.minimum import minimum
+from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.checkmate.milp import MILP
+
+_LEAST: dict[str, Minimum] = {}
+
+
+def least_of(graph: Graph) -> Minimum:
+    """The least budget; searched once for equal graphs."""
+    if graph.fingerprint not in _LEAST:
+        _LEAST[graph.fingerprint] = minimum(graph)
+    return _LEAST[graph.fingerprint]
 
 
 def keep_all_bytes(graph: Graph) -> int:
@@ -19,7 +28,7 @@ def keep_all_bytes(graph: Graph) -> int:
 
 def budget_between(graph: Graph, share: float) -> int:
     """The budget at a share of the way from the least to that of keeping everything."""
-    floor = minimum(graph).peak_bytes
+    floor = least_of(graph).peak_bytes
     return int(floor + share * (keep_all_bytes(graph) - floor))
 
 
@@ -35,11 +44,13 @@ def random_training_graph(seed: int, least: int = 4, most: int = 9) -> Graph:
     rng = random.Random(seed)
     length = rng.randint(least, most)
     count = 2 * length
+
     edges = {(i - 1, i) for i in range(1, count)} | {(i, count - 1 - i) for i in range(length - 1)}
     edges |= {(i - 1, count - 1 - i) for i in range(1, length - 1) if rng.random() < 0.5}
     for _ in range(rng.randint(0, 4)):
         a = rng.randrange(count - 1)
         edges.add((a, rng.randrange(a + 1, count)))
+
     size = [rng.choice([1, 2, 3, 5, 8, 13]) for _ in range(count)]
     cost = [rng.choice([1, 2, 5, 9, 20]) for _ in range(count)]
     return Graph.from_arrays(cost, size, sorted(edges), first_backward=length)

@@ -1,6 +1,6 @@
 """Run by `test_rank_failures.py`, one process per rank: ranks plan while one fails.
 
-Prints the outcome of each try, one JSON document per line.
+Writes the outcome of each try, one JSON document per line.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -45,37 +45,37 @@ def stopped() -> remat.Solution:
     return solve()
 
 
-def tell(method: object) -> None:
+SCENARIOS = {"memory": no_memory, "killed": killed, "lost": killed, "stopped": stopped}
+
+
+def tell(output: Path, method: object) -> None:
     began = time.monotonic()
     try:
         found = solve_once(GRAPH, "budget", method, time_limit_s=60.0)  # type: ignore[arg-type]
         outcome = str(found.status)
     except (remat.RematError, MemoryError) as error:
         outcome = f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"{json.dumps([outcome, time.monotonic() - began])}\n")
-    sys.stdout.flush()
+    with output.open("a") as file:
+        file.write(f"{json.dumps([outcome, time.monotonic() - began])}\n")
 
 
-def main(scenario: str, rank: int, port: int) -> None:
+def main(rank: int, num_ranks: int, port: int, scenario: str, folder: Path) -> None:
     # the rank that plans is the second one: the first holds the store
     planner = 0 if scenario == "lost" else 1
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
-        world_size=2,
+        world_size=num_ranks,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    fails = {"memory": no_memory, "killed": killed, "lost": killed, "stopped": stopped}[scenario]
     if rank != planner:
         time.sleep(1.0)  # so that the planner asks first
-    tell(fails if rank == planner else solve)
-    tell(solve)
-    tell(solve)
+    output = folder / f"{scenario}{rank}"
+    fails = SCENARIOS[scenario]
+    tell(output, fails if rank == planner else solve)
+    tell(output, solve)
+    tell(output, solve)
     if scenario == "stopped":  # the store stays until both are done
         rank_store("tests").set(str(rank), "")
         rank_store("tests").wait(["0", "1"], timedelta(seconds=60))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

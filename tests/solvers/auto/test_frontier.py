@@ -18,7 +18,6 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
 from remat.solvers.auto.frontier import frontier_solutions
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
 from remat.solvers.baselines.chen import ChenGreedy
@@ -27,12 +26,13 @@ from remat.solvers.baselines.segment_family import Family
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import chain, random_layered, random_step, transformer
+from tests.support.graphs import least_of
 
 QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
 
 
 def spread(graph: Graph, count: int) -> list[int]:
-    first, last = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    first, last = least_of(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     return [first + (last - first) * i // (count - 1) for i in range(count)]
 
 
@@ -82,6 +82,7 @@ def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Auto, "improve", counted)
     graph = random_layered(30, seed=2)
     budgets = spread(graph, 20)
+
     check(
         graph,
         budgets,
@@ -111,10 +112,11 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Auto, "improve", counted)
     graph = chain(20)
     budgets = spread(graph, 4)[:3]
-    steps = minimum(graph).steps
+    steps = least_of(graph).steps
     cost_s = simulate(graph, Schedule.from_steps(graph, steps)).cost_s
     bounds_s = dict(zip(budgets, (0.9 * cost_s, 0.8 * cost_s, 0.7 * cost_s), strict=True))
     frontier_solutions(graph, budgets, Auto(gap=1e-6, time_limit_s=8_000.0))
+
     first, second = looks[:3], looks[3:]
     assert [limit_s for _, limit_s in first] == [1_000.0] * 3
     assert [budget for budget, _ in second] == budgets  # looked at first in another order
@@ -135,7 +137,7 @@ def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.Monkey
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     solutions = frontier_solutions(graph, [1, 2, most, most + 1, most + 2], QUICK)
     assert [s.status for s in solutions] == [Status.INFEASIBLE] * 2 + [Status.OPTIMAL] * 3
-    assert all(s.minimum_bytes == minimum(graph).peak_bytes for s in solutions)
+    assert all(s.minimum_bytes == least_of(graph).peak_bytes for s in solutions)
     assert len(asked) <= 4
 
 
@@ -172,9 +174,10 @@ def test_budgets_share_the_closed_form_schedules_and_the_least_budget(
 
 def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
     graph = random_step(40, seed=1)
-    shared, least = Shared(graph), minimum(graph)
+    shared, least = Shared(graph), least_of(graph)
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     tight, loose = ((least.peak_bytes * part + most * (4 - part)) // 4 for part in (3, 1))
+
     first = shared.refinement(tight)
     assert len(first.boundaries) == 2
     for _ in range(4):
@@ -182,8 +185,10 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
     first.return_to_best_relaxed()
     assert len(first.boundaries) > 2
     assert len(shared.refinement(loose).boundaries) > 2
+
     near = shared.refinement(tight + 1)
     assert near.boundaries == first.boundaries
+
     fresh = Refinement(graph, budget_bytes=tight + 1)
     assert (
         near.solve(deadline=math.inf, is_relaxed=True).bound_s
@@ -193,7 +198,7 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
 
 def test_stages_of_models_with_integers_are_not_reused() -> None:
     graph = random_step(12, seed=1)
-    shared, budget = Shared(graph), minimum(graph).peak_bytes
+    shared, budget = Shared(graph), least_of(graph).peak_bytes
     refinement = shared.refinement(budget)
     refinement.stages = refinement.stages.with_single(graph.num_operators - 2)
     assert len(shared.refinement(budget).boundaries) == 2

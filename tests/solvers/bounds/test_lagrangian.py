@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import Auto
 from remat.solvers.bounds.lagrangian import Lagrangian
 from remat.solvers.bounds.lazy_rows import LazyRows
@@ -25,7 +24,7 @@ from remat.solvers.core.accounting import Accounting
 from remat.solvers.core.on_demand import forward_length
 from remat.solvers.lp.min_cut import MinCut
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, unet
-from tests.support.graphs import keep_all_bytes
+from tests.support.graphs import keep_all_bytes, least_of
 from tests.support.oracles import brute_force, minimum_bytes
 
 
@@ -38,6 +37,7 @@ def least_weight(graph: Graph, first: int, weight: list[float], price: list[floa
     free = [j for j in range(graph.num_operators) if graph.operators[j].is_recomputable]
     made = {v: j for j, op in enumerate(graph.operators) for v in op.writes}
     read_later = {v for op in graph.operators[first:] for v in op.reads} | set(graph.outputs)
+
     least = float("inf")
     for size in range(len(free) + 1):
         for again in map(set, itertools.combinations(free, size)):
@@ -57,10 +57,12 @@ def test_the_cut_is_the_least_of_all_choices(seed: int, data: st.DataObject) -> 
     )
     prices = st.lists(st.integers(0, 9), min_size=len(graph.values), max_size=len(graph.values))
     weight, price = data.draw(weights), data.draw(prices)
+
     cut = MinCut(graph, Accounting(graph), first).cut(
         np.array(weight, np.float64), np.array(price, np.float64)
     )
     best = least_weight(graph, first, [float(w) for w in weight], [float(p) for p in price])
+
     assert cut.value <= best + 1e-9
     assert cut.value == pytest.approx(best, abs=1e-4)
     assert np.dot(weight, cut.is_again) + np.dot(price, cut.is_kept) == pytest.approx(
@@ -76,7 +78,7 @@ def with_least(name: str) -> tuple[Graph, int]:
         "transformer": transformer(6),
         "layered": random_layered(60, seed=3),
     }[name]
-    return graph, minimum(graph).peak_bytes
+    return graph, least_of(graph).peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
@@ -87,9 +89,11 @@ def test_the_bound_is_that_of_the_linear_relaxation(name: str, share: float) -> 
     first, count = forward_length(graph), graph.num_operators
     windows = [(0, first), (first, count)]
     model = WindowModel(graph, windows, priced=windows, budget_bytes=budget)
+
     bound = Lagrangian(graph, budget_bytes=budget).raise_bound(deadline=deadline())
     outcome = LazyRows(model).solve(deadline=deadline(), is_relaxed=True)
     exact = graph.cost_s + outcome.bound / model.cost_scale
+
     assert bound <= max(exact, graph.cost_s) * (1 + 1e-6)
     assert bound >= exact - 2e-4 * graph.cost_s
 
@@ -100,6 +104,7 @@ def test_no_bound_is_above_the_optimum(seed: int, share: float) -> None:
     graph = random_step(3 + seed % 5, seed=seed)
     floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
     budget = int(floor + share * (ceiling - floor))
+
     best = brute_force(graph, budget)
     assert best is not None
     assert Lagrangian(graph, budget_bytes=budget).raise_bound(deadline=deadline()) <= best * (
@@ -129,11 +134,13 @@ def test_layers_that_repeat_are_solved_once() -> None:
         lagrangian = Lagrangian(graph, budget_bytes=budget)
         bound = lagrangian.raise_bound(deadline=deadline())
         cuts.append(lagrangian.num_cuts)
+
         found = [
             simulate(graph, Schedule.from_steps(graph, steps))
             for steps in lagrangian.schedules(deadline=deadline())
         ]
         gaps.append(min(run.cost_s for run in found if run.peak_bytes <= budget) / bound - 1)
+
     assert gaps[1] < min(gaps[0], 2e-3)
     assert cuts[1] <= 2 * cuts[0]
 

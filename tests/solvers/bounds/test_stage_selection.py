@@ -44,7 +44,7 @@ def test_no_bound_of_chosen_stages_is_above_the_optimum(seed: int, share: float)
         )
 
 
-def test_chosen_stages_bound_more_than_those_where_schedules_fail() -> None:
+def test_chosen_stages_bound_more_than_those_where_schedules_fail_and_are_not_given_up() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     bound_s = scout(refinement, deadline=math.inf)
     assert 1 <= len(refinement.stages.singles) <= 3
@@ -53,11 +53,7 @@ def test_chosen_stages_bound_more_than_those_where_schedules_fail() -> None:
     cut = [other.solve(deadline=math.inf, is_relaxed=True).bound_s for _ in range(4)]
     assert bound_s > max(cut)
 
-
-def test_chosen_stages_are_not_given_up() -> None:
-    refinement = Refinement(GRAPH, budget_bytes=TIGHT)
-    bound_s = scout(refinement, deadline=math.inf)
-    refinement.solve(deadline=time.perf_counter() + 5)
+    refinement.solve(deadline=time.perf_counter() + 2)
     refinement.resume()
     assert refinement.relaxed_bound(math.inf) >= bound_s * (1 - 1e-6)
 

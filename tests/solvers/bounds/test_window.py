@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.schedule import Schedule, simulate
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.window import WindowModel
+from tests.support.graphs import least_of
 from tests.support.oracles import brute_force
 
 
@@ -34,6 +34,7 @@ def with_snapshots(seed: int, length: int) -> Graph:
         list[Operator](),
         list[set[int]](),
     )
+
     last, is_early = 0, rng.random() < 0.5
     for layer in range(length):
         reads = [last]
@@ -44,6 +45,7 @@ def with_snapshots(seed: int, length: int) -> Graph:
             )
             (snapshots if is_early else chain).append(snapshot)
             reads.append(len(values) - 1)
+
         values.append(Value(f"hidden_{layer}", rng.choice([1, 3, 5])))
         chain.append(
             Operator(
@@ -52,6 +54,7 @@ def with_snapshots(seed: int, length: int) -> Graph:
         )
         read_back.append({last, len(values) - 1})
         last = len(values) - 1
+
     for layer in reversed(range(length)):
         values.append(Value(f"gradient_{layer}", rng.choice([1, 3, 6])))
         reads = [last, *sorted(read_back[layer] - {last})]
@@ -76,10 +79,14 @@ def test_no_bound_is_above_the_optimum_with_snapshots(
     seed: int, share: float, data: st.DataObject
 ) -> None:
     graph = with_snapshots(seed, 3)
-    floor, ceiling = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    floor, ceiling = (
+        least_of(graph).peak_bytes,
+        simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+    )
     budget = int(floor + share * (ceiling - floor))
     inside = st.integers(1, graph.num_operators - 1)
     boundaries = tuple(sorted({graph.num_forward, *data.draw(st.lists(inside, max_size=5))}))
+
     best = brute_force(graph, budget)
     assert best is not None
     assert bound_s(graph, budget, boundaries) <= best * (1 + 1e-9)
@@ -103,10 +110,12 @@ def test_a_snapshot_takes_memory_where_its_reader_is_computed_again(
         "of_cheap": 1,
         "of_dear": 1,
     }
+
     values = tuple(
         Value(name, size, kind=ValueKind.INPUT if name == "input" else ValueKind.INTERMEDIATE)
         for name, size in sizes.items()
     )
+
     back = Phase.BACKWARD
     operators = (
         Operator("snapshot", 0.0, (), (1,), pinned="state", is_snapshot=True),
@@ -117,6 +126,7 @@ def test_a_snapshot_takes_memory_where_its_reader_is_computed_again(
         Operator("of_cheap", 1.0, (5, 2), (6,), phase=back),
         Operator("of_dear", 1.0, (6, 3), (7,), phase=back),
     )
+
     graph, budget = Graph(values, operators, (7,)), 15
     expected = graph.cost_s + cheapest
     assert brute_force(graph, budget) == expected

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.lp.backend import Highs
 from remat.solvers.search.neighbourhood import Neighbourhood
 from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.restarts import Restarts
 from remat.solvers.search.slots import slots_around
 from remat.tracers.synthetic import random_layered, random_step, transformer, two_regions
-from tests.support.graphs import keep_all_bytes
+from tests.support.graphs import keep_all_bytes, least_of
 from tests.support.oracles import brute_force, minimum_bytes
 
 
@@ -50,16 +49,19 @@ def test_with_everything_free_it_finds_the_optimum(seed: int, share: float) -> N
     graph = tiny_graph(seed)
     # the model counts snapshots as soon as something could need them
     assume(not graph.arrays.is_snapshot.any())
+
     floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
     budget = int(floor + share * (ceiling - floor))
-    best, start = brute_force(graph, budget), minimum(graph).steps
+    best, start = brute_force(graph, budget), least_of(graph).steps
     assert best is not None
+
     slots = slots_around(
         np.array(start, np.int64), graph.num_operators, everything(graph), passes=4
     )
     model = SlotModel(graph, slots, budget_bytes=budget)
     answer = Highs().minimise(model.arrays, gap=1e-9, time_limit_s=20)
     assert answer.is_finished
+
     costs = []
     for point in answer.points:
         schedule = Schedule.from_steps(graph, model.steps(point))
@@ -80,8 +82,9 @@ FAMILIES = {
 @given(seed=st.integers(0, 1_000), family=st.sampled_from(sorted(FAMILIES)), share=st.floats(0, 1))
 def test_what_it_improves_is_valid_and_costs_no_more(seed: int, family: str, share: float) -> None:
     graph = FAMILIES[family](seed)
-    least = minimum(graph)
+    least = least_of(graph)
     budget = int(least.peak_bytes + share * (keep_all_bytes(graph) - least.peak_bytes))
+
     steps = Neighbourhood(graph, budget, seed).improve(least.steps, max_rounds=5)
     schedule = Schedule.from_steps(graph, steps)
     assert validate(graph, schedule, budget_bytes=budget) == []
@@ -93,7 +96,7 @@ def test_what_it_improves_is_valid_and_costs_no_more(seed: int, family: str, sha
 
 def test_one_seed_gives_one_answer() -> None:
     graph = random_layered(8, seed=2)
-    least = minimum(graph)
+    least = least_of(graph)
     first, second = (
         Neighbourhood(graph, least.peak_bytes, 3).improve(least.steps, max_rounds=6)
         for _ in range(2)
@@ -107,9 +110,11 @@ def test_it_brings_a_wasteful_schedule_to_the_optimum() -> None:
         for g in map(tiny_graph, range(100))
         if not g.arrays.is_snapshot.any() and minimum_bytes(g) < keep_all_bytes(g)
     )
+
     budget = keep_all_bytes(graph)
     again = [i for i, op in enumerate(graph.operators) if op.is_recomputable]
     wasteful = [*range(graph.num_operators - 1), *again[: len(again) // 2], graph.num_operators - 1]
+
     steps = Neighbourhood(graph, 2 * budget, 0).improve(wasteful, max_rounds=30)
     assert simulate(graph, Schedule.from_steps(graph, steps)).cost_s == graph.cost_s
 
@@ -130,6 +135,7 @@ def test_threads_do_not_change_what_restarts_find() -> None:
         restarts = Restarts(graph, budget_bytes=budget, seed=5, moves=400)
         restarts.run([range(graph.num_operators)], threads=threads)
         found.append([(cost_s, steps.tolist()) for cost_s, steps in restarts.pool])
+
     assert found[0] == found[1]
     assert all(
         validate(graph, Schedule.from_steps(graph, steps), budget_bytes=budget) == []

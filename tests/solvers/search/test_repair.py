@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
-from remat.solvers.auto.minimum import minimum
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 from remat.solvers.search.repair import repaired, unrolled
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
-from tests.support.graphs import random_training_graph
+from tests.support.graphs import least_of, random_training_graph
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -33,6 +32,7 @@ def test_a_repaired_schedule_is_valid_and_fits(seed: int, share: float, rule: Ru
     graph = random_training_graph(seed, 8, 20)
     floor, ceiling = working_set_bytes(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(floor + share * (ceiling - floor))
+
     for steps in ([*range(graph.num_operators)], steps_on_demand(graph, ())):
         found = repaired(graph, steps, budget_bytes=budget, rule=rule)
         if found is None:
@@ -51,19 +51,21 @@ def test_an_unrolled_schedule_costs_the_same_and_needs_no_less_memory(
     graph = replace(
         graph, operators=tuple(replace(op, is_snapshot=False) for op in graph.operators)
     )
+
     steps = steps_on_demand(graph, ())
     once = unrolled(graph, steps)
     simulated, plain = (
         simulate(graph, Schedule.from_steps(graph, steps)),
         simulate(once, Schedule.keep_all(once)),
     )
+
     assert plain.cost_s == pytest.approx(simulated.cost_s)
     assert plain.peak_bytes >= simulated.peak_bytes
 
 
 def test_a_fitting_schedule_is_unchanged() -> None:
     graph = transformer(6)
-    steps = list(minimum(graph).steps)
+    steps = list(least_of(graph).steps)
     ample = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 2
     assert repaired(graph, steps, budget_bytes=ample) == steps
 
@@ -75,9 +77,10 @@ def test_nothing_is_found_if_one_step_alone_does_not_fit() -> None:
 
 def test_repaired_segments_are_cheaper_than_the_greedy_alone() -> None:
     graph = chain(60)
-    budget = int(minimum(graph).peak_bytes * 1.25)
+    budget = int(least_of(graph).peak_bytes * 1.25)
     greedy = [steps_with_eviction(graph, budget, rule) for rule in Rule]
     alone = min(float(graph.arrays.cost_s[steps].sum()) for steps in greedy if steps is not None)
+
     segments = [
         repaired(graph, list(steps), budget_bytes=budget) for steps in ChenGreedy().members(graph)
     ]
