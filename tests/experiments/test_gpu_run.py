@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives plans less time: here they need not be good."""
-    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 1.0)
+    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 3.0)
 
 
 def facts(path: Path) -> list[dict[str, Any]]:
