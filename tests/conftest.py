@@ -32,7 +32,7 @@ def few_objects_to_collect() -> None:
     """Leaves what was there before a file out of its garbage collections, and has fewer of them.
 
     Each measured step collects first, and torch and its libraries are a million objects. Captures
-    make and drop so many that Python's own collections take a tenth of their time.
+    make and drop so many that Python's own collections are felt.
     """
     gc.collect()
     gc.freeze()

@@ -119,10 +119,10 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
     outputs = tuple(map(int, graph.arrays.output))
     sink = [()] if outputs else []  # a last operator, which reads what the step returns
 
-    def moved(values: Sequence[int]) -> tuple[int, ...]:
+    def not_resident(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(v for v in values if v not in resident)
 
-    reads = [*(moved(op.reads) for op in graph.operators), *(outputs for _ in sink)]
+    reads = [*(not_resident(op.reads) for op in graph.operators), *(outputs for _ in sink)]
     writes = [*(op.writes for op in graph.operators), *sink]
     users: list[list[int]] = [[] for _ in graph.values]
     for index, values in enumerate(reads):
@@ -145,7 +145,7 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
         workspace_bytes=(*(op.workspace_bytes for op in graph.operators), *(0 for _ in sink)),
         reads=tuple(reads),
         writes=tuple(writes),
-        reuses=(*(moved(op.reuses) for op in graph.operators), *sink),
+        reuses=(*(not_resident(op.reuses) for op in graph.operators), *sink),
         users=tuple(map(tuple, users)),
         producer=graph.producer,
         size_bytes=tuple(

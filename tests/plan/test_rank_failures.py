@@ -29,6 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     started = [start_ranks(2, rank_failures.main, scenario, folder) for scenario in SCENARIOS]
     for process in [process for context in started for process in context.processes]:
         process.join(120)
+        process.kill()  # where it hangs
 
     def of(scenario: str) -> list[list[tuple[str, float]]]:
         paths = [folder / f"{scenario}{rank}" for rank in (0, 1)]

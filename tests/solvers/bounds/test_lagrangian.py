@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import cache
 
 import numpy as np
 import pytest
@@ -70,7 +69,6 @@ def test_the_cut_is_the_least_of_all_choices(seed: int, data: st.DataObject) -> 
     )
 
 
-@cache
 def with_least(name: str) -> tuple[Graph, int]:
     graph = {
         "chain": chain(40),
