@@ -6,9 +6,9 @@ FOLDER keeps the traced graphs between runs (`real_graphs`), DIR has published i
 technique is switched off only at points where it ran in the full solve; elsewhere it changes
 nothing. Each seed runs in its own process on its own core, so two seeds run at the same time
 without disturbing each other. Each row is written when it is made, and an interrupted run continues
-where it stopped. All rows of a file are of one commit; at another commit they are made again. The
-changes at a point are those of the medians over the seeds: cost, gap and time without the technique
-against the full solve.
+where it stopped. All rows of a file come from one commit; at another commit they are made again. At
+each point, the median cost, gap and time over the seeds without the technique are compared with
+those of the full solve.
 
 A technique *helps* at a point if without it the cost is 0.1 % higher or the gap is 0.3 points
 wider; it *harms* if the opposite holds. A technique that helps at fewer than three points is
@@ -44,8 +44,8 @@ from remat.tracers.synthetic import random_layered
 
 SEEDS = (0, 1)
 COST, GAP = 0.1, 0.3  # percent of the cost and points of the gap: smaller changes don't count
-LEAST_HELPED = 3  # points
-NOTHING = "nothing"  # is switched off
+LEAST_HELPED = 3  # points where a technique must help to be kept
+NOTHING = "nothing"  # stands for the full solve, in which nothing is switched off
 ALWAYS = ("keep-all", "window", "families", "annealing")  # every other technique needs these
 
 # points that were open after five seconds in `bench_published`, `bench_real` and `bench_random`
@@ -193,9 +193,10 @@ class Change:
     """How one point changes without a technique: positive where the technique helped.
 
     Attributes:
-        cost_percent: of the cost of the full solve; infinite if no schedule was found.
-        gap_points: of the gap.
-        seconds: of the solve.
+        cost_percent: change of the cost, in percent of the full solve's; infinite if no schedule
+            was found.
+        gap_points: change of the gap, in percentage points.
+        seconds: change of the solve's wall time.
     """
 
     cost_percent: float
@@ -204,7 +205,7 @@ class Change:
 
     @property
     def helps(self) -> bool:
-        """True if the technique is of use here."""
+        """True if the technique helps at this point."""
         return self.cost_percent >= COST or self.gap_points >= GAP
 
     @property
@@ -247,8 +248,8 @@ def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
 def table(rows: Sequence[Row]) -> str:
     """Returns one line per technique: points helped and harmed, and the largest changes."""
     lines = [
-        "| without | points | helps | harms | largest change of cost | of gap, in points "
-        "| median of seconds | verdict |",
+        "| without | points | helps | harms | largest change of cost "
+        "| largest change of gap, in points | median change of seconds | verdict |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
 

@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def stand_in_for(*names: str) -> tuple[str, ...]:
-    """Makes top-level modules that aren't installed importable; returns their names."""
+    """Makes missing top-level modules importable; returns the names of those missing."""
     missing = tuple(name for name in names if find_spec(name) is None)
     sys.meta_path.append(_Absent(missing))
     return missing

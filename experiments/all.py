@@ -1,4 +1,4 @@
-"""Runs the scripts of the field's figures and of the front page: `make experiments`.
+"""Runs the scripts that make the field's figures and the front page: `make experiments`.
 
     python -m experiments.all [--only NAME ...]
 
@@ -46,7 +46,7 @@ class Took:
 
 
 def timed(name: str) -> Took:
-    """Runs a script."""
+    """Runs a script and returns the time it took."""
     start, before = time.perf_counter(), os.times()
     command = (
         ["remat", "demo", "--output", str(RESULTS / "demo")]
@@ -64,11 +64,11 @@ def timed(name: str) -> Took:
 
 
 def main() -> int:
-    """Runs, prints, and writes what a complete run took."""
+    """Runs the scripts, prints their times, and writes the times of a complete run."""
     parser = parser_of(__doc__)
     every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
     parser.add_argument(
-        "--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="only these"
+        "--only", nargs="+", choices=ALL, metavar="NAME", default=every, help="run only these"
     )
 
     took = {}

@@ -132,9 +132,7 @@ def results(way: Attention, tokens: int, dtype: torch.dtype) -> list[torch.Tenso
 
 
 def error_ulp(way: Attention, tokens: int) -> float:
-    """Returns the largest error against float64, in units of the last place of each result's
-    largest entry.
-    """
+    """Returns the largest error against float64, in ulps of each result's largest entry."""
     pairs = zip(
         results(way, tokens, torch.float32),
         results(written_out, tokens, torch.float64),
@@ -148,7 +146,7 @@ def error_ulp(way: Attention, tokens: int) -> float:
 
 
 def measured(longest: int) -> Iterator[dict[str, Any]]:
-    """Yields peak, time and error of each way by length."""
+    """Yields peak, time and error of each way at each length."""
     tokens = SHORTEST
     while tokens <= longest:
         for name, way in WAYS.items():
@@ -186,7 +184,7 @@ def measured(longest: int) -> Iterator[dict[str, Any]]:
 
 
 def remaining() -> Iterator[dict[str, Any]]:
-    """Yields the bytes that a layer keeps for the backward, by length and kind of attention."""
+    """Yields the bytes that a layer keeps for the backward, per length and attention."""
     for tokens in (128, 256, 512, 1024):
         for is_fused in (False, True):
             shape: dict[str, Any] = {
@@ -218,10 +216,10 @@ def remaining() -> Iterator[dict[str, Any]]:
 
 
 def crossing(rows: list[dict[str, Any]], field: str) -> float | None:
-    """Returns the length from which on tiled attention takes less than the written-out form.
+    """Returns the length above which tiled attention takes less than the written-out form.
 
-    It is interpolated between the measured lengths on log axes; None if tiles take more at the
-    longest.
+    It is interpolated between the measured lengths on log axes; None if tiled attention still
+    takes more at the longest.
     """
     written, tiles = (
         {row["tokens"]: row[field] for row in rows if row["way"] == way}
@@ -318,7 +316,7 @@ def picture(record: Mapping[str, Any]) -> None:
 def main() -> None:
     """Measures, traces, prints, writes and draws."""
     parser = arguments(__doc__)
-    parser.add_argument("--longest", type=int, default=4096, help="tokens (default: 4096)")
+    parser.add_argument("--longest", type=int, default=4096, help="largest T (default: 4096)")
     options = parser.parse_args()
 
     if not options.redraw:

@@ -2,7 +2,7 @@
 
     python -m experiments.bench                                  everything, an hour or more
     python -m experiments.bench published --time-limit 60        one set
-    python -m experiments.bench real --names gpt2_12 unet        a part of it
+    python -m experiments.bench real --names gpt2_12 unet        some graphs of a set
     python -m experiments.bench tables pictures                  from the existing results
 
 Sets: `published` (instances from papers, beside the published results), `proof` (the networks among
@@ -60,7 +60,8 @@ _LOG = logging.getLogger("bench")
 def instances_folder(given: Path | None) -> Path:
     """Returns the folder of the published instances.
 
-    The given one, else the one that the environment names, else one beside the checkout.
+    This is the given folder, else the one that the environment variable names, else one beside
+    the checkout.
     """
     return given or Path(
         os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances"
@@ -109,7 +110,7 @@ def draw(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; returns 2 if the instances of a set are missing."""
+    """Runs the requested sets; returns 2 if the instances of a set are missing."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "what",

@@ -2,7 +2,7 @@
 
 `curve`: 20 budgets in one call of `frontier_solutions`; `separate`: the same budgets solved one by
 one with the same options. The ratio of their times says what sharing saves. Most single solves end
-long before their time limit, so the curve's time is also given in time limits.
+long before their time limit, so the curve's time is also given as a multiple of that limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.solvers.auto.frontier import frontier_solutions
 from remat.solvers.auto.solver import Auto
 
 TIME_LIMIT_S, GAP = 20.0, 0.005
-DRAWN = "gpt2_12"  # with the other methods
+DRAWN = "gpt2_12"  # the graph whose curve is drawn beside the other methods
 _NAMES = (DRAWN, "resnet50", "unet")
 _NUM_POINTS = 20
 _COLUMNS = ("budget_bytes", "peak_bytes", "overhead_percent", "bound_percent")

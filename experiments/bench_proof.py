@@ -2,8 +2,8 @@
 
 The time until the cost is proved to be within a given gap of the optimum.
 
-`bench_published` gives each point a minute and asks for the optimum, which shows what a minute is
-worth. Here each point has ten minutes, and its solve stops as soon as the gap is proved. A point
+`bench_published` gives each point a minute and asks for the optimum, which shows what a minute
+proves. Here each point has ten minutes, and its solve stops as soon as the gap is proved. A point
 not proved in ten minutes is reported with the remaining gap.
 """
 
@@ -16,12 +16,12 @@ from experiments import bench_published
 from experiments.bench_rows import CONSOLE, Row, Rows, mean_row, new_table, overrun_text, percent
 
 TIME_LIMIT_S, GAP = 600.0, 0.002
-_WIDER = {"checkmate_unet": 0.005}  # networks that get another gap
+_WIDER = {"checkmate_unet": 0.005}  # networks that get a wider gap
 _NETWORKS = "checkmate_"
 
 
 def run(rows: Rows, *, folder: Path, time_limit_s: float, gap: float, names: Sequence[str]) -> None:
-    """Solves the networks of `folder`, or only those in `names`, at every budget to `gap`."""
+    """Solves the networks of `folder` (or in `names`) at every budget, until a gap is proved."""
     found = [
         path.stem for path in folder.glob(f"{_NETWORKS}*.json") if not names or path.stem in names
     ]
@@ -72,7 +72,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
 
 def is_proved(row: Row) -> bool:
-    """True if the gap asked for is reached, or no schedule can fit."""
+    """True if the requested gap is reached, or no schedule can fit."""
     return row["status"] == "infeasible" or (
         row["cost"] is not None and row["gap_percent"] <= 100 * row["gap"]
     )

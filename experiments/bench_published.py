@@ -44,7 +44,7 @@ class Published:
     Attributes:
         system: the solver that found it; empty if nothing is published.
         cost: in the instance's unit; None if it is proved that no schedule fits.
-        is_rounded: the cost is known from an overhead with one digit.
+        is_rounded: the cost is known only from an overhead printed with one digit.
         seconds: the published time.
     """
 

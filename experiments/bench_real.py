@@ -42,7 +42,7 @@ _SHARES = (90, 80, 70, 60, 50, 40, 30)  # % of the peak of keeping everything
 LEAST = "least"
 _MINIMUM_LIMIT_S = 120.0
 _MEET_GAP = 1e-4  # a baseline may be optimal
-_MEET_LIMIT_S = 20.0  # at most, for a baseline and for our solver at its peak; there are hundreds
+_MEET_LIMIT_S = 20.0  # limit of a baseline, and of our solver at its peak: there are hundreds
 _USUAL_OPERATORS = 2_000  # larger graphs get more time
 
 
@@ -150,7 +150,7 @@ def _peer(case: _Case, peer: str, budget_bytes: int) -> Row:
 def _meet(case: _Case, budget_bytes: int) -> Row:
     """Solves at a baseline's peak.
 
-    It starts from the schedules of other budgets, as for a user who solves again.
+    It starts from the schedules found for other budgets, as when a user solves again.
     """
     known = case.known_plans()
     steps = [
@@ -192,7 +192,7 @@ def _meet(case: _Case, budget_bytes: int) -> Row:
 
 
 def show(rows: Sequence[Row], time_limit_s: float) -> None:
-    """Prints ours by graph and budget, then the baselines at equal peak, geometric means last."""
+    """Prints our results by graph and budget, then those of the baselines at equal peaks."""
     least = {row["graph"]: row for row in rows if row["kind"] == "least"}
     own = [row for row in rows if row["kind"] == "auto"]
 
@@ -336,7 +336,7 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
 
 
 def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, str]:
-    """Returns points, their overhead, ours, the ratio of costs, and how often ours is above."""
+    """Returns points, overheads (theirs, ours), cost ratio, and how often ours is above."""
     both = [(theirs, ours) for theirs, ours in pairs if ours["cost"] is not None]
     theirs_percent, ours_percent = (
         100 * (geometric_mean(1 + pair[side]["overhead_percent"] / 100 for pair in both) - 1)

@@ -66,7 +66,7 @@ class Rows:
                     kept["options"],
                 )
 
-        self._environment = environment()  # before the solves: others may commit while they run
+        self._environment = environment()  # before the solves: a commit may follow meanwhile
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
         """Returns the row of `key`; makes and writes it if it does not exist yet."""
@@ -123,7 +123,7 @@ def _replace(path: Path, text: str) -> None:
 def warm_up() -> None:
     """Waits for the compiler, so that no row includes its time.
 
-    A graph of a few operators would not do: it is solved exactly, and nothing is compiled.
+    A graph of a few operators is not enough: it is solved exactly, and nothing is compiled.
     """
     if not is_ready(anneal):
         minimum(random_layered(8, seed=0))
@@ -132,7 +132,7 @@ def warm_up() -> None:
 def solve(
     graph: Graph, budget_bytes: int, *, time_limit_s: float, gap: float, seed: int = 0
 ) -> tuple[Solution, Row]:
-    """Runs `Auto` and returns its solution with the row that says how it went."""
+    """Runs `Auto` and returns its solution with the row that describes the solve."""
     moments: list[Progress] = []
     began, cpu = time.perf_counter(), time.process_time()
 
@@ -223,12 +223,12 @@ def overrun_text(rows: Sequence[Row], limit_s: float) -> str:
 def mean_row(table: Table, rows: Sequence[Row], label: str, columns: Mapping[str, str]) -> None:
     """Ends a table with a row of means.
 
-    Geometric means of time and of cost over keeping everything, the arithmetic mean of the gap.
+    Times and costs over keeping everything have geometric means, the gap an arithmetic mean.
 
     Args:
-        table: what the row is added to; it has `columns` in this order.
-        rows: what to average; rows without a schedule are left out.
-        label: of the first column.
+        table: the table to which the row is added; it has `columns` in this order.
+        rows: the rows to average; those without a schedule are left out.
+        label: the text of the first column.
         columns: what each further column shows: `overhead`, `bound`, `gap`, `seconds` or nothing.
     """
     solved = [row for row in rows if row["cost"] is not None]

@@ -2,7 +2,7 @@
 
 Synthetic training steps up to 100,000 operators, and one traced architecture up to 200 layers.
 
-Each solve runs in its own process, so that the largest resident memory is that of the solve.
+Each solve runs in its own process, so that the peak resident memory is that of the solve.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Seen:
     Attributes:
         value: what the script returned as JSON text; None if it returned nothing.
         errors: exceptions in the page, and errors on its console.
-        requests: addresses outside of the page that it asked for; all were refused.
+        requests: addresses outside the page that it requested; all were refused.
     """
 
     value: Any = None
@@ -74,7 +74,7 @@ class Seen:
 
 
 def installed_browser() -> str | None:
-    """Returns the path of a browser that can be driven, or None."""
+    """Returns the path of an installed browser that this script can drive, or None."""
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
@@ -139,7 +139,7 @@ class _Tab:
         text = bytearray()
         while (byte := self.back.read(1)) != b"\0":
             if not byte:
-                raise RuntimeError("the browser ended by itself")
+                raise RuntimeError("the browser exited unexpectedly")
             text += byte
         message: dict[str, Any] = json.loads(text)
         return message

@@ -4,29 +4,21 @@
 
 *Figure 5*: extra compute against memory of traced training steps, float32, roofline costs, at the
 paper's batch sizes and resolutions: VGG16 (256 images of 224 x 224), MobileNet (512; V2 here, V1
-there), U-Net (32 of 416 x 608). On V100 costs: every heuristic, the rounding and the MILP of the
-paper, beside `auto` and its proved bound. On A100 and H100 costs: `auto` and its bound. *Table 2*:
-cost over the best proved bound, geometric mean over the budgets that a strategy can meet. The paper
-divides by the optimum of its MILP. *Figure 6*: the largest batch in 16 GB and 80 GB whose cost is
-at most one forward pass above keeping everything, by strategy. Sizes and costs are linear in the
-batch: graphs are traced at two batch sizes and interpolated.
+there), U-Net (32 of 416 x 608). With V100 costs: every heuristic, the rounding and the MILP of the
+paper, beside `auto` and its proved bound. With A100 and H100 costs: `auto` and its bound.
 
-What differs from the paper, by cause: costs are computed from the device's rates and not measured;
+*Table 2*: cost over the best proved bound, geometric mean over the budgets that a strategy can
+meet. The paper divides by the optimum of its MILP.
+
+*Figure 6*: the largest batch in 16 GB and 80 GB whose cost is at most one forward pass above
+keeping everything, by strategy. Sizes and costs are linear in the batch: graphs are traced at two
+batch sizes and interpolated.
+
+Causes of differences from the paper: costs are computed from the device's rates and not measured;
 graphs have every operator of PyTorch's backward, not one node per layer; a budget bounds the whole
 step, gradients and workspace included; each solve has 4 seconds (Gurobi had an hour).
-`results/README.md` says by how much the results differ.
-
-- Figure 6: MobileNet's largest batch at 16 GB is 5.0 times that of keeping everything (984 against
-  197); in the paper 5.1 times, for V1. It is 1.36 times that of the best heuristic ("up to" 1.73 in
-  the paper): on a graph of operators the heuristics free more than on a graph of layers.
-- Table 2: `ap-sqrt` 1.22, 1.27 and 1.27 on VGG16, MobileNet and U-Net (1.28, 1.14, 1.27 in the
-  paper), `ap-greedy` 1.04, 1.08 and 1.17 (1.06, 1.07, 1.23). All are within 0.06, except `ap-sqrt`
-  on MobileNet, which is another version of the network.
-- LP rounding meets 3, 1 and 5 of 7 budgets in 4 seconds, and is 22 % above the bound on U-Net (3 %
-  in the paper): its linear program of n² columns is stopped early. Wherever the MILP is above
-  `auto`, it was stopped early too.
-- U-Net's least budgets: in 4 seconds `auto` reaches 144 %, cut off in the picture, and the bound
-  29 %.
+`results/README.md` says by how much the results differ. LP rounding and the MILP are often stopped
+early: a linear program of n² columns takes longer than the limit.
 
 Writes `results/checkmate_figures.json`, `checkmate_figure5.png`, `checkmate_figure6.png` and prints
 the tables.
@@ -67,7 +59,7 @@ IN_FIGURE_6 = ("keep-all", *HEURISTICS, "auto")
 NUM_BUDGETS = 7
 MEMORIES = {"16 GB": 16 * 10**9, "80 GB": 80 * 10**9}
 _LARGEST_BATCH = 8192
-# Table 2 of the paper, without "Griewank" and the networks that are not here; its MobileNet is V1.
+# Table 2 of the paper, without "Griewank" and the networks not run here; its MobileNet is V1.
 PUBLISHED_RATIOS = {
     "MobileNetV2": {"ap-sqrt": 1.14, "ap-greedy": 1.07, "lp-rounding": 1.06},
     "VGG16": {"ap-sqrt": 1.28, "ap-greedy": 1.06, "lp-rounding": 1.01},
@@ -165,8 +157,9 @@ def largest_batch(
     memory: int,
     time_limit_s: float,
 ) -> int:
-    """Returns the largest batch that fits with at most one more forward pass of compute, by
-    bisection.
+    """Returns the largest batch that fits with at most one extra forward pass of compute.
+
+    It is found by bisection, to within 1 %.
     """
     solver = make_solver(method, time_limit_s=time_limit_s)
 
@@ -206,7 +199,7 @@ _TOP = 45.0  # percent; a schedule with more extra compute is of no practical us
 def draw_figure_5(panels: list[dict[str, Any]]) -> None:
     """Draws extra compute against memory, one column per network.
 
-    Above, every strategy on V100 costs; below, our solver on three devices.
+    Above, every strategy with V100 costs; below, our solver on three devices.
     """
     names = list(dict.fromkeys(panel["model"] for panel in panels))
     figure = new_figure(
@@ -334,7 +327,7 @@ def figure_5(
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
     """Returns a panel's points and its row of table 2.
 
-    All methods on the paper's device, `auto` alone on the others.
+    The paper's device has all methods, the others only `auto`.
     """
     graph = traced(name, PUBLISHED_BATCH[name], device)
     print(f"{name} on {device}: {graph.num_operators} operators", flush=True)

@@ -3,8 +3,8 @@
     python -m experiments.compiled_search [--output FILE]
 
 Measures annealing moves per second and the time of one greedy schedule with eviction, each way in
-its own process, on random layered training graphs at 70 % of the peak. CPU time of one thread,
-without compilation.
+its own process, on random layered training graphs at 70 % of the peak. Times are CPU times of one
+thread, without compilation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from experiments.environment import environment
 
 HERE = Path(__file__).resolve()
 SEED = 0
-_NODES = (50, 200, 1_000)  # forward nodes; a step has twice as many operators and one more
-_TIMES = 5  # eviction takes a millisecond: the median of this many counts
+_NODES = (50, 200, 1_000)  # forward nodes n; a step has 2 n + 1 operators
+_TIMES = 5  # timed evictions, of a millisecond each; their median is reported
 _MOVES = {"compiled": 200_000, "plain": 500}
 
 
@@ -43,7 +43,7 @@ def measure(way: str) -> list[dict[str, Any]]:
         budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 70 // 100
 
         start = np.arange(graph.num_operators)
-        # waits for the compiler
+        # compiles before the clock starts
         LocalSearch(graph, budget_bytes=budget, seed=SEED).run(start, Round(20, 1e-3, 1e-6))
 
         local, began = LocalSearch(graph, budget_bytes=budget, seed=SEED), time.process_time()

@@ -2,17 +2,19 @@
 
     python -m experiments.coverage [MODEL ...]     # all architectures, or the models named
     python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
-    python -m experiments.coverage --missing       # what has no rows yet, of both kinds
+    python -m experiments.coverage --missing       # architectures and modules without rows
 
-For each architecture at 100 %, 70 % and the least budget: loss, gradients, buffers and random
-stream against plain PyTorch to the bit, with dropout on; predicted and measured peak; overhead.
-A step that can't be captured must raise a `TraceError`, whose first line goes into the table. Plain
-PyTorch is compared with itself first. A step that `torch.compile` cuts into pieces is planned as
-one; sums over pieces may round differently, and then the step has to equal PyTorch's own
-`aot_eager` in the same pieces (see `graph_breaks`). Plans are searched for one second with roofline
-costs, so overheads are upper bounds. The least budget is that of `remat.minimum`. A later step in
-pieces may find it too small; then the budget that the error names is taken. If the least budget is
-above 70 % of keeping everything, the table says so.
+Each architecture runs at 100 %, 70 % and the least budget, with dropout on. Loss, gradients,
+buffers and random state are compared with plain PyTorch's to the bit; the predicted peak, the
+measured peak and the overhead are recorded. A step that can't be captured must raise a
+`TraceError`, whose first line goes into the table. Plain PyTorch is compared with itself first.
+
+A step that `torch.compile` cuts into pieces is planned as one; sums over pieces may round
+differently, and then the step has to equal PyTorch's own `aot_eager` in the same pieces (see
+`graph_breaks`). Plans are searched for one second with roofline costs, so overheads are upper
+bounds. The least budget is that of `remat.minimum`. If it is too small for a later step in pieces,
+the budget that the error names is used. If the least budget is above 70 % of keeping everything,
+the table says so.
 
 Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
 again; the others keep their rows.
@@ -53,9 +55,9 @@ from .models import Workload
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 SEED = 0
-_TIME_LIMIT_S = 1.0  # plans have to be right here, not the cheapest
-_ATTEMPTS = 4  # at the least budget: only a step shows what the code between pieces holds
-_COSTS = "roofline"  # the same on a loaded machine
+_TIME_LIMIT_S = 1.0  # plans only have to be correct here, not cheap
+_ATTEMPTS = 4  # at the least budget: only a step shows what code between pieces holds
+_COSTS = "roofline"  # independent of the load on the machine
 _EQUAL = "equal"
 _EQUAL_IN_PIECES = "equal to aot_eager"
 _DIFFERENT = "DIFFERENT"
@@ -71,8 +73,8 @@ class Row:
     """One model at one budget.
 
     Attributes:
-        family: of architectures, or "torch.nn".
-        name: of the model.
+        family: the family of the architecture, or "torch.nn".
+        name: the model's name.
         budget: "100%", "70%" or "least"; empty if the step was refused.
         outcome: "equal", "equal to aot_eager" (in pieces, which round differently from the whole),
             "DIFFERENT", "ABOVE PREDICTED" (equal, at a higher peak), "equal, above predicted on a
@@ -80,7 +82,7 @@ class Row:
             with experts in a Python loop), "BudgetError at a later step" (in pieces: on another
             path, or because the code between pieces holds more), "below the least" (a budget that
             can't be met), "plain PyTorch differs from itself", or the error's text.
-        predicted_bytes: peak of the schedule in the simulator; the other numbers are those of
+        predicted_bytes: peak of the schedule in the simulator; the other numbers are defined as in
             `predicted_vs_measured`.
     """
 
@@ -102,11 +104,11 @@ class Row:
 
 
 def main() -> None:
-    """Measures what is asked for; writes the results and prints the table."""
+    """Measures the requested models; writes the results and prints the table."""
     parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL")
-    parser.add_argument("--modules", action="store_true", help="torch.nn")
-    parser.add_argument("--missing", action="store_true", help="what has no rows yet")
+    parser.add_argument("--modules", action="store_true", help="the modules of torch.nn")
+    parser.add_argument("--missing", action="store_true", help="only models without rows")
     asked = parser.parse_args()
 
     known = load()
@@ -117,7 +119,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     _compile_search()
-    gc.freeze()  # each measured step collects garbage first; what is loaded now need not be scanned
+    gc.freeze()  # each measured step collects garbage first; objects loaded by now need no scan
 
     for name, family, make in cases:
         rows = measure(name, family, make)
@@ -157,7 +159,7 @@ def _save(known: dict[str, Any]) -> str:
     """Writes the results and returns the table.
 
     It is called after each model, so that a stopped run leaves both files consistent. Each
-    environment is written once; rows omit zeros and what they share.
+    environment is written once; rows omit zeros and the fields that they share.
     """
     text = table([Row(**row) for found in known.values() for row in found["rows"]])
     environments: list[dict[str, Any]] = []
@@ -267,7 +269,7 @@ def measure(name: str, family: str, make: Callable[[], Workload]) -> list[Row]:
 
 
 def _graph(plain: Workload) -> remat.Graph:
-    """Returns the graph of a step; if it depends on data, the graph of a real step."""
+    """Returns the traced graph of a step; after a graph break, that of a real step."""
     model = copy.deepcopy(plain.model)
     try:
         return remat.trace(model, kwargs=plain.kwargs, costs=_COSTS)
@@ -306,7 +308,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
     try:
         row, is_same_path = _steps(row, planned, plain)
         allowed_bytes = solution.peak_bytes
-    # more is held between pieces, or the path differs: a given plan is not made again
+    # the code between pieces holds more, or the path differs: a given plan is not replaced
     except (remat.BudgetError, remat.ScheduleError):
         found = _steps_planned_anew(row, plain, row.budget if row.budget == "100%" else budget)
         if found is None:
@@ -333,7 +335,7 @@ def _measure_at(row: Row, plain: Workload, graph: remat.Graph, budget: int, leas
 def _steps_planned_anew(
     row: Row, plain: Workload, budget: int | str
 ) -> tuple[Row, bool, Workload] | None:
-    """Runs steps that may be planned again; returns None if they end in an error.
+    """Runs steps that may be planned again; returns None if all tries end in an error.
 
     For "least", the budget that the error names is tried next.
     """
@@ -357,7 +359,7 @@ def _steps_planned_anew(
 
 
 def _steps(row: Row, planned: Workload, plain: Workload) -> tuple[Row, bool]:
-    """Returns what planned steps computed and held, and whether the path stayed the same."""
+    """Returns the outcome and peak of planned steps, and whether the path stayed the same."""
     outcome = _outcome(planned, plain)
     _settle(planned)
     path = remat.report(planned.model).graph.fingerprint
@@ -414,7 +416,7 @@ def table(rows: list[Row]) -> str:
         "operators",
         "predicted peak",
         "measured peak",
-        "of plain's",
+        "share of plain peak",
         "overhead",
     ]
 

@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .models import Workload
 
-# it has 857 combinations of the same few options, one in 16 runs; other modules run all cases
+# it has 857 combinations of the same few options: every 16th runs; other modules run all cases
 _EVERY = {"nn.LinearCrossEntropyLoss": 16}
 # PyTorch has no gradient for its targets
 _TRAINS_ITS_FIRST_ARGUMENT = frozenset({"nn.SoftMarginLoss"})
 
 
 class Stepped(nn.Module):
-    """A module with a trained scale before it and a loss behind it.
+    """A module with a trained scale before it and a loss after it.
 
     The scale multiplies all floating-point arguments, or only the first.
     """

@@ -1,9 +1,9 @@
 """Valid files, and damaged copies as a hostile or broken machine would make them.
 
-`seeds` writes one valid file of each kind. `damaged` returns a changed copy of one: mostly a field
-is replaced by a value that some program somewhere would write, sometimes bytes are cut off or
-flipped. It draws a kind of field first, then a field of that kind: a graph's one `version` is
-changed as often as its hundred costs together. The random generator determines everything.
+`seeds` writes one valid file of each kind. `damaged` returns a changed copy of one: usually a field
+is replaced by a value that some program might write, sometimes bytes are cut off or flipped. It
+draws a kind of field first, then a field of that kind: a graph's one `version` is changed as often
+as its hundred costs together. The random generator determines everything.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _change(tree: Any, path: Path_, chance: random.Random, raw: list[str]) -> tu
 
 
 def _other(value: Any, chance: random.Random, raw: list[str]) -> tuple[Any, str]:
-    """Returns a replacement for a field: often of its own type, sometimes of any."""
+    """Returns a replacement for a field: often of its own type, sometimes of any type."""
     found: Any
     if chance.random() < 0.06:
         raw.append(chance.choice(_TOKENS))

@@ -3,9 +3,9 @@ arXiv:1604.06174, figures 5 and 6).
 
     python -m experiments.depth_growth [--longest N] [--redraw]
 
-The allocations of the paper, and ours, for a training step. They exclude parameters, buffers and
-inputs, which are held anyway, and the returned gradients of parameters, which grow with depth in
-any case:
+Compares the paper's ways of allocating memory for a training step with ours. The bytes exclude
+parameters, buffers and inputs, which are held anyway, and the returned gradients of parameters,
+which grow with depth in any case:
 
 - *no optimization*: every value has memory of its own for the whole step;
 - *in place*: elementwise operators write over inputs that nothing reads later;
@@ -19,7 +19,7 @@ any case:
 
 Growth is fitted twice: as memory = c N^p, with p from the larger half of the sizes, and as
 a + b f(N), where f is linear, a square root or a logarithm, whichever fits best. For one network of
-each kind, the step time with each plan is measured over the time of the step that keeps everything.
+each kind, the step time with each plan is measured relative to the step that keeps everything.
 In the paper a sublinear plan costs one more forward pass, "about 30 % slower". Writes
 `results/depth_growth.json` and `.png`.
 """
@@ -54,12 +54,12 @@ from remat.solvers.core.on_demand import steps_on_demand
 SEED = 0
 MEASURED = {"ResNet": 16, "LSTM": 64}  # sizes of the networks that are timed
 PAIRS = 9
-# for memory plans, the same on every machine; timed plans use measured costs
+# used where memory is compared, the same on every machine; timed plans use measured costs
 COSTS = "roofline:A100"
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm and a skip, of 16 channels."""
+    """Two convolutions with batch norm and a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class ResNet(nn.Module):
 
 
 def resnet(num_blocks: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A number of blocks, 8 images of 32 x 32."""
+    """Returns a ResNet of `num_blocks` blocks, and 8 images of 32 x 32."""
     return ResNet(num_blocks), (torch.randn(8, 3, 32, 32),)
 
 
 def lstm(num_steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A number of steps, 16 sequences of width 128."""
+    """Returns an LSTM, and 16 sequences of `num_steps` steps and width 128."""
     return LSTM(128), (torch.randn(num_steps, 16, 128),)
 
 
@@ -136,10 +136,10 @@ def crossing_bytes(graph: Graph) -> Any:
 
 
 def segments(graph: Graph, count: int) -> Solution:
-    """Returns the plan of Chen's segments.
+    """Returns Chen's plan with `count` segments.
 
-    The backward recomputes each segment when it reaches it, from the values that cross its
-    start.
+    When the backward reaches a segment, it recomputes the segment from the values that cross
+    the segment's start.
     """
     crossing, length = crossing_bytes(graph), graph.num_forward / count
     kept: set[int] = set()
@@ -205,7 +205,7 @@ def peaks(graph: Graph) -> dict[str, dict[str, float]]:
 
 
 def grown(name: str, longest: int) -> Iterator[dict[str, Any]]:
-    """Yields the bytes of each way by size of the network."""
+    """Yields the bytes of each way for each size of the network."""
     for size in (size for size in SIZES[name] if size <= longest):
         torch.manual_seed(SEED)
         model, args = NETWORKS[name](size)

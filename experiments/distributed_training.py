@@ -12,7 +12,7 @@ Without a GPU, to try it:
     torchrun --nproc-per-node 2 -m experiments.distributed_training
 
 One call makes it train with a plan: `remat.checkpoint(...)` before the model is sharded or wrapped.
-`--plain` leaves it out, for comparison. The text is random; only memory and time matter.
+`--plain` leaves out this call, for comparison. The text is random; only memory and time matter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From (batch, length, width) to the same."""
+        """Returns the block's output; shape (batch, length, width)."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(heads.transpose(1, 2).flatten(2))
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
         default="75%",
         help='per rank: bytes, "60GiB", or a percentage of keeping everything',
     )
-    parser.add_argument("--plain", action="store_true", help="without a plan")
+    parser.add_argument("--plain", action="store_true", help="train without a plan")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=64)
@@ -150,12 +150,12 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
     train(arguments(), int(os.environ["RANK"]), device)
-    # after the model is gone: if DDP over gloo holds the group last, it can hang (torch 2.13)
+    # the model is freed by now: if DDP over gloo holds the group last, it can hang (torch 2.13)
     dist.destroy_process_group()
 
 
 def train(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
-    """Builds the model and takes the steps; the model is gone when it returns."""
+    """Builds the model and takes the steps; the model is freed when it returns."""
     model = parallel_model(asked, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)

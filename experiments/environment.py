@@ -32,7 +32,7 @@ def environment(*, seed: int | None = None) -> dict[str, Any]:
 def _commit() -> str:
     """Returns the commit of the checkout, with `+changes` if files other than results differ.
 
-    If the files are a copy, `REMAT_COMMIT` names the commit.
+    If the files are a copy without git, `REMAT_COMMIT` names the commit.
     """
     if named := os.environ.get("REMAT_COMMIT"):
         return named

@@ -2,7 +2,8 @@
 
     python -m experiments.fake_kernels [--only NAME] [--samples N]
 
-Every operator of torch's database (`operator_calls.py`) runs in float32, bfloat16 and complex64.
+Every operator of torch's operator database (`operator_calls.py`) runs in float32, bfloat16 and
+complex64.
 Each call that it makes, forward and backward, is repeated with its tensors in several layouts.
 These properties of the results are compared: type, strides, conjugate and negative bits, bytes of
 memory, and whether they share memory with an input. Three promises are compared with the kernel:
@@ -43,7 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "fake_kernels.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SEED = 0
 CHUNK = 50
-# For calls whose tensors all have one shape: three dimensions, large enough to be reduced.
+# The shape for calls whose tensors all have one shape: sizes large enough to be made smaller.
 LARGE = (17, 11, 23)
 PROMISES = ("torch's", "remat's", "remat's at smaller sizes")
 
@@ -53,9 +54,9 @@ class Row:
     """One operator, or one in-place form of it.
 
     Attributes:
-        calls: how many were compared.
-        differ: promise, or type of numbers -> how many calls differ.
-        kinds: what differs from torch's promise -> in how many calls.
+        calls: number of calls that were compared.
+        differ: promise (in-place forms: dtype, or "allowed") -> number of calls that differ.
+        kinds: property that differs from torch's promise -> number of calls.
         example: the first call that differs.
     """
 
@@ -156,7 +157,7 @@ def _at_smaller_sizes(target: Any, promised: Any, args: Any, kwargs: Any) -> Any
 
 
 def _is_part(leaf: Any) -> bool:
-    """True for a tensor that leaves memory at its start or end unused."""
+    """True for a tensor whose memory has an unused start or end."""
     if _memory(leaf) is None:
         return False
     return bool(leaf.untyped_storage().nbytes() != TensorSpec.of(leaf).extent_bytes)
@@ -167,7 +168,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _marks(result: Any, given: Any) -> dict[str, list[Any]]:
-    """Returns what can differ, for each tensor of a result; strides of sizes above 1 only."""
+    """Returns the compared properties of a result's tensors; strides of sizes above 1 only."""
     inputs = {_memory(leaf) for leaf in tree_leaves(given)} - {None}
     tensors = [t for t in tree_leaves(result) if _memory(t) is not None]
 
@@ -294,9 +295,9 @@ def table(found: Found) -> str:
 
     lines = [
         f"{len(found.promises)} operators, {sum(r.calls for r in found.promises.values()):,} calls "
-        f"on the CPU. {totals[PROMISES[0]]:,} results lie otherwise than torch's fake tensors say; "
-        f"{totals[PROMISES[1]]:,} otherwise than `remat` traces them; {totals[PROMISES[2]]:,} "
-        "where it looks at smaller sizes only.",
+        f"on the CPU. {totals[PROMISES[0]]:,} results differ from torch's fake tensors; "
+        f"{totals[PROMISES[1]]:,} differ from what `remat` traces; {totals[PROMISES[2]]:,} differ "
+        "from what `remat` predicts from smaller sizes only.",
         "",
         "| operator | calls | what differs | torch's | remat's | at smaller sizes |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -311,11 +312,11 @@ def table(found: Found) -> str:
     lines += [
         "",
         f"{len(found.in_place)} forms that write over an input, "
-        f"{sum(row.calls for row in found.in_place.values()):,} calls. These give other bits, or "
-        "another layout, than the operator itself; the last column says how many of these calls "
-        "a plan may make.",
+        f"{sum(row.calls for row in found.in_place.values()):,} calls. The forms below return bits "
+        "or a layout that differ from the operator's own; the last column counts the differing "
+        "calls that a plan may make.",
         "",
-        "| form | calls | differ | of them allowed |",
+        "| form | calls | differ | differ and allowed |",
         "| --- | --- | --- | --- |",
     ]
 
@@ -349,7 +350,7 @@ def main(only: str, num_samples: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", default="", help="operators whose name has this; results aren't kept"
+        "--only", default="", help="operators whose name contains this; writes no results"
     )
     parser.add_argument("--samples", type=int, default=1, help="sample inputs per operator")
     options = parser.parse_args()

@@ -1,7 +1,4 @@
-"""What the scripts of the figures share.
-
-Models that take no memory, where results go, and how a picture is finished.
-"""
+"""What the figures' scripts share: models without memory, result files, finished pictures."""
 
 from __future__ import annotations
 
@@ -40,11 +37,11 @@ _BEGAN = time.perf_counter()
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser that describes a script and knows `--redraw`.
 
-    With it the script draws the picture again from the existing results.
+    With `--redraw`, the script draws the picture again from the existing results.
     """
     parser = parser_of(doc)
     parser.add_argument(
-        "--redraw", action="store_true", help="draw results/NAME.json again, compute nothing"
+        "--redraw", action="store_true", help="draw results/NAME.json again and compute nothing"
     )
     return parser
 
@@ -86,7 +83,7 @@ def leanest(method: str, graph: Graph, *, time_limit_s: float = 10.0) -> Solutio
 def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> None:
     """Writes `results/NAME.json`.
 
-    The file has the environment, how long the script took so far, and the record.
+    The file has the environment, how long the script has taken so far, and the record.
     """
     RESULTS.mkdir(exist_ok=True)
     content = {"environment": environment(seed=seed), "run": _run(), **record}
@@ -94,8 +91,9 @@ def write(name: str, record: Mapping[str, Any], *, seed: int | None = None) -> N
 
 
 def _run() -> dict[str, float]:
-    """Returns seconds since this module was imported, and CPU seconds of the process and its
-    finished children.
+    """Returns wall seconds since this module was imported, and CPU seconds of the process.
+
+    The CPU seconds include those of finished child processes.
     """
     user, system, their_user, their_system, _ = os.times()
     return {
@@ -111,7 +109,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def draw(name: str, figure: Figure) -> None:
-    """Writes `results/NAME.png`, and prints how long the script took so far."""
+    """Writes `results/NAME.png`, and prints how long the script has taken so far."""
     save(figure, RESULTS / f"{name}.png")
     print(f"results/{name}.png after {_run()['wall_s']:.0f} s")
 
@@ -121,7 +119,7 @@ def titled(axes: Axes, text: str) -> None:
     axes.set_title(text, fontsize=10.5, loc="left")
 
 
-_PLACES = (  # of a label: points to the right of its mark, points above it, and the alignment
+_PLACES = (  # places of a label: points right of its mark, points above it, and alignment
     (7, 4, "left"), (-7, 4, "right"), (8, -3, "left"), (-8, -3, "right"), (6, -12, "left"),
     (-6, -12, "right"), (0, 8, "center"),
     (0, -15, "center"), (20, -3, "left"), (-20, -3, "right"), (22, -16, "left"),

@@ -6,7 +6,7 @@ usage: python -m experiments.free_order [--instances FOLDER] [--output FILE] [--
 
 1. The random layered graphs of FastSA's published results (free order), at 90, 80 and 70 % of
    keeping everything in the file's order. Three seeds, each within FastSA's own time: when
-   FastSA's cost was reached, and the cost in the end.
+   FastSA's cost was reached, and the final cost.
 2. Training steps of GPT, ResNet-50 and MobileNetV2 (roofline costs of an H100): the cost that
    `auto` finds in the traced order, against the cost in any order that the dependencies allow; each
    with its bound, within the same time.
@@ -157,8 +157,8 @@ def main() -> int:
         )
         return 2
 
-    made = environment()  # before the solves: others may commit while they run
-    compare_orders("warm-up", random_layered(24, seed=0), "60%", 120.0)  # waits for the compiler
+    made = environment()  # before the solves: a commit may follow meanwhile
+    compare_orders("warm-up", random_layered(24, seed=0), "60%", 120.0)  # compiles
 
     published, steps = [], []
     for name in INSTANCES:

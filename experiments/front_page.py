@@ -1,4 +1,4 @@
-"""The output of the Python blocks on the front page and in the guide that show it.
+"""Runs the Python blocks whose output the front page and the guide show.
 
     python -m experiments.front_page
 

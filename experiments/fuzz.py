@@ -4,8 +4,9 @@
 
 Each file (`damage.py`) goes to a reader of its kind and to a command. These failures are counted: a
 traceback, a hang of more than 20 s, an undocumented exit status, an error of several lines, a
-half-written output, an invalid graph or schedule that is accepted, and a number that is believed
-because a file says so. Everything runs in this process. `--first 1234 --files 1` repeats case 1234.
+half-written output, an invalid graph or schedule that is accepted, and a number that is trusted
+only because a file states it. Everything runs in this process. `--first 1234 --files 1` repeats
+case 1234.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Outcome:
     Attributes:
         counts: cases by outcome: accepted or refused by a reader, exit statuses of a command.
         wrong: a line for each case that failed.
-        slowest_s: the longest that a case took.
+        slowest_s: time of the slowest case.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -142,7 +143,7 @@ class Fuzzer:
             except Hang as error:
                 wrong: BaseException = error
                 counts["slow once"] += trial == 0
-            except Exception as error:  # noqa: BLE001 - what a fuzzer looks for
+            except Exception as error:  # noqa: BLE001 - a fuzzer looks for any exception
                 wrong = error
                 break
 
@@ -213,10 +214,10 @@ class Fuzzer:
             is_there = output.exists()
             output.unlink(missing_ok=True)
             if is_there != (status == 0) and status not in (3, 4):
-                raise Wrong(f"output: it is {'' if is_there else 'not '}there: {stderr}")
+                raise Wrong(f"output: the file is {'' if is_there else 'not '}there: {stderr}")
 
         if any(self.folder.glob(".remat-*.part")):
-            raise Wrong("output: a part of a file is left")
+            raise Wrong("output: a partial file is left")
         if arguments[0] == "solve" and status == 0:
             self._check_answer(path, arguments, json.loads(stdout))
 
@@ -370,7 +371,7 @@ def _check_end(status: int, stderr: str) -> None:
 
 def _check_line(text: str) -> None:
     if len(text.splitlines()) != 1 or len(text) > 2000:
-        raise Wrong(f"lines: an error has {len(text.splitlines())} lines, {len(text)} letters")
+        raise Wrong(f"lines: an error has {len(text.splitlines())} lines, {len(text)} characters")
 
 
 @contextmanager
@@ -390,7 +391,7 @@ def _limit(seconds: float) -> Iterator[None]:
 def main() -> int:
     """Runs the cases and writes the outcome; returns 1 if a case failed."""
     parser = parser_of(__doc__)
-    parser.add_argument("--files", type=int, default=20_000, help="how many (default: 20000)")
+    parser.add_argument("--files", type=int, default=20_000, help="files (default: 20000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULT)

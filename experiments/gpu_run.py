@@ -9,16 +9,16 @@ An interrupted run loses nothing; a section that fails is written as a fact, and
 Sections:
 
 - environment: the card, cuBLAS's bytes, the time of one launch against one of a thousand.
-- correct: loss, gradients and random state against plain, beside plain against itself.
+- correct: loss, gradients and random state against plain PyTorch, beside plain against itself.
 - medium, vision, large, billions: plain, plans at 100 to 40 % and the least budget, checkpoints per
   block, selective checkpoints: predicted and measured peaks (requested, allocated, reserved), step
   times.
 - autocast: GPT-2 medium in float32 under autocast.
-- oom: a batch that plain PyTorch can't run in a quarter of the card, but a plan can.
-- foretold: plans made without a GPU, run on the card; the largest predicted batch against the
-  largest that runs.
+- oom: a batch that plain PyTorch can't run in a quarter of the card's memory, but a plan can.
+- foretold: plans made without a GPU, run on the card; the predicted largest batch, and one larger.
 - fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
   through Inductor; `pieces` is a step that `torch.compile` cuts.
+- operators: the memory of each operator on the card, where it differs from what a plan counts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SHARES = ("100%", "80%", "60%", "40%")
 
 
 def environment(facts: Facts) -> None:
-    """The machine, and what it holds in addition to every step."""
+    """The machine, and the memory that it holds besides every step's."""
     place = facts.place
     held = {"blas_bytes": blas_bytes(place), "blas_bytes_again": blas_bytes(place)}
     facts.say(section="environment", device=place.device, **held, **where(seed=0))
@@ -106,7 +106,7 @@ def _launches(x: torch.Tensor, count: int) -> float:
 
 
 def correct(facts: Facts) -> None:
-    """Plans against plain PyTorch, beside plain against itself."""
+    """Plans against plain PyTorch, beside plain PyTorch against itself."""
     place = facts.place
     for budget in ("100%", "70%"):
         torch.manual_seed(0)
@@ -279,17 +279,15 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the sections that there is time for, or shows the results."""
+    """Runs the sections for which there is time, or shows the results."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a rehearsal")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--show", action="store_true", help="tables and pictures, without a run")
-    parser.add_argument(
-        "--foretell", metavar="DEVICE", help="write forecasts for this device of the table"
-    )
+    parser.add_argument("--show", action="store_true", help="only show tables and pictures")
+    parser.add_argument("--foretell", metavar="DEVICE", help="write forecasts for this device")
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
 

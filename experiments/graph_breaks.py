@@ -1,17 +1,17 @@
-"""Models that `torch.compile` cuts into pieces, planned as one: right? within budget?
+"""Are models that `torch.compile` cuts into pieces planned right, and within budget?
 
     python -m experiments.graph_breaks [MODEL ...]
 
 Each model runs four steps at 100 %, 80 % and 60 % of what keeping everything needs; the first step
-finds the pieces. Loss, gradients, buffers and random stream of all four are compared with plain
-PyTorch, and with the same pieces compiled by PyTorch's own `aot_eager`, which keeps everything. The
-peak is predicted, and measured from outside.
+finds the pieces, which are planned as one step. Loss, gradients, buffers and random state of all
+four are compared with plain PyTorch, and with the same pieces compiled by PyTorch's own
+`aot_eager`, which keeps everything. The peak is predicted, and measured from outside.
 
 If several pieces read a tensor, its gradient is summed piece by piece; plain PyTorch sums it reader
 by reader: `(residual + value) + key` or `residual + (value + key)`. The two round differently, in
 every backend that runs those pieces. So a planned step is right if it equals `aot_eager` to the
 bit. In float64 the difference of `aot_eager` from plain PyTorch is 2^29 times smaller: it is
-rounding alone. The difference that a wrong mask or a stale value makes would stay as large.
+rounding alone. A wrong mask or a stale value would make the same difference in float64.
 
 Writes `experiments/results/graph_breaks.json` and `.md`.
 """
@@ -55,16 +55,17 @@ class Row:
     """One model at one budget.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         budget: as given to `remat.checkpoint`.
         outcome: "equal" to plain PyTorch to the bit, "equal to aot_eager" to the bit, "DIFFERENT"
             from both, or the error's text.
         num_rounded: tensors of a step that differ from plain PyTorch's.
         num_tensors: loss, gradients and buffers.
-        difference: the largest from plain PyTorch, relative to the largest entry of its tensor.
+        difference: the largest difference from plain PyTorch, relative to its tensor's largest
+            entry.
         difference_in_float64: the same for `aot_eager` in float64.
         num_pieces: runs of compiled pieces in a step.
-        num_operators: of the joined graph.
+        num_operators: operators of the joined graph.
         budget_bytes: the limit of the step.
         predicted_bytes: peak of the schedule in the simulator.
         measured_bytes: peak of a step after the fourth, measured from outside.
@@ -146,7 +147,7 @@ def _workload(name: str) -> Workload:
     torch.manual_seed(SEED)
     if name in ARCHITECTURES:
         made = ARCHITECTURES[name].make()
-        # with smaller images nothing is saved
+        # with smaller images, plans save no memory
         images = {key: torch.randn(8, 3, 64, 64) for key in made.kwargs if key == "pixel_values"}
         return Workload(made.model, {**made.kwargs, **images})
 
@@ -269,7 +270,7 @@ class Comparison:
         outcome: "equal", "equal to aot_eager" or "DIFFERENT".
         num_rounded: tensors that differ from plain PyTorch's.
         num_tensors: all tensors.
-        largest: the largest difference, relative.
+        largest: the largest relative difference.
     """
 
     outcome: str
@@ -314,8 +315,8 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def table(rows: list[Row]) -> str:
     """Returns the rows as Markdown."""
     titles = [
-        "model", "budget", "outcome", "rounded otherwise than plain", "by", "in float64", "pieces",
-        "operators", "budget, MiB", "predicted",
+        "model", "budget", "outcome", "rounded differently from plain", "difference", "in float64",
+        "pieces", "operators", "budget, MiB", "predicted",
         "measured", "plain", "unplanned", "overhead",
     ]  # fmt: skip
 

@@ -91,7 +91,7 @@ class DenseNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three scales down and up with skips.
+    """Three scales down and up, with skip connections.
 
     Takes a time step as a second input, if one is given (Ronneberger et al. 2015; Ho et al. 2020).
     """
@@ -138,8 +138,9 @@ class Segmentation(nn.Module):
 
 
 class DiffusionStep(nn.Module):
-    """Draws noise of random strength inside the step; the U-Net predicts it (Ho et al. 2020,
-    algorithm 1).
+    """Draws noise of random strength inside the step; the U-Net predicts it.
+
+    This is algorithm 1 of Ho et al. (2020).
     """
 
     shares: torch.Tensor

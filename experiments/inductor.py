@@ -7,18 +7,18 @@ Each model runs in these ways:
 - `torch.compile` alone;
 - PyTorch's `activation_memory_budget` at some shares, and for each a plan whose budget is the peak
   measured there;
-- plans at shares of the peak of `torch.compile`, and at the least budget that both a plan and its
-  kernels were found to keep;
+- plans at shares of the peak of `torch.compile`, and at the smallest budget found that both a plan
+  and its kernels keep;
 - the eager executor at the same shares, and at its least budget.
 
 For each way: the peak of the kernels, predicted before the first step and measured; seconds per
 step, the median of rounds in which every way takes one step in turn; seconds until the first step
 was done, with an empty cache of kernels; the largest relative difference of the loss and of a
-gradient from those of `torch.compile` alone with the same seed. The eager executor draws other
-random numbers than Inductor, so its gradients are not compared if the model has dropout.
+gradient from those of `torch.compile` alone with the same seed. The eager executor and Inductor
+draw different random numbers, so eager gradients are not compared if the model has dropout.
 
-"GPT" has four layers, 16 x 128 tokens and dropout; "GPT, no dropout" is the same without. "U-Net"
-has a quarter of the published widths, 4 images of 96 x 96. The others are those of
+"GPT" has four layers, 16 x 128 tokens and dropout; "GPT, no dropout" is the same without dropout.
+"U-Net" has a quarter of the published widths, 4 images of 96 x 96. The others are those of
 `experiments.models`, unchanged.
 
 Writes `experiments/results/inductor.json` and `.md` after each model; a model that is named is
@@ -61,9 +61,9 @@ NAMES = (
 )  # fmt: skip
 _KNAPSACK = (0.75, 0.5, 0.25)  # shares for PyTorch's `activation_memory_budget`
 _SHARES = (1.0, 0.8, 0.6, 0.4)
-_ZERO = 1e-7  # of the largest entry of all gradients: what is smaller is rounding
+_ZERO = 1e-7  # of the largest entry of all gradients: smaller ones are rounding
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
-_ATTEMPTS = 3  # at the least budget: what kernels need beyond a plan is known after compiling
+_ATTEMPTS = 3  # at the least budget: only compiling shows what kernels need beyond a plan
 _COMPILE, _PYTORCH, _INDUCTOR, _EAGER = (
     "torch.compile",
     "activation_memory_budget",
@@ -80,19 +80,19 @@ class Row:
     """One way to run the step.
 
     Attributes:
-        way: who decided what is kept: `torch.compile`, `activation_memory_budget`, `remat` through
-            Inductor, or `eager` for remat's own executor.
-        asked: the budget it was given.
+        way: what decided which values are kept: `torch.compile`, `activation_memory_budget`,
+            `remat` through Inductor, or `eager` for remat's own executor.
+        asked: the budget that it was given.
         budget_bytes: the same in bytes, if it has one.
         predicted_bytes: the peak predicted before the first step.
-        first_bytes: measured in that first step, by remat itself.
+        first_bytes: peak of that first step, measured by remat itself.
         peak_bytes: everything that a later step holds, measured from outside.
-        seconds: of a step, forward and backward; the median.
-        compile_s: until the first step was done.
+        seconds: median time of a step, forward and backward.
+        compile_s: time until the first step was done.
         overhead: predicted extra compute of a plan.
-        loss_difference: from `torch.compile` alone, relative.
-        gradient_difference: of a gradient, relative to the gradient's largest entry; None if random
-            numbers differ.
+        loss_difference: relative difference from the loss of `torch.compile` alone.
+        gradient_difference: largest difference of a gradient, relative to its largest entry;
+            None if random numbers differ.
         outcome: empty, or why there is no number.
         minimum_bytes: a budget known to suffice, if this one could not be met.
     """
@@ -179,7 +179,7 @@ class Comparison:
         return self.rows[-1]
 
     def add_least(self, way: str, executor: str) -> None:
-        """Adds a row at the least budget that is found, starting with one that an error names."""
+        """Adds a row at the least budget found, starting with the one that an error names."""
         budget_bytes = 1
         for _ in range(_ATTEMPTS):
             row = self.add(Row(way, "least", budget_bytes), planned(budget_bytes, executor))
@@ -283,7 +283,7 @@ def planned(budget_bytes: int, executor: str) -> Callable[[nn.Module], Step]:
 
 
 def _compiled(model: nn.Module) -> Step:
-    """Compiles a model in its own frame; else dynamo would run the first one's code for all."""
+    """Compiles a model in its own frame; else dynamo would run the first model's code."""
     return compile_call(model, "inductor")
 
 
@@ -295,7 +295,7 @@ def _loss(output: Any) -> torch.Tensor:
 def _differences(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
     """Returns each tensor's largest difference, relative to its largest expected entry.
 
-    If that entry is zero but for rounding (the bias of attention's keys, or one before a batch
+    If that entry is zero apart from rounding (the bias of attention's keys, or one before a batch
     norm), the difference is relative to the largest entry of all gradients.
     """
     largest = [float(tensor.abs().max()) for tensor in expected]

@@ -73,7 +73,7 @@ def _pair(inputs: int, outputs: int) -> nn.Sequential:
 class UNet(nn.Module):
     """U-Net (Ronneberger et al., 2015).
 
-    Four halvings, the way up with skips, a class for each pixel.
+    The size is halved four times, then doubled with skip connections; each pixel gets a class.
     """
 
     def __init__(self, *, width: int = 64, depth: int = 4, num_classes: int = 2) -> None:

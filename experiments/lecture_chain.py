@@ -1,4 +1,4 @@
-"""The chain of ten layers that lectures count: matrix products against memory, exactly.
+"""The ten-layer chain of lecture notes: matrix products against memory, counted exactly.
 
     python -m experiments.lecture_chain [--redraw]
 
@@ -100,15 +100,15 @@ def from_checkpoints(kept: tuple[int, ...], *, is_segment: bool) -> list[int]:
     the backward enters it.
     """
     steps = list(range(LAYERS + 1))
-    at_hand = set(kept) | {0}
+    available = set(kept) | {0}
 
     for layer in range(LAYERS, 0, -1):
-        if layer - 1 not in at_hand:
+        if layer - 1 not in available:
             nearest = max(i for i in (0, *kept) if i < layer)
             again = list(range(nearest, layer - 1))
             steps += again
             if is_segment:
-                at_hand |= {i + 1 for i in again}
+                available |= {i + 1 for i in again}
 
         first = LAYERS + 1 + 2 * (LAYERS - layer)
         steps += [first, first + 1]

@@ -2,8 +2,8 @@
 
 The demo's GPT and seven from `transformers`.
 
-Every model is in training mode with its default dropout, takes keyword arguments and, from
-`transformers`, returns a dataclass with its loss.
+Every model is in training mode with its default dropout and takes keyword arguments. Those from
+`transformers` return a dataclass with the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Workload:
     """A model and the batch of one training step.
 
     Attributes:
-        model: in training mode.
+        model: the model, in training mode.
         kwargs: the batch, labels included.
     """
 
@@ -41,7 +41,7 @@ class Workload:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a layer norm, with dropout and skips."""
+    """Attention and feed-forward network, each after a layer norm, with dropout and skips."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()

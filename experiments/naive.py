@@ -2,7 +2,7 @@
 
 Each protection is removed from a copy of the package, and the test for it must fail.
 
-    python -m experiments.naive [WORD ...]     # all, or those with a word in their names
+    python -m experiments.naive [WORD ...]     # all, or those whose name contains a WORD
 
 The others keep their rows. `tests/promises/test_never_wrong.py` removes protections itself. Those
 of the other tests are here, because removing them needs an edit of the source: the text to replace
@@ -48,7 +48,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of a mistake: the tests that failed, and how many passed."""
+    """The outcome of a mistake: the tests that failed, and whether the mistake was seen."""
 
     name: str
     failed: tuple[str, ...]
@@ -145,7 +145,7 @@ ALL = (
         ("    digest.update(arrays.cost_s.tobytes())\n", ""),
     ),
     _naive(
-        "autocast's cache is off in the trace", "remat/run/capture.py", "run/test_precision -k once_a_region",
+        "autocast's cache is off in the trace", "remat/run/capture.py", "run/test_precision -k once_per_region",
         ("        autocast_cache(module, example_inputs),\n", ""),
     ),
     _naive(
@@ -218,7 +218,7 @@ ALL = (
         ("if not torch.is_grad_enabled() or torch.compiler", "if torch.compiler"),
     ),
     _naive(
-        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "promises/test_running -k says_itself",
+        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "promises/test_running -k own_getstate",
         ("def __reduce__", "def reduce"),
     ),
     _naive(
@@ -250,7 +250,7 @@ def _save(rows: list[dict[str, Any]]) -> None:
     RESULTS.write_text(
         json.dumps({"environment": environment(seed=0), "rows": rows}, indent=1) + "\n"
     )
-    lines = ["| mistake | is it seen? | by |", "|---|---|---|"]
+    lines = ["| mistake | outcome | tests that failed |", "|---|---|---|"]
     lines += [
         f"| {row['name']} | {row['outcome']} | {', '.join(f'`{name}`' for name in row['failed'])} |"
         for row in rows

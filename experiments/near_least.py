@@ -2,10 +2,10 @@
 
     python -m experiments.near_least [--graphs 5000] [--first 0] [--output FILE]
 
-Budgets are 0.9 to 1.1 of the least. A schedule or a `BudgetError` is right; any other exception, or
-a bound that is not a number, is wrong (`tests/support/near_least.py` has the problems and the
-checks). Writes how often each outcome occurred, with where and when it was run, and the problems
-that went wrong.
+Budgets are 0.9 to 1.1 times the least. A schedule or a `BudgetError` is right; any other
+exception, or a bound that is not a number, is wrong (`tests/support/near_least.py` has the problems
+and the checks). Writes how often each outcome occurred, with where and when it was run, and the
+problems that went wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _BETWEEN_WRITES = 50  # graphs; a stopped run keeps the results up to the last w
 
 
 def main() -> int:
-    """Solves them and writes the file; returns 1 if one went wrong."""
+    """Solves the graphs and writes the file; returns 1 if one went wrong."""
     parser = parser_of(__doc__)
-    parser.add_argument("--graphs", type=int, default=5_000, help="how many (default: 5000)")
+    parser.add_argument("--graphs", type=int, default=5_000, help="graphs (default: 5000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "near_least.json")
     options = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> int:
         kinds[problem.kind] += 1
         try:
             outcomes[outcome(problem)] += 1
-        except Exception as error:  # noqa: BLE001 - any exception is what this script looks for
+        except Exception as error:  # noqa: BLE001 - this script looks for any exception
             wrong[repr(problem)] = f"{type(error).__name__}: {error}"
             print(problem, wrong[repr(problem)], file=sys.stderr)
 

@@ -2,7 +2,7 @@
 
     python -m experiments.new_lengths [--output FILE]
 
-For each model, in CPU time of the process, everything captured on fake tensors:
+Measures for each model, in CPU time of the process, with everything captured on fake tensors:
 
 1. *a capture*: dynamo and AOTAutograd with fixed sizes, as `remat.checkpoint` does for each length.
 2. *symbolic*: the same once, with a symbol for the length.

@@ -165,7 +165,8 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def in_layouts(made: Made, shape: tuple[int, ...] = ()) -> Iterator[Made]:
     """Yields a call with its tensors in other layouts: all of them, and the first alone.
 
-    If `shape` is given, tensors of one common shape are filled up to it; other calls are skipped.
+    If `shape` is given and all tensors have one shape, they are enlarged to `shape`; calls whose
+    tensors differ in shape are skipped.
     """
     leaves, spec = tree_flatten((made.args, made.kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_dense_data(leaf)]

@@ -1,4 +1,4 @@
-"""The field's baselines. Each tries the methods that a user would; the cheapest counts."""
+"""The field's baselines: each tries the methods that a user would; the cheapest counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEERS: Mapping[str, Callable[[float], list[Solver]]] = {
 }
 """Baselines by name, each made from a time limit in seconds.
 
-`torch.utils.checkpoint` per block; Chen's two and Checkmate's four generalisations of them;
+`torch.utils.checkpoint` per block; Chen's two methods and Checkmate's four generalisations;
 PyTorch's `activation_memory_budget` with both of its solvers; Checkmate's two-phase rounding.
 """
 

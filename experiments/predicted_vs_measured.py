@@ -4,8 +4,8 @@
 
 For each model at 100 %, 70 % and the least budget: the simulated peak; the allocator's true peak of
 a whole step in which the caller holds the model's output; and whether loss, gradients, buffers and
-the random stream equal those of plain PyTorch to the bit, with dropout on. At 100 % also the peak
-and the time of a step over plain PyTorch's (median of alternating pairs). Writes
+the random stream equal those of plain PyTorch to the bit, with dropout on. Peaks are also given
+relative to plain PyTorch's, and at 100 % the step time (median of alternating pairs). Writes
 `experiments/results/predicted_vs_measured.json` and prints the table of `results/README.md`. Models
 named on the command line are measured again; the others keep their results.
 
@@ -47,11 +47,11 @@ class Row:
         budget: "100%", "70%" or "least".
         budget_bytes: the same in bytes.
         predicted_bytes: peak of the schedule in the simulator.
-        measured_bytes: peak on the allocator.
+        measured_bytes: peak of the allocator.
         plain_bytes: measured peak of plain PyTorch.
         is_equal: loss, gradients, buffers and random state equal plain PyTorch's, to the bit.
         overhead: extra cost over computing everything once, by the cost model.
-        gap: how far the cost may be above the least.
+        gap: how far the cost may be above the optimum.
         planning_s: how long the solver took.
         capture_s: how long the first step took, which captures and rewrites it.
         time_ratio: step time over plain PyTorch's; None if it was not measured.
@@ -161,7 +161,7 @@ def table(rows: list[Row]) -> str:
         "predicted peak",
         "measured peak",
         "difference",
-        "of plain's",
+        "share of plain peak",
         "bitwise equal",
         "overhead",
         "step time",

@@ -2,9 +2,9 @@
 
     python -m experiments.real_graphs FOLDER [NAME ...]     saves FOLDER/NAME.json
 
-Large models are built and traced under fake tensors on the CPU: a machine of 24 GiB traces one of 7
-billion parameters. The graphs are what the CPU would run: attention and convolution layouts differ
-in detail from a GPU's kernels.
+Large models are built and traced under fake tensors on the CPU: a machine with 24 GiB traces a
+model of 7 billion parameters. The graphs are what the CPU would run: attention and convolution
+layouts differ in detail from a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def gpt2(num_layers: int, width: int, heads: int, batch: int) -> Step:
-    """GPT-2 (Radford et al., 2019) at its sizes, 1,024 tokens."""
+    """GPT-2 (Radford et al., 2019) at its published sizes, 1,024 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = _tokens(batch, 1024)

@@ -1,4 +1,4 @@
-"""A screenshot, in a real browser, of the report of the demo's GPT at 60 %.
+"""Takes a screenshot, in a real browser, of the report on the demo's GPT at 60 %.
 
     python -m experiments.report_page [--keep FOLDER]
 

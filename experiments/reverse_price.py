@@ -105,7 +105,7 @@ def roofline(step: TracedStep) -> Iterator[dict[str, Any]]:
 
 
 def blocks_plan(graph: Graph) -> Solution:
-    """Returns the leanest schedule with one segment per block."""
+    """Returns the schedule with the lowest peak and one segment per block."""
     most, solver = simulate(graph, Schedule.keep_all(graph)).peak_bytes, make_solver("per-block")
     answers = (
         solver.solve(graph, budget_bytes=most * percent // 100) for percent in range(5, 101, 3)
@@ -141,7 +141,7 @@ def utilisation(name: str, step: TracedStep, time_limit_s: float) -> Iterator[di
 
 
 def points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Returns FLOP per byte and FLOP per second of the operators that compute.
+    """Returns FLOP per byte and FLOP per second of the operators that have FLOP.
 
     Matrix products are listed separately, equal points once.
     """

@@ -10,18 +10,18 @@ computed from traces:
 - *fp32*: parameters, gradients and two moments of 4 bytes;
 - *bf16-mixed*: the same master copies; activations as `torch.autocast` makes them, with its casts
   of the weights;
-- *FSDP* over N ranks: a rank has N-th parts of parameters, gradients and moments, and the largest
-  piece that is gathered in full while it is used (a block or the head).
+- *FSDP* over N ranks: a rank holds 1/N of the parameters, gradients and moments, and the whole of
+  the largest piece that is gathered while it is used (a block or the head).
 
 Activations (what the step holds beyond parameters, inputs and returned gradients, at its peak) are
-not sharded. With enough ranks almost nothing else is left, so there a plan helps: the one with the
-least peak that `remat.minimum` finds, shown with its extra compute.
+not sharded. With enough ranks almost nothing else is left, and there a plan helps. The plan with
+the lowest peak that `remat.minimum` finds is shown with its extra compute.
 
 Each bar is the sum of the categories' own peaks, an upper bound on the peak of their sum.
 
 A small GPT checks this by measurement, on 1, 2 and 4 local processes under `fully_shard` (gloo,
 CPU), in fp32 and bf16-mixed (FSDP's mixed precision policy): the bytes of the shards of parameters,
-gradients and moments after a step, against the computed N-th parts (shards are cut along the first
+gradients and moments after a step, against the computed 1/N (shards are cut along the first
 dimension, so they are equal if N divides it); and what a step holds at its peak beyond those
 shards, plain and planned to 60 % of what its blocks need to keep everything. Writes
 `results/sharding.json` and `.png`.
@@ -102,9 +102,7 @@ def traced(*, is_mixed: bool) -> Graph:
 
 
 def activation_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Returns what the step holds at its peak beyond parameters, buffers, inputs and returned
-    gradients.
-    """
+    """Returns the peak beyond parameters, buffers, inputs and returned gradients."""
     parts = Composition.of(graph, schedule)
     return max(
         sum(size for category, size in parts.at(step).items() if category not in _HELD)
@@ -251,7 +249,7 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    """Yields what rank 0 holds after a step and at its peak, beside the computed N-th parts."""
+    """Yields what rank 0 holds after a step and at its peak, beside the computed 1/N."""
     count = sum(p.numel() for p in _small().parameters())
     for ranks in MEASURED_RANKS:
         with tempfile.TemporaryDirectory() as folder:
@@ -270,9 +268,7 @@ def measured() -> Iterator[dict[str, Any]]:
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws bytes per rank against ranks, a panel for each precision and plan, and what was
-    measured.
-    """
+    """Draws bytes per rank, one panel per precision and plan, and the measured peaks."""
     figure = new_figure(
         "What a rank holds: GPT-2 medium, AdamW, 8 × 1,024 tokens per rank (computed); right: "
         "measured",

@@ -13,8 +13,8 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers
   replaced by PyTorch's so that masks can be compared);
 - `remat` from 100 % to the least budget, and its predicted peak; and two of its plans run through
-  Inductor, if these can be met: fused kernels hold memory that is not planned, so a plan that was
-  measured above its budget is made again with as much reserved.
+  Inductor, if their budgets can be met. Fused kernels hold memory that is not planned, so a plan
+  that was measured above its budget is made again with the excess reserved.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and
 backward over the plain step's, medians of alternating pairs. Gradients of one step from the same
@@ -124,7 +124,7 @@ def selective(workload: Workload) -> Workload:
 
 
 def compiled(workload: Workload, share: float) -> Workload:
-    """Compiles with Inductor, with a budget as a share of the saved activations."""
+    """Compiles with Inductor; the budget is a share of the saved activations."""
     torch._functorch.config.activation_memory_budget = share
     torch._inductor.config.fallback_random = True
     call: Any = torch.compile(workload.model)
@@ -141,7 +141,7 @@ def planned(workload: Workload, budget: int | str, executor: str = "eager") -> W
 
 
 def ways(workload: Workload) -> Iterator[tuple[str, str, Make]]:
-    """Yields the family, the label and how to make each way of training."""
+    """Yields the family, the label and the maker of each way of training."""
     yield "plain PyTorch", "plain", lambda plain: plain
     yield "checkpoint a block", "blocks", checkpointed
     yield "selective checkpoint a block", "selective", selective

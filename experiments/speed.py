@@ -2,7 +2,7 @@
 
     python -m experiments.speed [--output FILE]
 
-1. `simulate` on random training graphs of 1,000 and 10,000 operators with a tenth computed twice:
+1. `simulate` on random training graphs of 2,001 and 10,001 operators with a tenth computed twice:
    median time per call.
 2. One operator called through `torch.ops` and through torch's own binding: the time that
    `remat.run.bindings` saves.
@@ -69,7 +69,7 @@ def simulator() -> list[dict[str, float]]:
 
 
 def bindings() -> list[dict[str, Any]]:
-    """Returns microseconds of a call through the operator and through torch's binding."""
+    """Returns microseconds per call through the operator and through torch's binding."""
     a, b, aten = torch.randn(8, 8), torch.randn(8, 8), torch.ops.aten
     cases: list[tuple[str, Any, Any, tuple[Any, ...]]] = [
         ("mm", aten.mm.default, torch.mm, (a, b)),
@@ -101,9 +101,7 @@ def bindings() -> list[dict[str, Any]]:
 
 
 def step_ratios() -> list[dict[str, float]]:
-    """Returns the time of a step that keeps everything over the plain step's, by size of the
-    model.
-    """
+    """Returns step times relative to plain PyTorch's, with everything kept, by model size."""
     rows = []
     for num_layers, width, batch, tokens in ((2, 32, 1, 16), (6, 128, 4, 128), (6, 256, 4, 256)):
         torch.manual_seed(SEED)

@@ -13,9 +13,9 @@ and at 60 % of that:
   (liveness counting).
 - *both*: what the simulator counts and the executor does. The bytes live at once are a lower bound
   on every arena.
-- *placed*: three arenas, over that lower bound: of an allocator that takes the best-fitting hole as
-  values come; of greedy by size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and of our search over
-  orders (`remat.analysis.arena.search`).
+- *placed*: three arenas, relative to that lower bound: from an allocator that puts each new value
+  into the best-fitting hole; from greedy by size (Pisarchyk and Lee, 2020, arXiv:2001.03288); and
+  from our search over orders (`remat.analysis.arena.search`).
 
 Parameters, buffers and inputs are held anyway and not counted. Writes `results/static_memory.json`
 and `.png`.
@@ -56,7 +56,7 @@ BUDGET = "60%"
 class LSTM(nn.Module):
     """A long short-term memory written out.
 
-    One cell, a number of steps, the mean square of the last state as its loss.
+    One cell runs for a number of steps; the loss is the mean square of the last state.
     """
 
     def __init__(self, width: int = 256) -> None:
@@ -75,7 +75,7 @@ class LSTM(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU and dropout; a cross-entropy as its loss."""
+    """Linear layers with ReLU and dropout; the loss is a cross-entropy."""
 
     def __init__(self, num_layers: int = 12, width: int = 512) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ _KINDS = {
 
 
 def picture(record: Mapping[str, Any]) -> None:
-    """Draws the savings, and the fragmentation beside them; one row per schedule."""
+    """Draws the savings and, beside them, the fragmentation; one row per schedule."""
     rows = record["rows"]
     figure = new_figure(
         "One training step's values in memory: what sharing and working in place save",

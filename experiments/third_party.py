@@ -1,8 +1,8 @@
 """Do models of other libraries train as with plain PyTorch, inside their budgets?
 
     pip install --no-deps --target SITE -r experiments/third_party.txt  # outside of the environment
-    PYTHONPATH=SITE python -m experiments.third_party [WORD ...]         # all, or names with a word
-    PYTHONPATH=SITE python -m experiments.third_party --missing          # what has no rows yet
+    PYTHONPATH=SITE python -m experiments.third_party [WORD ...]   # all, or names with a WORD
+    PYTHONPATH=SITE python -m experiments.third_party --missing    # models without rows
 
 The libraries are installed without their dependencies, because some would pull in CUDA or
 torchvision. A missing library is skipped, and the reason printed. Weights are random; nothing is
@@ -63,18 +63,18 @@ from .third_party_table import (
 
 SEED = 0
 _STEPS = (1, 2)  # seeds of the steps that are compared
-_TIME_LIMIT_S = 1.0  # of a plan: it has to be right here, not the cheapest
-_MODEL_LIMIT_S = 900.0  # of a model's three budgets, with the start of its process
-_ATTEMPTS = 4  # at the least budget, and at a measured peak, of steps in pieces
-_COSTS = "roofline"  # the same on a loaded machine
+_TIME_LIMIT_S = 1.0  # of a plan, which only has to be correct here, not cheap
+_MODEL_LIMIT_S = 900.0  # for a model's three budgets and the start of its process
+_ATTEMPTS = 4  # at the least budget, and to measure a peak of steps in pieces
+_COSTS = "roofline"  # independent of the load on the machine
 _FORK = multiprocessing.get_context("fork")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what is asked for, each model in a process of its own, and prints the table."""
+    """Measures the requested models, each in its own process, and prints the table."""
     parser = parser_of(__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--missing", action="store_true", help="what has no rows yet")
+    parser.add_argument("--missing", action="store_true", help="only models without rows")
     asked = parser.parse_args(arguments)
 
     _prepare()
@@ -139,13 +139,13 @@ def _prepare() -> None:
 
 
 def _solve_once() -> None:
-    """Compiles the search, which takes longer than a plan's time limit; the disk keeps it."""
+    """Compiles the search into a disk cache: that takes longer than a plan's time limit."""
     graph = transformer(4)
     remat.solve(graph, remat.minimum(graph).peak_bytes * 5 // 4, gap=0.02)
 
 
 def _in_a_process(name: str) -> list[Row]:
-    """Measures a model in a copy of this process, which has imported what all of them need."""
+    """Measures a model in a copy of this process, which has imported what all models need."""
     receiver, sender = _FORK.Pipe(duplex=False)
     process = _FORK.Process(target=_send_rows, args=(sender, name))
     process.start()
@@ -182,7 +182,7 @@ class _Plain:
 
     @cached_property
     def ends(self) -> list[torch.Tensor]:
-        """What two steps leave."""
+        """What two steps leave: losses, random states, gradients and buffers."""
         return _ends(self.made())
 
     @cached_property

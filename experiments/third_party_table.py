@@ -31,7 +31,7 @@ class Row:
     """One model at one budget.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         budget: "100%", "60%" or "least"; empty if nothing could be planned.
         outcome: "equal", "equal to aot_eager" (to the bit, with rounding that differs from plain
             PyTorch's), "DIFFERENT", "ABOVE THE BUDGET" (and equal), "below the least" (a budget
@@ -41,12 +41,12 @@ class Row:
         aot_eager: what PyTorch's own compilation of the same pieces does, if the outcome is not
             "equal": "equal to plain", "as planned" (the same bits), "different too", or its error.
         budget_bytes: what the whole step may hold.
-        predicted_bytes: peak of the schedule, and what is reserved for the code between pieces.
-        measured_bytes: peak of a planned step from outside.
+        predicted_bytes: peak of the schedule, plus the reserve for the code between pieces.
+        measured_bytes: peak of a planned step, measured from outside.
         plain_bytes: the same for plain PyTorch.
         overhead: extra compute, as a fraction.
-        num_operators: of the step's graph.
-        num_pieces: how many compiled runs make the step.
+        num_operators: operators of the step's graph.
+        num_pieces: runs of compiled pieces in the step.
         wall_s: seconds for planning and running at this budget.
     """
 
@@ -66,7 +66,7 @@ class Row:
 
 
 def load() -> dict[str, Any]:
-    """Returns what was measured so far: model -> environment, version of its library, rows."""
+    """Returns what was measured so far: model -> environment, library version and rows."""
     if not RESULTS.exists():
         return {}
 

@@ -98,7 +98,7 @@ def traced(tokens: int, batch: int, *, is_fused: bool = False, **shape: Any) -> 
 def kept_bytes(
     graph: Graph, schedule: Schedule, *, tokens: int, matrices: int, vocabulary: int
 ) -> dict[str, int]:
-    """Returns the bytes kept from the forward for the backward, by their term."""
+    """Returns the bytes kept from the forward for the backward, by term."""
     lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
     terms = {"d T": 0, "T x T": 0, "vocabulary": 0}
 
@@ -118,7 +118,7 @@ def kept_bytes(
 def terms_by_length() -> Iterator[dict[str, Any]]:
     """Yields the coefficients of a layer's terms for each length.
 
-    The traced coefficients, and the bytes by the formula's 34 and 5.
+    Each row has the traced coefficients, and the bytes that the formula's 34 and 5 give.
     """
     shape: dict[str, Any] = {
         "width": WIDTH,

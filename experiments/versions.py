@@ -1,4 +1,4 @@
-"""Part of the tests on each supported version of PyTorch, in an environment of its own.
+"""Runs part of the tests on each supported version of PyTorch, in its own environment.
 
     python -m experiments.versions [--torch 2.11.0 2.12.1 ...] [--folder FOLDER]
 
@@ -107,7 +107,7 @@ def table(versions: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the versions asked for."""
+    """Tests the requested versions."""
     parser = parser_of(__doc__)
     parser.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")

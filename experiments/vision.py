@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 Step = tuple[nn.Module, dict[str, Any]]
-# channels; 0 is a pooling
+# channels; 0 means pooling
 _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 
 

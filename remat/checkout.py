@@ -1,8 +1,8 @@
 """`import solvers` in a checkout: gives the same module objects as `import remat.solvers`.
 
-The folders `solvers/` and `tracers/` are beside `remat/` and are packages of it. In the root of a
-checkout they can also be imported by the folder's name. Without this module that would make a
-second copy of every class. Nothing here runs in an installed package.
+The folders `solvers/` and `tracers/` lie beside `remat/` and are subpackages of it. In the root of
+a checkout they can also be imported by the folder's name. Without this module, such an import would
+make a second copy of every class. Nothing here runs in an installed package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 
 def alias(folder: str) -> None:
-    """Makes `folder`, and every module in it, another name of `remat.<folder>`."""
+    """Makes `folder`, and every module in it, another name for `remat.<folder>`."""
     sys.modules[folder] = importlib.import_module(f"remat.{folder}")
     sys.meta_path.insert(0, _Alias(folder))
 

@@ -14,13 +14,13 @@ class RematCallback(TrainerCallback):
     """Plans the model when training begins, and restores it when training ends.
 
     Args:
-        budget: for everything on the device, with the optimizer's state: bytes, "20GiB" or "60%".
-            None for the memory that the GPU has.
+        budget: for everything on the device, including the optimizer's state: bytes, "20GiB" or
+            "60%"; None for the memory that the GPU has.
         trainer: plans this trainer's `compute_loss`, for a loss that is computed outside of the
             model: `trainer.add_callback(RematCallback("20GiB", trainer=trainer))`. If None, only
             the model is planned.
         **options: those of `remat.checkpoint`. By default `reserve_bytes` is the size of the
-            optimizer's state (without a budget, only of state that does not exist yet), and
+            optimizer's state (without a budget, only of the state that does not exist yet), and
             `is_accumulating` follows the trainer's arguments.
 
     Attributes:
@@ -34,7 +34,7 @@ class RematCallback(TrainerCallback):
         self.planned: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plans the step; the trainer calls this after it placed model and optimizer."""
+        """Plans the step; the trainer calls this after it has placed model and optimizer."""
         optimizer = kwargs.get("optimizer")
         options = {
             "reserve_bytes": bytes_to_keep_free(optimizer, of_card=self.budget is None)
@@ -48,7 +48,7 @@ class RematCallback(TrainerCallback):
             self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)
             return
 
-        vars(self.trainer).pop("compute_loss", None)  # left by a training that was interrupted
+        vars(self.trainer).pop("compute_loss", None)  # left over from an interrupted run
         self.planned = remat.checkpoint(self.trainer.compute_loss, self.budget, **options)
         vars(self.trainer)["compute_loss"] = self.planned
 

@@ -14,13 +14,13 @@ class RematCallback(Callback):
     """Plans the training step when training starts, and restores it when training ends.
 
     Args:
-        budget: for everything on the device, with the optimizers' state: bytes, "20GiB" or "60%".
-            None for the memory that the GPU has.
+        budget: for everything on the device, including the optimizers' state: bytes, "20GiB" or
+            "60%"; None for the memory that the GPU has.
         module: the name of a module that `training_step` calls, such as "model" or "encoder.body",
             to plan only this module; required if `training_step` runs the backward itself (manual
             optimization). If None, all of `training_step` is planned.
         **options: those of `remat.checkpoint`. By default `reserve_bytes` is the size of the
-            optimizers' state (without a budget, only of state that does not exist yet), and
+            optimizers' state (without a budget, only of the state that does not exist yet), and
             `is_accumulating` follows the trainer's arguments.
 
     Attributes:
@@ -34,11 +34,11 @@ class RematCallback(Callback):
         self.planned: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plans the step; the trainer calls this after it placed model and optimizers.
+        """Plans the step; the trainer calls this after it has placed model and optimizers.
 
         Raises:
-            ValueError: there is no such module, or none was named and `training_step` runs the
-                backward itself.
+            ValueError: there is no module of that name, or no module was named and `training_step`
+                runs the backward itself.
         """
         options = {
             "reserve_bytes": sum(
@@ -61,7 +61,7 @@ class RematCallback(Callback):
                 f"{_children(pl_module)}"
             )
 
-        vars(pl_module).pop("training_step", None)  # left by a training that was interrupted
+        vars(pl_module).pop("training_step", None)  # left over from an interrupted run
         self.planned = remat.checkpoint(pl_module.training_step, self.budget, **options)
         vars(pl_module)["training_step"] = self.planned
 

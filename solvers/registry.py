@@ -31,7 +31,7 @@ _SOLVERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "free-order": ("free_order.solver", "FreeOrder", {}),
 }
 FREE_ORDER = "free-order"
-# options of solvers that search; the others do without
+# options of solvers that search; other solvers ignore them
 _OF_A_SEARCH = {"time_limit_s", "gap", "seed", "rounds", "threads", "progress"}
 # free order is left out: its schedules are not comparable with those of the fixed order
 SOLVER_NAMES = tuple(name for name in _SOLVERS if name != FREE_ORDER)
@@ -41,7 +41,7 @@ def make_solver(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`.
 
     `time_limit_s`, `gap`, `seed`, `rounds`, `threads` and `progress` are ignored where the method
-    has no use for them, as a closed-form heuristic has for a time limit.
+    has no use for them: a closed-form heuristic needs no time limit.
 
     Raises:
         ValueError: no solver is called `name`.
@@ -49,7 +49,7 @@ def make_solver(name: str, **options: Any) -> Solver:
         SolverError: the solver's backend is not installed.
     """
     if name not in _SOLVERS:
-        raise ValueError(f"no solver is called {name!r}; there are {', '.join(_SOLVERS)}")
+        raise ValueError(f"no solver is called {name!r}; choose one of {', '.join(_SOLVERS)}")
 
     module, class_name, fixed = _SOLVERS[name]
     kind = getattr(importlib.import_module(f".{module}", __package__), class_name)

@@ -29,10 +29,10 @@ def compiled_search() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """Leaves what was there before a file out of its garbage collections, and has fewer of them.
+    """Exempts objects older than a test file from garbage collection, and collects less often.
 
-    Each measured step collects first, and torch and its libraries are a million objects. Captures
-    make and drop so many that Python's own collections are felt.
+    Each measured step collects first, and torch and its libraries make up a million objects.
+    Captures create and drop so many objects that Python's own collections cost noticeable time.
     """
     gc.collect()
     gc.freeze()
@@ -54,5 +54,5 @@ def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def quick_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks less long for what a step in pieces runs until it is planned."""
+    """Shortens the search for the schedule that a step in pieces runs until it is planned."""
     monkeypatch.setattr("remat.pieces.captured_piece._PROVISIONAL_S", 0.1)

@@ -21,7 +21,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if parts[:2] in (("remat", "solvers"), ("remat", "tracers")):
-                continue  # links to the folders beside
+                continue  # links to the top-level folders
 
             yield ".".join(parts if parts[0] == "remat" else ("remat", *parts)), path
 
@@ -42,7 +42,7 @@ def _room(module: str) -> str:
 
 
 def _imported(name: str, path: Path) -> set[str]:
-    """Returns the rooms that a module imports when it runs; what only types need is left out."""
+    """Returns the rooms that a module imports at run time, without imports only for types."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":

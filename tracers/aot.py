@@ -1,11 +1,11 @@
 """Reads the joint graph of AOTAutograd, forward and backward, into a `Graph`.
 
-Fake tensors know which of them share memory; that decides what is a view, not the schema. Each node
-of the joint graph is one of:
+Whether a node is a view is decided by the memory that its fake tensor shares, not by the operator's
+schema. Each node of the joint graph is one of:
 
 - an *input*: a parameter, buffer, argument or constant; its storage is resident;
 - a *view*: it has no storage of its own. Views are made again where they are read, at no cost;
-- a *part*: one output of an operator with several, unpacked when the operator runs;
+- a *part*: one of an operator's several outputs, unpacked when the operator runs;
 - a *symbol*: a Python number that changes from step to step, or arithmetic on such numbers. It
   takes no memory, and is made again where it is read;
 - an *operator*: everything else.
@@ -69,7 +69,7 @@ class TracedStep:
 
     @cached_property
     def operator_of(self) -> dict[fx.Node, int]:
-        """Node -> its operator; snapshots and tangents are left out, as they compute nothing."""
+        """Node -> its operator, without snapshots and tangents, which compute nothing."""
         virtual = ("tangent", "snapshot", "generator_state")
         return {
             node: i
@@ -93,8 +93,8 @@ def read_joint(
         num_forward_outputs: how many of its results belong to the forward.
         costs: the cost model of the operators.
         static_inputs: indices of parameters and buffers among the inputs.
-        model_bytes: size of all parameters and buffers of the model; those that the step does not
-            read are held as well.
+        model_bytes: size of all parameters and buffers of the model, including those that the step
+            does not read.
     """
     refuse_uneven_gates(module.graph)
     storages = Storages()
@@ -160,7 +160,7 @@ class _Reader:
         }
 
         self._add_nodes(order)
-        self._add_tangents()  # where the backward has no operator, such as that of `x + noise`
+        self._add_tangents()  # if the backward has no operator, like that of `x + noise`
         self.table.add_unread(model_bytes)
 
         return TracedStep(
@@ -206,7 +206,7 @@ class _Reader:
         } & set(self.mutated)
 
     def _add_tangents(self) -> None:
-        """Adds the gradients that arrive, each written by an operator of no cost."""
+        """Adds the gradients that arrive from outside, each written by an operator of cost 0."""
         for node in self.module.graph.find_nodes(op="placeholder"):
             if (
                 not is_backward_input(node)
@@ -369,9 +369,9 @@ class _Reader:
         return value
 
     def _moving_on_bytes(self, node: fx.Node) -> int:
-        """Returns the memory to update the default generator, beyond the operator's results.
+        """Returns the memory that updating the default generator takes beyond the results.
 
-        Dropout updates it before its first result exists (`random_state`).
+        Dropout updates the generator before its first result exists (`random_state`).
         """
         if self.table.device_type != "cpu":
             return 0
@@ -410,7 +410,7 @@ class _Reader:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Returns what a node reads, and in place of a symbol the tensors that it was read from.
+    """Returns what a node reads, and for each symbol the nodes that it is made from.
 
     A symbol is made again in the backward, from the same tensors.
     """

@@ -1,7 +1,7 @@
 """Measurements on disk: numbers by key, one JSON file in the user's cache folder.
 
-A cache never makes a step fail: a file that can't be read is ignored, and if the folder can't be
-written the numbers stay in memory, each with a warning.
+A cache never makes a step fail: a file that can't be read is ignored, and numbers that can't be
+written stay in memory. Both cases log a warning.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DiskCache:
     """Tuples of numbers by key, in memory and in the JSON file `path`.
 
     New entries are written at most once per second, when the cache is dropped and at exit. A write
-    merges with what other processes wrote meanwhile and replaces the file whole, so that a reader
-    never sees half of one; of two writes at the same instant, the last one wins.
+    merges them with what other processes wrote meanwhile, and replaces the whole file, so a reader
+    never sees half of it. If two processes write at the same instant, the last one wins.
     """
 
     path: Path
@@ -50,8 +50,8 @@ class DiskCache:
 
         Args:
             key: what was measured.
-            ranges: the least and the largest possible value of each number. Other numbers come from
-                a damaged file, and are measured again.
+            ranges: the smallest and the largest possible value of each number. A number outside its
+                range comes from a damaged file; the result is then None.
         """
         numbers = self._entries.get(key)
         if numbers is None or len(numbers) != len(ranges):

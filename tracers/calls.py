@@ -1,4 +1,4 @@
-"""Operator calls without their data: all that cost and workspace of an operator depend on.
+"""Operator calls without their data: all that an operator's cost and workspace depend on.
 
 A `Call` is an fx node without data: the operator, the shapes, strides and types of its tensors, and
 its other arguments. Equal calls cost the same, so costs are stored by call.
@@ -75,7 +75,7 @@ class TensorSpec:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the first element to the last: the least storage that holds the tensor."""
+        """Bytes from the first element to the last: the smallest storage that holds the tensor."""
         if not self.numel or not self.stride:
             return self.nbytes
         return (

@@ -1,4 +1,4 @@
-"""Cleans a traced step, so that keeping everything needs no more memory than plain PyTorch."""
+"""Cleans a traced step: keeping everything then needs no more memory than plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     """Cleans a joint graph in place; every result stays the same to the bit.
 
     1. `detach` and `alias` are removed.
-    2. Copies that change nothing are removed (dropout with p = 0 leaves a `clone`, autocast
-       redundant casts), except where a result would then share memory with another one, and copies
-       of inputs that autograd can't save.
+    2. Copies that change nothing are removed (dropout with p = 0 leaves a `clone`, autocast leaves
+       redundant casts). Two kinds stay: copies without which a result would share memory with
+       another result or an input, and copies of inputs that autograd can't save.
     3. Constant parts of operators (lengths that attention kernels return) become constants.
     4. Views of views become one view.
     5. The backward of batch norm no longer reads the new running statistics, which it does not use
@@ -69,13 +69,13 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _reads_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """True where two tensors would be equal if they were in the same memory."""
+    """True where two tensors would be equal if they lay in the same memory."""
     marks = [(t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in (one, two)]
     return marks[0] == marks[1]
 
 
 def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
-    """True where a result would share memory with another result or an input without the copy."""
+    """True where, without the copy, a result would share memory with another or an input."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
 
@@ -114,9 +114,9 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def _shorten_views(graph: fx.Graph) -> None:
-    """Makes a view of a view from the first one's source, and removes views that change nothing.
+    """Makes a view of a view directly from the source, and removes views that change nothing.
 
-    `_unsafe_view` becomes `view`: outside of autograd they are the same.
+    `_unsafe_view` becomes `view`: outside autograd they are the same.
     """
     output = graph.output_node()
     for node in graph.nodes:

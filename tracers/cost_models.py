@@ -17,9 +17,9 @@ def flops() -> Flops:
 
 
 def roofline(device: str | devices.Device = "") -> Roofline:
-    """Returns the roofline model of a device: a name of the table; this machine's if empty.
+    """Returns the roofline model of a device of the table; this machine's if none is named.
 
-    Whether float32 products use TF32 follows torch's present settings.
+    Whether float32 products use TF32 follows torch's current settings.
     """
     if isinstance(device, str):
         device = devices.device(device) if device else devices.local_device()
@@ -40,7 +40,7 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
     Args:
         spec: a model, or "flops", "roofline", "roofline:DEVICE", "profile".
         device_type: for "roofline" and "profile", the type of this machine's device, `cpu` or
-            `cuda`; if empty, its GPU where it has one.
+            `cuda`; by default its GPU if it has one.
 
     Raises:
         ValueError: there is no such model or device.
@@ -60,6 +60,6 @@ def resolve_costs(spec: CostModel | str, device_type: str = "") -> CostModel:
         return profile(device_type)
 
     raise ValueError(
-        f'unknown costs {spec!r}; known are "flops", "roofline", "roofline:DEVICE" '
-        '(roofline:H100) and "profile"'
+        f'unknown costs {spec!r}; choose "flops", "roofline", "roofline:DEVICE" '
+        '(such as roofline:H100) or "profile"'
     )

@@ -1,8 +1,8 @@
-"""Cost models: the time to compute an operator once, and the memory that it needs meanwhile.
+"""Cost models: the time that an operator takes, and the memory that it needs meanwhile.
 
 - `flops()` counts floating-point operations and has no unit of time.
 - `roofline(device)` is the longer of arithmetic at the device's peak rate and bytes moved at its
-  bandwidth, plus a launch. It needs no such device on this machine.
+  bandwidth, plus a launch. This machine need not have the device.
 - `profile()` runs every distinct operator call on this machine's device.
 """
 

@@ -13,7 +13,7 @@ from .calls import Call, OpOverload, TensorSpec, aten
 
 
 def bytes_moved(call: Call) -> int:
-    """Returns the bytes a call reads and writes: its inputs' distinct elements and its outputs."""
+    """Returns the bytes that a call moves: its inputs' distinct elements and its outputs."""
     if call.packet in _UNINITIALISED:
         return 0
     written = sum(t.nbytes for t in call.outputs)
@@ -25,8 +25,8 @@ def bytes_moved(call: Call) -> int:
 def flop_of(call: Call) -> int:
     """Returns the floating-point operations of a call.
 
-    Products and convolutions are counted by torch's own formulas, or by those below where torch has
-    none or a wrong one; everything else counts one per element of its largest tensor.
+    Products and convolutions are counted by torch's formulas, or by those below where torch has no
+    formula or a wrong one. Every other call counts one operation per element of its largest tensor.
     """
     packet = call.packet
     if packet in _FORMULAS:
@@ -72,10 +72,10 @@ def _as_meta(value: Any) -> Any:
 
 
 def _convolution_backward_flop(call: Call) -> int:
-    """As much as the forward for each of the input's and the weight's gradient.
+    """Counts the forward's FLOP once for the input's and once for the weight's gradient.
 
-    Torch's formula for the weight's gradient ignores groups (torch 2.13): for a depthwise
-    convolution of 960 channels it is 960 times too large.
+    Torch's formula for the weight's gradient ignores groups (torch 2.13): its result for a
+    depthwise convolution of 960 channels is 960 times too large.
     """
     grad_output, _, weight = call.args[:3]
     pixels = grad_output if not call.argument("transposed") else call.args[1]
@@ -91,7 +91,7 @@ def _attention_forward_flop(call: Call) -> int:
 
 
 def _attention_backward_flop(call: Call) -> int:
-    """The scores again, and the gradients of scores, values, queries and keys, but not of masks."""
+    """Counts the scores again and gradients of scores, values, queries and keys, not masks."""
     _, query, key, value = call.args[:4]
     return int(
         2
@@ -102,7 +102,7 @@ def _attention_backward_flop(call: Call) -> int:
 
 
 def _product_flop(call: Call) -> int:
-    """2 k per element of the output, where k is the last dimension of the first matrix."""
+    """Counts 2 k per element of the output; k is the last dimension of the first matrix."""
     left = call.args[1 if call.packet is aten.addmv else 0]
     return int(2 * left.shape[-1] * sum(t.numel for t in call.outputs))
 
@@ -113,7 +113,7 @@ _ATTENTION = (
 )  # fmt: skip
 _FORMULAS: dict[Any, Callable[[Call], int]] = {
     aten.convolution_backward: _convolution_backward_flop,
-    # torch's own formulas refuse heads of queries that share one of keys
+    # torch's own formulas refuse several query heads that share one key head
     **{
         getattr(aten, f"_scaled_dot_product_{name}"): _attention_forward_flop for name in _ATTENTION
     },

@@ -1,4 +1,4 @@
-"""Formulas for the workspace of torch's operators on the CPU, each with its source in torch.
+"""Formulas for the workspace of torch's CPU operators, each with its source in torch.
 
 Checked against the allocator with torch 2.13. The files named are below `aten/src/ATen/native`.
 """
@@ -65,7 +65,7 @@ def _pointwise(call: Call) -> int | None:
 
 
 def _real_of_complex(call: Call) -> int | None:
-    """UnaryOps.cpp, `unary_op_impl_with_complex_to_float_out`: a complex result, made real."""
+    """UnaryOps.cpp, `unary_op_impl_with_complex_to_float_out`: a complex result first."""
     spec = call.args[0]
     return int(spec.nbytes) if call.packet in (aten.abs, aten.angle) else None
 
@@ -93,9 +93,9 @@ def _product(call: Call) -> int | None:
     """LinearAlgebra.cpp: BLAS needs one stride of 1.
 
     Other matrices are copied, those of a batch one by one. Conjugates are copied too, since BLAS
-    only conjugates a transposed matrix, and none of a batch (`_suits_blas_conjugated`).
+    conjugates only transposed matrices, and none in a batch (`_suits_blas_conjugated`).
 
-    Reduced precision is computed by oneDNN (`use_mkldnn_bf16_matmul`).
+    oneDNN computes products in reduced precision (`use_mkldnn_bf16_matmul`).
     """
     left, right = (
         t
@@ -141,7 +141,7 @@ def _suits_blas(t: TensorSpec) -> bool:
 
 
 def _mean(call: Call) -> int | None:
-    """ReduceOps.cpp, `mean_kernel_impl`: a sum in float32, then a division by a wrapped number."""
+    """ReduceOps.cpp, `mean_kernel_impl`: a float32 sum, then a division by a wrapped number."""
     spec, out = call.args[0], call.outputs[0]
     if out.dtype is not spec.dtype:
         return None
@@ -183,7 +183,7 @@ def _one_type(call: Call) -> int | None:
 
 
 def _safe_softmax(call: Call) -> int:
-    """transformers/attention.cpp, `_safe_softmax`: a mask, its rows, and a zero."""
+    """transformers/attention.cpp, `_safe_softmax`: a mask, a flag per row, a zero."""
     spec: TensorSpec = call.args[0]
     return int(spec.numel + spec.numel // max(1, spec.shape[call.args[1]]) + spec.dtype.itemsize)
 
@@ -233,8 +233,8 @@ def _group_norm_backward(call: Call) -> int:
 def _batch_norm(call: Call) -> int | None:
     """Normalization.cpp: mean and variance of each channel.
 
-    With channels last, also one number per thread and channel (cpu/batch_norm_kernel.cpp). Of
-    inputs without positions, some machines' kernels hold twice as much.
+    With channels last, also one number per thread and channel (cpu/batch_norm_kernel.cpp). For
+    inputs of shape (batch, channels), the kernels of some machines hold twice as much.
     """
     spec: TensorSpec = call.args[0]
     if len(spec.shape) == 2:
@@ -271,7 +271,7 @@ def _batch_norm_backward(call: Call) -> int | None:
 def _attention(call: Call) -> int | None:
     """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention`.
 
-    A tile of scores and of output for each thread.
+    One tile of scores and one of the output per thread.
     """
     query, key = call.args[:2]
     rows, columns = _tile(query.shape[2], key.shape[2])
@@ -285,7 +285,8 @@ def _attention(call: Call) -> int | None:
 def _attention_backward(call: Call) -> int | None:
     """cpu/FlashAttentionKernel.cpp, `cpu_flash_attention_backward`.
 
-    Two tiles of scores per thread, one sum per row, and the gradient with rows contiguous.
+    Two tiles of scores per thread, one sum per row, and a copy of the gradient if its rows are not
+    contiguous.
     """
     gradient, query, key = call.args[:3]
     rows, columns = _tile(query.shape[2], key.shape[2])
@@ -348,7 +349,7 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     aten.gelu_backward: _gelu_backward,
     aten.isinf: lambda call: None,
 }
-# Operators that wrap a Python number in a tensor, and cast that to the common type.
+# Operators that wrap a Python number in a tensor, and cast this tensor to the common type.
 _WRAPS_NUMBERS = {
     aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow, aten.fmod, aten.remainder,
     aten.floor_divide, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.eq, aten.ne,

@@ -1,11 +1,11 @@
 """The attention kernels that CUDA would run, traced on a machine without a GPU.
 
-`torch.nn.functional.scaled_dot_product_attention` asks the device which kernel to call. Here the
-answer of a card of the table is followed on tensors of the CPU: the kernels' shapes, seeds and
-backwards are known without a GPU. The choices are those of an H100 with torch 2.11, where
-`torch._fused_sdp_choice` was asked for 7 head widths, 3 types, masks, dropout and grouped heads
-(`experiments/gpu_run.py`, section `environment`); that flash attention needs an Ampere, and that
-older cards than Hopper do not prefer cuDNN, is from torch's documentation.
+`torch.nn.functional.scaled_dot_product_attention` asks the device which kernel to call. Here CPU
+tensors get the kernel that a card of the device table would choose: the kernel's shapes, seeds and
+backward are known without a GPU. The choices are those of an H100 with torch 2.11, as
+`torch._fused_sdp_choice` gave them for 7 head widths, 3 types, masks, dropout and grouped heads
+(`experiments/gpu_run.py`, section `environment`). From torch's documentation: flash attention needs
+an Ampere, and cards older than Hopper do not prefer cuDNN.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
-_WIDEST = 256  # of a head, for flash attention and cuDNN
-_WITH_CUDNN = ("H100", "H200", "B200")  # beginnings of names in the device table
+_WIDEST = 256  # widest head for flash attention and cuDNN
+_WITH_CUDNN = ("H100", "H200", "B200")  # prefixes of names in the device table
 _WITHOUT_FLASH = ("V100", "T4")
 
 
@@ -93,7 +93,7 @@ def chosen_kernel(
     Args:
         device_name: a name of the device table.
         query: of shape (batch, heads, length, width).
-        key: likewise; with fewer heads where `enable_gqa`.
+        key: likewise, with fewer heads if `enable_gqa`.
         mask: added to the scores, or None.
         enable_gqa: several heads of `query` share one of `key`.
     """
@@ -111,7 +111,7 @@ def chosen_kernel(
 
 
 def _as_autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Casts as autocast does before attention; masks of booleans stay."""
+    """Casts as autocast does before attention; Boolean masks stay as they are."""
     if tensor is None or not torch.is_autocast_enabled("cpu") or not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))

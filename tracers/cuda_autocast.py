@@ -1,7 +1,7 @@
 """CUDA's autocast on CPU tensors, to trace the step of a GPU on a machine without one.
 
-The CPU's autocast casts for other operators. CUDA's runs norms, softmax, powers, exponentials and
-sums in float32, so a step holds more.
+The CPU's autocast casts the inputs of other operators than CUDA's does. CUDA's runs norms, softmax,
+powers, exponentials and sums in float32, so a step holds more.
 
 Source: `AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`, `AT_FORALL_FP32_SET_OPT_DTYPE`,
 `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE` and `AT_FORALL_PROMOTE` in ATen/autocast_mode.h, the same
@@ -55,7 +55,7 @@ _FLOAT32 = _names("""
     _upsample_bicubic2d_aa
 """)
 
-# the result is float32, but the input is not cast before
+# the result is float32, but the input is not cast first
 _FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -91,7 +91,7 @@ def cuda_autocast() -> Iterator[None]:
     on_cuda, on_cpu = operators_cast_for("cuda"), operators_cast_for("cpu")
     kernels: dict[str, Kernel | None] = {name: None for name in on_cpu.keys() - on_cuda.keys()}
     for name, operator in on_cuda.items():
-        if not (name in _LOWER and name in on_cpu):  # otherwise torch's own, with autocast's cache
+        if not (name in _LOWER and name in on_cpu):  # otherwise torch's, with autocast's cache
             kernels[name] = _kernel(name, operator)
     with with_cpu_autocast(kernels):
         yield
@@ -182,6 +182,6 @@ def _by_name(operator: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
-    """True where autocast would cast `tensor` (`is_eligible`, ATen/autocast_mode.h, torch 2.13)."""
+    """True where autocast would cast `tensor` (`is_eligible`, ATen/autocast_mode.h, 2.13)."""
     is_float = tensor.is_floating_point() and tensor.dtype != torch.float64
     return is_float and tensor.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The device table: peak arithmetic, memory bandwidth, memory, and the source of each figure.
+"""The device table: peak arithmetic, bandwidth, memory, and the source of each figure.
 
 Figures are the vendor's peaks, dense (without structured sparsity), with 32-bit accumulation where
 the vendor gives both. GB, TB and TFLOPS are decimal. `cpu` is this machine, measured.
@@ -31,8 +31,8 @@ _CUDA_LAUNCH_S = 3.8e-6
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 2 * 8_320 << 10, 65 << 20
 _HOPPER = ("H100", "H200", "B200")
 
-# Philox4x32-10 (Salmon et al., 2011) for one number: ten rounds of some ten integer instructions,
-# for which a GPU has half as many units.
+# FLOP in whose time a GPU draws one random number with Philox4x32-10 (Salmon et al., 2011): ten
+# rounds of about ten integer instructions, for which it has half as many units as for float32.
 _DRAW_FLOP = 200
 
 
@@ -43,15 +43,15 @@ class Device:
     Attributes:
         name: its name in this table.
         fp32, tf32, bf16, fp16, fp8: FLOP/s of matrix multiplication by input type; 0.0 where the
-            device has no unit for it, and a wider type is used. `fp32` is also the rate of
+            device has no unit for that type and uses a wider one. `fp32` is also the rate of
             everything that is not a matrix multiplication.
         bandwidth: memory bandwidth, bytes/s.
         memory_bytes: the vendor's memory size, in decimal units; a program can use about as much.
         source: the document of the figures.
-        draws_per_s: random numbers a second.
+        draws_per_s: random numbers per second.
         cuda_names: words that must all occur in the name that CUDA reports.
         launch_s: least time of one operator, in seconds.
-        library_bytes: what cuBLAS holds from its first product on.
+        library_bytes: bytes that cuBLAS holds from its first product on.
         type: torch's device type, `cpu` or `cuda`.
     """
 
@@ -179,7 +179,7 @@ def device(name: str) -> Device:
     for candidate in _TABLE:
         if _plain(candidate.name) == wanted:
             return candidate
-    raise ValueError(f"unknown device {name!r}; known are {', '.join(known_devices())}")
+    raise ValueError(f"unknown device {name!r}; choose one of {', '.join(known_devices())}")
 
 
 def known_devices() -> tuple[str, ...]:
@@ -207,7 +207,7 @@ def device_of_cuda_name(cuda_name: str) -> Device:
 
 
 def local_device(device_type: str = "") -> Device:
-    """Returns the device of this machine: its current GPU, or `cpu` without one or if asked for."""
+    """Returns this machine's device: its current GPU, or `cpu` if it has none or is asked for."""
     if device_type != "cpu" and torch.cuda.is_available():
         known = device_of_cuda_name(torch.cuda.get_device_name())
         _, total_bytes = torch.cuda.mem_get_info()  # a MIG slice has less than the card
@@ -247,7 +247,7 @@ def _plain(name: str) -> str:
 
 
 # possible figures of a CPU: FLOP/s in three precisions, bytes/s, seconds per operator, random
-# numbers a second
+# numbers per second
 _FIGURES = (*((1e3, 1e18) for _ in range(4)), (0.0, 1.0), (1e3, 1e18))
 
 
@@ -282,7 +282,7 @@ def _cpu() -> Device:
 
 def _measure_cpu() -> tuple[float, ...]:
     """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, seconds per
-    operator, and random numbers a second of a dropout.
+    operator, and random numbers per second of a dropout.
     """
     size = 512
     rates = []
@@ -302,7 +302,7 @@ def _measure_cpu() -> tuple[float, ...]:
 
 
 def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:
-    """Returns the shortest time of at most ten calls after a first one, within 0.15 s."""
+    """Returns the shortest of up to ten calls' times within 0.15 s, after a first call."""
     best, end = float("inf"), time.perf_counter() + 0.15
     for repeat in range(11):
         start = time.perf_counter()

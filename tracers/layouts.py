@@ -1,9 +1,9 @@
 """The layouts that kernels really return, found by running each call once.
 
-On fake tensors an operator has strides and a storage size that some kernels do not return (torch
+On fake tensors, some operators have other strides or storage sizes than their kernels return (torch
 2.13; `experiments/fake_kernels.py` lists them). Everything after them would be traced for the wrong
 strides: a view could not be made, or the next product would read another layout and round
-differently. No rule tells which kernels these are, so each distinct call is run once.
+differently. No rule says which operators these are, so each distinct call is run once.
 
 A layout depends on the order of strides, on gaps, and on which sizes are 1; hardly ever on the
 other sizes. So a large call is run with smaller tensors where this is safe: elementwise calls with
@@ -31,10 +31,10 @@ Change = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 # Calls up to this size are run as they are, which takes microseconds.
 SMALL_BYTES = 1 << 18
-# Calls above either are run smaller or not at all: about a quarter of a second on two cores.
+# Calls above either limit, about a quarter of a second on two cores, are run smaller or not at all.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
-# Elementwise calls: sizes from here on are made smaller. Numbers below it may be indices of
+# In elementwise calls, sizes from this one on are made smaller. Numbers below it may be indices of
 # dimensions.
 FIRST_SIZE = 9
 _BATCH = 3  # the smaller batch of other calls
@@ -67,7 +67,7 @@ def layouts_of(call: Call) -> tuple[Layout, ...] | None:
         return found
 
     if bytes_moved(call) > _MOST_BYTES or flop_of(call) > _MOST_FLOP:
-        _LOG.info("%s is too large to be run for its layout: torch's is used", call.target)
+        _LOG.info("%s is too large to be run for its layout: torch's layout is used", call.target)
         return None
 
     return _run(call)
@@ -98,7 +98,7 @@ def _run_smaller(call: Call) -> tuple[Layout, ...] | None:
 
 
 def _smaller_sizes(call: Call) -> Change | None:
-    """Returns smaller sizes in the same order, if all tensors of a call broadcast to one shape."""
+    """Returns smaller sizes in the same order, if a call's tensors all broadcast to one shape."""
     try:
         whole = torch.broadcast_shapes(*(t.shape for t in call.inputs))
     except RuntimeError:
@@ -126,10 +126,10 @@ def _smaller_batch(call: Call) -> Change | None:
 
 
 def _numbers(call: Call) -> list[int]:
-    """Returns the integers among a call's arguments, and the lengths of lists, without shapes.
+    """Returns the integers among a call's arguments and the lengths of lists, except shapes.
 
-    Kernels trust sizes that are passed beside a tensor, and read beyond the tensor if these do not
-    belong to it.
+    Kernels trust sizes that are passed beside a tensor, and read beyond the tensor if the sizes do
+    not match it.
     """
     shapes = {t.shape for t in (*call.inputs, *call.outputs)}
     found: list[int] = []
@@ -173,7 +173,7 @@ def _changed(call: Call, change: Change) -> Call | None:
 
 
 def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layout | None:
-    """Returns the layout in full size for one that was found with smaller tensors."""
+    """Returns the full-size layout for one that was found with smaller tensors."""
     stride = _restrided(found.shape, found.stride, promised.shape)
     extent = TensorSpec(found.shape, found.stride, found.dtype)
     if stride is None or extent.extent_bytes != extent.nbytes:  # gaps in full size are not known
@@ -194,7 +194,7 @@ def _grown(found: Layout, promised: TensorSpec, call: Call, small: Call) -> Layo
 def _restrided(
     shape: tuple[int, ...], stride: tuple[int, ...], other: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Returns strides for the shape `other`, in the order of `stride`, with gaps where it has gaps.
+    """Returns strides for the shape `other`, with the order and the gaps of `stride`.
 
     Dimensions of stride 0 keep it. None where elements overlap in another way.
     """

@@ -1,4 +1,4 @@
-"""The module and the line of code of a traced operator, for reports and per-block baselines."""
+"""The module and line of code of a traced operator, for reports and per-block baselines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from remat.core.limits import printable
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-# Our own frames that call the model. They would be the innermost ones for torch's own modules.
+# Our own frames that call the model. For torch's own modules they would be the innermost frames.
 _OWN = {("torch_border", "modules.py"), ("face", "step_function.py")}
 # the captured module: a local or global of the captured frame, of any name
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")

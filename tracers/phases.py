@@ -1,4 +1,4 @@
-"""Which nodes of a joint graph run in the forward and which in the backward, and in which order."""
+"""Which nodes of a joint graph run in the forward and the backward, and in which order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mark_phases(graph: fx.Graph) -> None:
             raise TraceError(
                 f"the backward of this step changes `{node.args[0]}`, an input or a buffer of the "
                 "model (a custom autograd function that writes in its backward), and recomputation "
-                "could then read the changed value; write it in the forward"
+                "could then read the changed value; change it in the forward instead"
             )
 
         is_forward = (
@@ -58,7 +58,7 @@ def is_backward_input(node: fx.Node) -> bool:
 
 
 def execution_order(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
-    """Returns the nodes in the order in which they run: forward, its changes of inputs, backward.
+    """Returns the nodes in execution order: forward, its changes of inputs, backward.
 
     AOTAutograd puts the copies into changed inputs at the end of the joint graph. Here each comes
     after the last forward operator that reads the input, or after its source if that is later.

@@ -1,4 +1,4 @@
-"""Costs measured on this machine's device: every distinct operator call is run on new tensors.
+"""Costs measured on this machine's device: every distinct call is run on new tensors.
 
 The measured time is that of the operator alone, with inputs in the processor's cache where they
 fit. Results are stored on disk by device, torch version and call (operator, shapes, strides, types,
@@ -88,7 +88,7 @@ class Profile(CostModel):
 
 
 def profile(device_type: str = "") -> Profile:
-    """Returns the model that measures on `cpu` or `cuda`; if empty, on the GPU where there is one.
+    """Returns the model that measures on `cpu` or `cuda`; by default on a GPU if there is one.
 
     Raises:
         ValueError: another device type, or "cuda" on a machine without a usable GPU.

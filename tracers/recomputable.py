@@ -1,6 +1,6 @@
 """Which operators may be computed again, and why not, and which may write in place.
 
-It is decided by operator schemas, tags and tables of operators, never by a node's name.
+The schemas and tags of operators and the tables below decide, never a node's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLLECTIVES = frozenset(
     }
 )
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "remat"})
-# Kernels whose result differs between runs on CUDA: atomics in an undefined order.
+# Operators whose CUDA kernels give different results in each run: atomics run in any order.
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
 _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put",
@@ -108,7 +108,7 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
 
 
 def is_nondeterministic(target: str, device_type: str) -> bool:
-    """True where an operator's kernel gives another result at every run.
+    """True where an operator's kernel gives a different result in every run.
 
     `target` is its name, such as `aten.scatter_add.default`.
     """
@@ -164,8 +164,8 @@ class InPlaceForm:
 def in_place_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
     """Yields the ways in which an elementwise operator may write over one of its inputs.
 
-    Each gives the same bits as the operator itself. Whether an input is read later is for the
-    caller to check.
+    Each gives the same bits as the operator itself. The caller checks whether an input is read
+    later.
     """
     if rounds_in_place_alike(node):
         yield from candidate_forms(node, device_type)
@@ -176,8 +176,8 @@ def rounds_in_place_alike(node: fx.Node) -> bool:
 
     All operators on real numbers do. Products of complex numbers round several times, and the
     compiler's vectorised loop, which runs only where outputs and inputs don't overlap, fuses other
-    steps than the plain loop (`experiments/fake_kernels.py`, torch 2.13). Sums of complex numbers
-    round once per component.
+    operations than the plain loop (`experiments/fake_kernels.py`, torch 2.13). Sums of complex
+    numbers round once per component.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_complex():
@@ -188,7 +188,7 @@ def rounds_in_place_alike(node: fx.Node) -> bool:
 
 
 def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
-    """Yields the ways to write over an input that torch has kernels for; their bits may differ.
+    """Yields the ways to write over an input that torch has kernels for; bits may differ.
 
     Only kernels written for the device count: generated `out=` overloads of composite operators
     compute into new memory and copy, which saves nothing.

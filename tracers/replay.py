@@ -1,4 +1,4 @@
-"""Runs an operator call for real, on new tensors, for its time and its workspace.
+"""Runs an operator call for real, on new tensors, to measure its time and workspace.
 
 Tensors have the shapes, strides and types of the call; floats are uniform in [0, 1), which
 suits logarithms, roots and probabilities, and integers are 0, which is in range for any index.
@@ -30,7 +30,7 @@ _QUEUED = 10  # runs between two events; they take some 0.2 ms to queue
 # Only torch's operators and ours are run: custom ones may wait for other processes, have effects,
 # or crash for other inputs.
 _NAMESPACES = ("aten", "prims", "remat", "torch_nn")
-# Operators that read memory in a library's own format: with other bytes in it they crash.
+# Operators that read memory in a library's own format, and crash on other bytes.
 _READ_OPAQUE_MEMORY = frozenset({
     torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward,
     torch.ops.aten.miopen_rnn_backward,
@@ -55,7 +55,7 @@ def results_of(call: Call) -> tuple[torch.Tensor, ...] | None:
 
 
 def workspace_of(call: Call) -> int | None:
-    """Returns the most bytes that a call holds at once, less what its outputs hold at its end.
+    """Returns the peak bytes that a call holds, minus what its outputs hold at its end.
 
     None where it can't be run alone, and on the CPU while another profiler runs.
     """
@@ -73,8 +73,7 @@ def seconds_of(call: Call, budget_s: float) -> float | None:
     """Returns the median time of a call; None where it can't be run alone.
 
     After a first run, 3 to 25 runs are timed within about `budget_s` seconds. On a GPU each time is
-    the mean of runs that were queued one after the other, so that Python's dispatch is not part of
-    it.
+    the mean of runs that were queued one after the other, which leaves out Python's dispatch.
     """
     if not _can_count(call):
         return None
@@ -108,13 +107,13 @@ def _can_run(call: Call) -> bool:
 
 
 def _can_count(call: Call) -> bool:
-    """True where it can be run, and no other profiler prevents counting."""
+    """True where a call can be run and no other profiler prevents counting."""
     return _can_run(call) and not (call.device_type == "cpu" and is_profiling())
 
 
 @contextmanager
 def _without_traces(device_type: str) -> Iterator[None]:
-    """Runs for real in a `with` block, even during a trace on fake tensors.
+    """Runs operators for real in a `with` block, even during a trace on fake tensors.
 
     Random generators are restored; autograd and autocast are off.
     """
@@ -175,7 +174,7 @@ def _seconds_cpu(run: Run) -> float:
 
 
 def _seconds_cuda(run: Run) -> float:
-    """Makes the device wait while runs are queued; otherwise small kernels would time launches."""
+    """Holds the device while runs are queued, so that launches of small kernels are not timed."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_stream()
     start.record()

@@ -5,7 +5,7 @@ the CPU, and known differences are corrected: CUDA has other attention kernels, 
 for other operators, its dropout saves one byte per element in every precision, its layer and batch
 norms save statistics in float32, its allocator rounds sizes, the generator's state takes no memory
 of the device, and some kernels may not run twice. Two differences remain: the workspace of
-convolutions, which only the card knows, and a reserve that cuDNN saves for batch norm in
+convolutions, which only the card knows, and a reserve buffer that cuDNN saves for batch norm in
 channels-last layout.
 """
 
@@ -75,7 +75,7 @@ def is_for_cuda() -> bool:
 def statistics_on_cuda(node: fx.Node) -> tuple[Any, ...]:
     """Returns the results of a layer or batch norm that CUDA's kernels give in float32.
 
-    The CPU's give them in the type of the input.
+    The CPU's kernels give them in the type of the input.
     """
     if getattr(node.target, "overloadpacket", None) not in _NORMS:
         return ()

@@ -1,10 +1,10 @@
 """Refuses recurrent cells that would round differently once captured.
 
 A planned step gives the same bits as the plain one, or is refused. Plain PyTorch overwrites the
-parts of an `unsafe_split` in place, with gaps between their rows; captured, the same operators
-write to contiguous memory. CPU kernels compute whole vectors with other instructions than the rest
-at the end of a row (ATen/native/cpu/Loops.h, `vectorized_inner_loop`, torch 2.13), so `sigmoid` can
-differ between the two in the last bit.
+parts of an `unsafe_split` in place, with gaps between their rows; the captured operators write to
+contiguous memory. CPU kernels compute whole vectors with other instructions than the rest at the
+end of a row (ATen/native/cpu/Loops.h, `vectorized_inner_loop`, torch 2.13), so the last bit of a
+`sigmoid` can differ between the plain and the captured step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _VECTORS_BYTES = 128
 def refuse_uneven_gates(graph: fx.Graph) -> None:
     """Refuses recurrent cells on the CPU whose gates are not a whole number of vectors.
 
-    Gates below the size of one vector are accepted, since both run scalar code for them.
+    Gates smaller than one vector are accepted, since both steps run scalar code for them.
 
     Raises:
-        TraceError: the number of units has to be a multiple of the one that it names.
+        TraceError: the number of units is not a multiple of the number that the message gives.
     """
     for node in graph.nodes:
         for part in tensors_of(node) if node.target in _SPLITS else ():

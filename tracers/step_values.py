@@ -1,4 +1,4 @@
-"""The values of a joint graph: which storage each of its tensors is in, with sizes and kinds."""
+"""The values of a joint graph: the storage that each tensor is in, with sizes and kinds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
 def is_only_read_as_number(node: fx.Node) -> bool:
     """True for an input tensor in which dynamo passes a Python number.
 
-    Only the number is read, so the tensor is not a value: the graph is that of a step whose number
-    is a constant.
+    Only the number is read, so the tensor is not a value: the graph is the same as if the number
+    were a constant.
     """
     return bool(node.users) and all(is_symbol(user.meta.get("val")) for user in node.users)
 
 
 def is_part(node: fx.Node) -> bool:
-    """True for an output taken from an operator with several."""
+    """True for one output, taken from an operator with several outputs."""
     return node.target is operator.getitem
 
 
@@ -38,8 +38,8 @@ class StepValues:
     """The values of a joint graph, and which of them each tensor node is in.
 
     Attributes:
-        device_type: where the step will run, `cuda` where any tensor is there, else `cpu`.
-        traced_on: where its tensors are; others' values have size 0.
+        device_type: where the step will run: `cuda` if any tensor is there, otherwise `cpu`.
+        traced_on: where its tensors are; values of tensors elsewhere have size 0.
         values: the values so far.
         value_of: tensor node -> the value of its storage.
         value_of_storage: key of a storage -> its value.
@@ -65,7 +65,7 @@ class StepValues:
     def size(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
         """Returns the bytes of a tensor's storage, as the device's allocator rounds them.
 
-        If a type is given, they are those of a storage of that type.
+        With `dtype`, returns the bytes of the same storage with elements of that type.
         """
         if tensor.device.type != self.traced_on:
             return 0
@@ -83,9 +83,9 @@ class StepValues:
     def add(
         self, name: str, tensor: torch.Tensor, kind: ValueKind, dtype: torch.dtype | None = None
     ) -> int:
-        """Adds the value of a tensor's storage, of another type if one is given.
+        """Adds the value of a tensor's storage, and returns its index.
 
-        Returns its index.
+        With `dtype`, the value has that type instead of the tensor's.
         """
         self.values.append(
             Value(

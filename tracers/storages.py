@@ -1,4 +1,4 @@
-"""Which fake tensors share memory, also after cleaning has replaced nodes."""
+"""Which fake tensors share memory, even after cleaning has replaced nodes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Graphs made by rule: small, exactly known, with one for each special case of a graph.
+"""Generated graphs: small, exactly known, and one for each special case of a graph.
 
 The graph of a training step is a forward DAG with a loss and its mirror image: the backward
 operator of node i reads the gradients of i's users, what i read and what i wrote. `chain`,
-`chain_with_skips`, `unet`, `diamond`, `random_layered` and `transformer` are like networks;
+`chain_with_skips`, `unet`, `diamond`, `random_layered` and `transformer` resemble networks;
 `FAMILIES` adds special cases, at sizes that a test can afford.
 """
 
@@ -28,14 +28,15 @@ def training_step(
     backward_ratio: float = 1.0,
     has_phases: bool = True,
 ) -> Graph:
-    """Returns the training step of a forward DAG: its nodes, a loss, and one backward node each.
+    """Returns the training step of a forward DAG: its nodes, a loss, one backward node each.
 
     Args:
         parents: for each forward node, the earlier nodes that it reads.
-        cost: cost of each forward node; the loss costs 1, or 0 where every node does.
-        size: size of each forward node's output and of its gradient; the loss has the smallest.
+        cost: cost of each forward node; the loss costs 1, or 0 if every node costs 0.
+        size: size of each forward node's output and of its gradient; the loss has the smallest
+            of these sizes.
         backward_ratio: cost of a backward node over that of its forward node.
-        has_phases: False leaves the phases out, as in plain DAG files.
+        has_phases: if False, nodes have no phase, as in plain DAG files.
 
     >>> [operator.reads for operator in training_step([[], [0]], [1, 1], [1, 1]).operators]
     [(), (0,), (1,), (0, 1, 2), (0, 3)]
@@ -82,9 +83,9 @@ def chain_with_skips(length: int, *, span: int = 3, cost: float = 1.0, size: int
 
 
 def unet(depth: int) -> Graph:
-    """Returns a U-Net: `depth` levels of two layers down, a bottom, and the levels up with skips.
+    """Returns a U-Net: `depth` levels of two layers down, a bottom, the levels up with skips.
 
-    From level to level sizes halve on the way down; costs stay equal, as channels double.
+    On the way down, sizes halve from level to level; costs stay equal, because channels double.
     """
     parents: list[list[int]] = []
     size: list[int] = []
@@ -236,9 +237,9 @@ def two_regions(length: int) -> Graph:
 def random_step(num_operators: int, *, seed: int) -> Graph:
     """Returns a random small graph with all features that a graph of one region can have.
 
-    Resident values, several or no outputs, workspaces, zero sizes and costs, in-place operators,
-    pinned operators and snapshots, results that outlive the step, and a backward phase that begins
-    anywhere.
+    These are resident values, operators with several or no outputs, workspaces, zero sizes and
+    costs, in-place operators, pinned operators and snapshots, results that outlive the step, and a
+    backward phase that begins anywhere.
     """
     random = np.random.default_rng(seed)
     values = [
@@ -268,7 +269,7 @@ def random_step(num_operators: int, *, seed: int) -> Graph:
 def _random_operator(
     random: np.random.Generator, values: Sequence[Value], index: int, phase: Phase
 ) -> tuple[Operator, list[Value]]:
-    """Returns a random operator that reads some of the latest values, and the values it writes."""
+    """Returns a random operator that reads some of the latest values, and what it writes."""
     count = min(len(values), int(random.integers(0, 4)))
     recent = values[-6:]
     reads = sorted(
@@ -320,4 +321,4 @@ FAMILIES: Mapping[str, Callable[[], Graph]] = MappingProxyType(
         "random_step": lambda: random_step(14, seed=6),
     }
 )
-"""One small graph of every kind, by name, for tests to run over."""
+"""One small graph of every kind, by name, for tests."""

@@ -1,4 +1,4 @@
-"""The training step of a small transformer, made by rule with all features of a traced step."""
+"""The training step of a small transformer, generated with all features of a traced step."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ class _Tape:
 def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> Graph:
     """Returns the training step of a small transformer, with all features of a traced one.
 
-    Blocks `blocks.0`, ... of attention (with dropout on its weights) and a two-layer perceptron,
-    resident parameters, operators with several outputs, workspaces, gradients added in place and
-    kept as outputs, and a snapshot of the random generator before each dropout.
+    It has blocks `blocks.0`, ... of attention (with dropout on its weights) and a two-layer
+    perceptron, resident parameters, operators with several outputs, workspaces, gradients added in
+    place and kept as outputs, and a snapshot of the random generator before each dropout.
 
     Args:
         num_blocks: number of blocks.
         width: bytes of an activation; attention weights are four times as large.
-        has_names: False leaves targets and modules out.
+        has_names: if False, operators have no targets and modules.
     """
     tape = _Tape()
     stream = tape.value("tokens", width, ValueKind.INPUT)
@@ -171,7 +171,7 @@ def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> 
     )
 
 
-# long, with one call for each operator
+# long because each operator is one call
 def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
     module = f"{block}.attn"
     weights = [

@@ -3,13 +3,13 @@
 On the CPU the workspace of most operators follows from torch's source (`cpu_workspace`). oneDNN
 computes convolutions, and products in bfloat16 and float16; its memory layouts and scratch memory
 depend on the processor. Such a call is run once per machine, and what the allocator counted is
-stored on disk. So are operators without a formula.
+stored on disk. Operators without a formula are measured in the same way.
 
 On CUDA the workspace counts as 0: it depends on the library that is chosen at run time, and only
 `profile()` measures it. In addition, cuBLAS holds a workspace for each handle and stream from its
 first product on (8.1 MiB, 32 MiB on Hopper and later; `CUBLAS_WORKSPACE_CONFIG`). `checkpoint`
-measures it and keeps it free (`remat/plan/card.py`); a plan for a GPU that this machine does not
-have needs a `reserve_bytes` for it.
+measures it and keeps it free (`remat/plan/card.py`); `fits` and `max_batch` take the
+device table's number; `trace` and `solve` leave it to `reserve_bytes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .replay import workspace_of
 
 _LOG = logging.getLogger(__name__)
 
-# Calls above either are not run for their workspace: about a quarter of a second on two cores.
+# Calls above either limit, about a quarter of a second on two cores, are not run.
 _MOST_BYTES = 1 << 28
 _MOST_FLOP = 2e10
 MOST_WORKSPACE_BYTES = float(1 << 50)  # per operator; more in a file means that it is damaged
@@ -52,7 +52,7 @@ def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
 
 
 def measured_bytes(call: Call) -> int:
-    """Returns the workspace of a call that was run on this machine's CPU, now or before."""
+    """Returns the workspace of a call, measured on this machine's CPU now or earlier."""
     key = f"{machine()}: {call}"
     known = _store().get(key, (0.0, MOST_WORKSPACE_BYTES))
     if known is not None:
@@ -84,7 +84,7 @@ def _measure(call: Call) -> int | None:
 def _measure_smaller_batches(call: Call) -> int:
     """Extrapolates the workspace of a convolution linearly from two smaller batches.
 
-    It is the maximum of a few sums of tensors and buffers, each linear in the batch.
+    The workspace is the maximum of a few sums of tensors and buffers, each linear in the batch.
     """
     batch: int = call.args[0].shape[0]
     share = max(bytes_moved(call) / _MOST_BYTES, flop_of(call) / _MOST_FLOP)

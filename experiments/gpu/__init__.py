@@ -1,1 +1,1 @@
-"""The run on a GPU: steps, facts and tables of `python -m experiments.gpu_run`."""
+"""Steps, facts and tables of the GPU run, `python -m experiments.gpu_run`."""

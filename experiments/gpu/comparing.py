@@ -1,4 +1,4 @@
-"""Ways of running one model, side by side: peaks, times, and gradients against plain's."""
+"""Runs one model in several ways; compares peaks, times, and gradients with plain's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Way = Callable[[Any], Callable[..., Any]]
 
 
 def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: float = 30) -> None:
-    """Runs one model in each way: peaks, times, gradients against plain's."""
+    """Runs one model in each way; compares its gradients with those of the first way."""
     reference: list[torch.Tensor] = []
     for way, prepare in ways:
         if facts.left_s < need_s:
@@ -55,7 +55,7 @@ def _compare_one(
     if place.has_cuda:
         torch.cuda.reset_peak_memory_stats()
 
-    # costs are measured at 100 %; other plans are made while another process times its steps
+    # the plan at 100 % measures costs; other plans are made while another process times its steps
     compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
     with nullcontext() if compiles else facts.turn():
         began = time.perf_counter()
@@ -86,7 +86,7 @@ def plain(model: Any) -> Callable[..., Any]:
 
 
 def plans_and(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, Way]]:
-    """Returns plain twice, a plan per budget, and the others."""
+    """Returns plain twice, one plan per budget, and the others."""
     plans = [
         (f"remat {budget}", partial(steps.planned, budget=budget))
         if budget != LEAST

@@ -21,7 +21,7 @@ _BATCHES = "batches.json"
 
 
 def foretell(folder: Path, device: str) -> None:
-    """Writes a plan per model for a device of the table, and the first model's largest batch."""
+    """Writes one plan per model for a known device, and the first model's largest batch."""
     write_plans(folder, Place("cpu", is_tiny=False), device)
 
     model, batch = STEPS[MODELS[0]](Place("cpu", is_tiny=False))
@@ -39,7 +39,7 @@ def foretell(folder: Path, device: str) -> None:
 
 
 def write_plans(folder: Path, place: Place, device: str) -> None:
-    """Writes a plan per model for a device of the table."""
+    """Writes one plan per model for a device that `remat` knows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODELS:
         model, batch = STEPS[name](place)
@@ -49,7 +49,7 @@ def write_plans(folder: Path, place: Place, device: str) -> None:
 
 
 def judge(facts: Facts, folder: Path) -> None:
-    """Runs what a folder predicts: its plans, and the largest batch and one above it."""
+    """Runs a folder's plans, its predicted largest batch, and a batch larger by one."""
     run_plans(facts, folder)
     largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
     for size in (largest, largest + 1):

@@ -25,7 +25,7 @@ def gpt(facts: Facts) -> None:
 
 
 def dropout(facts: Facts) -> None:
-    """The same with dropout, as `torch.compile` and Inductor draw it."""
+    """The same with dropout; `torch.compile` and Inductor draw their own masks."""
     ways = [_compiled(1.0), _inductor("100%"), _inductor("60%"), _inductor("40%")]
     eager = ("remat auto 60%", partial(steps.planned, budget="60%", executor="auto"))
     compare(facts, "gpt2-medium, 12 layers", [("plain", plain), *ways, eager])
@@ -38,7 +38,7 @@ def vision(facts: Facts) -> None:
 
 
 def pieces(facts: Facts) -> None:
-    """A step that `torch.compile` cuts, because it logs a number."""
+    """A step that logs a number, so `torch.compile` cuts it."""
     eager: list[tuple[str, Way]] = [
         (f"remat {budget}", partial(steps.planned, budget=budget)) for budget in ("100%", "60%")
     ]

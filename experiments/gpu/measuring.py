@@ -1,4 +1,4 @@
-"""Facts, each written at once as a JSON line; and what a step takes on the device."""
+"""Facts, each written at once as a JSON line, and measurements of a step on the device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import remat
 from experiments.gpu.steps import Batch, Place
 
 _STEPS = 16
-_DEAREST = 25  # operators that are listed
-_MOST_ENTRIES = 1 << 16  # of a tensor whose gradient is compared
+_DEAREST = 25  # number of most expensive operators that are listed
+_MOST_ENTRIES = 1 << 16  # about this many of a gradient's entries are compared
 Call = Callable[..., Any]
 
 

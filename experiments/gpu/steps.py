@@ -19,11 +19,11 @@ PLAN_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where steps are made.
+    """Where steps run.
 
     Attributes:
         device: `cuda` or `cpu`.
-        is_tiny: sizes for a rehearsal.
+        is_tiny: True for small sizes, for a rehearsal.
     """
 
     device: str
@@ -97,7 +97,7 @@ def llama(place: Place, *, layers: int = 8, batch: int = 4) -> Made:
 
 
 class _Logged(nn.Module):
-    """A language model that logs the size of a hidden state, where `torch.compile` cuts it."""
+    """A language model that logs a number; `torch.compile` cuts the step there."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

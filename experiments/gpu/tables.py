@@ -88,7 +88,7 @@ def _predicted(row: Fact) -> int:
 
 
 def _peak(row: Fact, count: str) -> int:
-    """The peak of the step alone, without what the process held before (cuBLAS's workspace)."""
+    """The peak of the step alone, without earlier allocations (cuBLAS's workspace)."""
     return int(row[count] - row["base"])
 
 
@@ -115,7 +115,7 @@ def _draw_peaks(rows: Sequence[Fact], path: Path) -> None:
 
 
 def _draw_times(rows: Sequence[Fact], path: Path) -> None:
-    """Step time against peak, both measured, over plain's: dots for plans, crosses for others."""
+    """Measured step time against peak, relative to plain's: dots are plans, crosses others."""
     figure = new_figure("Step time against peak, both over plain PyTorch's; dots are plans")
     axes = figure.subplots()
 

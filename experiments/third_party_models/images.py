@@ -238,7 +238,7 @@ class _Aligned(nn.Module):
         )
 
     def forward(self, moving: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
-        """Returns one minus the similarity of the aligned images."""
+        """Returns how much the aligned images differ, in structure and in colour."""
         kornia = load("kornia")
         corners = torch.tensor([[0.0, 0.0], [31.0, 0.0], [31.0, 31.0], [0.0, 31.0]]).expand(
             len(moving), 4, 2

@@ -1,4 +1,4 @@
-"""How a training step of another library's model is described.
+"""Describes training steps of other libraries' models.
 
 A step is a module and a function that computes its loss; both are planned as one module. Weights
 are random, sizes small. A library is imported when a step is made, so that a missing one affects
@@ -32,7 +32,7 @@ class ThirdParty:
     Attributes:
         package: the name of the library on the package index.
         family: what kind of model it is.
-        name: of the model, unique in the table.
+        name: the model's name, unique in the table.
         make: returns the step; imports the library.
     """
 
@@ -77,7 +77,7 @@ class Registry:
 
 
 def load(module: str) -> Any:
-    """Imports part of a library; returns `Any`: none is installed where types are checked."""
+    """Imports part of a library, as `Any`: none is installed where types are checked."""
     return importlib.import_module(module)
 
 

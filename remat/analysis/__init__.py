@@ -1,1 +1,1 @@
-"""What memory is used for, which values a schedule saves or recomputes, and their placement."""
+"""What memory is used for, which values are saved or recomputed, and their placement."""

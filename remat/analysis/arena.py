@@ -4,7 +4,7 @@ Other names: static memory planning, dynamic storage allocation, offset assignme
 Papers: Y. Pisarchyk and J. Lee, 2020, "Efficient memory management for deep neural net inference",
 arXiv:2001.03288 (greedy by size); M. R. Garey and D. S. Johnson, 1979, problem SR2: finding the
 smallest arena is NP-hard. The most memory that is live at once is a lower bound on the size of any
-arena; the rest of an arena is fragmentation.
+arena; what an arena has beyond that is fragmentation.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Blocks:
 def _continued(
     graph: Graph, schedule: Schedule, value: Ints, first: Ints, last: Ints, size: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns first, last and size after outputs took over the memory of inputs.
+    """Returns first, last and size after outputs have taken over the memory of inputs.
 
     An output continues the block of the input, and has size 0 itself. If their sizes differ, the
     input's block ends before the step instead.
@@ -152,14 +152,14 @@ def _smallest_gap(offset: Ints, size: Ints, needed: int) -> int:
 
 
 def in_time_order(blocks: Blocks) -> Ints:
-    """Returns the placement of a best-fit allocator, which sees one block after the other."""
+    """Returns the placement of a best-fit allocator that gets the blocks in order of time."""
     return best_fit(blocks, np.lexsort((-blocks.size_bytes, blocks.first)))
 
 
 def greedy_by_size(blocks: Blocks) -> Ints:
-    """Returns the placement that places large blocks first (Pisarchyk and Lee, 2020, algorithm 3).
+    """Returns the placement of large blocks first (Pisarchyk and Lee, 2020, algorithm 3).
 
-    Blocks of one size are placed in order of time.
+    Blocks of equal size are placed in order of time.
     """
     return best_fit(blocks, np.lexsort((blocks.first, -blocks.size_bytes)))
 

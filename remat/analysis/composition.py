@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class Category(StrEnum):
-    """What memory is held for; in the order in which charts stack it, from the bottom."""
+    """What memory is held for, in the order in which charts stack it, from the bottom."""
 
     PARAMETERS = "parameters"
     INPUTS = "buffers and inputs"
@@ -44,7 +44,7 @@ class Held(NamedTuple):
         value: its index in the graph.
         category: what it is held for.
         first: the step that computed it.
-        last: the last step that it is held for.
+        last: the last step during which it is in memory.
     """
 
     value: int
@@ -104,7 +104,10 @@ class Composition:
         return parts
 
     def _take_over(self, schedule: Schedule) -> None:
-        """Subtracts what working in place saves from the category of the value taken over."""
+        """Subtracts the bytes that a step saves by working in place.
+
+        They come off the category of the value whose memory is taken over.
+        """
         saved = self.bytes_of.sum(0) - simulate(self.graph, schedule).bytes_at
         for step in np.flatnonzero(saved).tolist():
             candidates = self.graph.operators[schedule.steps[step]].reuses

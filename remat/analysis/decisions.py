@@ -1,7 +1,8 @@
 """What a schedule does with each value (saved, recomputed, short-lived), and why.
 
-The price of dropping a value is the cost of recomputing it per MiB that it frees. Reasons state it
-for each value, to be compared: a good schedule mostly drops values with a low price.
+The price of dropping a value is the cost of recomputing it per MiB that it frees. The reason of
+each value states its price, so that values can be compared: a good schedule mostly drops values
+with a low price.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from remat.core.operators import Phase
 from remat.core.schedule import Schedule, lifetimes
 from remat.core.units import Units
 
-_LONGEST_CHAIN = 2000  # operators that are counted; the cost of recomputing more is understated
+_LONGEST_CHAIN = 2000  # operators counted at most; the cost of a longer chain is understated
 
 
 class Fate(StrEnum):

@@ -29,7 +29,7 @@ def solver_named(name: str, **options: Any) -> Solver:
 
 
 def free_order_solver(name: str) -> str:
-    """Returns the name of the free-order solver; refuses the names of other solvers but `auto`."""
+    """Returns the name of the free-order solver; refuses all other names but `auto`."""
     if name not in ("auto", FREE_ORDER):
         raise Refused(
             f"--free-order: the solver {name!r} keeps the order of the file; leave --solver out "
@@ -81,7 +81,7 @@ def check_output(path: Path) -> None:
 
 
 def load_solutions(path: Path, graph: Graph) -> list[Solution]:
-    """Returns solutions for `graph` that `--output` saved, with peak and costs computed anew."""
+    """Returns the solutions in a file, with peak and costs computed again for `graph`."""
     found = Solution.load_all(path)
     try:
         return [solution.on(graph) for solution in found]
@@ -90,7 +90,7 @@ def load_solutions(path: Path, graph: Graph) -> list[Solution]:
 
 
 def bench_graphs(paths: list[Path]) -> list[tuple[str, Graph]]:
-    """Returns the graphs of the files with their names, or a small transformer without files."""
+    """Returns the names and graphs of the files; without files, a small transformer."""
     if paths:
         return [(path.stem, read_instance(path)) for path in paths]
     from remat.tracers.synthetic import transformer

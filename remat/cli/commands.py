@@ -1,4 +1,4 @@
-"""The command line: `python -m remat`, and the script `remat`; `remat demo` and `remat trace`.
+"""The command line (`python -m remat` or `remat`), and its commands `demo` and `trace`.
 
 Exit status: 0 done, 2 bad input, 3 proved infeasible, 4 stopped before anything was found.
 Commands import what they need when they run, so that `solve` starts without torch.
@@ -30,7 +30,7 @@ class _OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of a pipe ended: click exits quietly
+            if error.errno == errno.EPIPE:  # the reader of a pipe has ended: click exits quietly
                 raise
 
             text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -80,7 +80,8 @@ def _remat(
 
     [bold]Exit status:[/]  0 done, 2 bad input or a factory whose code fails,
     3 proved that nothing fits, 4 stopped before anything was found. Doctor also
-    has 1: something has to be repaired, or the overhead is above --most-overhead.
+    exits with 1 if something has to be repaired, or if the overhead is above
+    --most-overhead.
     """
 
 

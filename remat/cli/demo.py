@@ -2,8 +2,8 @@
 
 The same training runs four times from the same seeds, with dropout: plain, with a checkpoint per
 block, planned for half of the plain step's activations, and planned for the measured peak of the
-checkpointed step. Compared are the measured peak, the step time, the loss of the last step, and the
-largest difference of the first step's gradients from the plain ones.
+checkpointed step. The demo compares the measured peak, the step time, the loss of the last step,
+and the largest difference of the first step's gradients from the plain ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from remat.run.measure import Measurement, measure
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH = 6, 128, 4, 128, 16
 DROPOUT, LEARNING_RATE, SEED = 0.1, 1e-3, 0
-_RECORDINGS = 3  # of a step's memory; the fastest is used, as other programs disturbed it least
+_RECORDINGS = 3  # of a step's memory; the fastest one is used, since it was disturbed least
 VOCABULARY = 128  # ASCII
 
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of characters that returns its loss."""
+    """A character-level language model that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one way of training.
+    """The results of one of the four training runs.
 
     Attributes:
         name: its name in the table.
         peak_bytes: measured in one step, with parameters, buffers and inputs.
         step_s: median time of forward and backward.
-        step_ratio: median over the steps of the ratio of its time to the plain step's.
+        step_ratio: median over the steps of its time divided by the plain step's.
         loss: the loss of the last step.
         gradient_difference: largest absolute difference of the first step's gradients from the
             plain ones.
@@ -322,7 +322,7 @@ def _step(model: GPT, batch: torch.Tensor, device: str) -> float:
 
 
 def _measure(model: GPT, batch: torch.Tensor) -> Measurement:
-    """Measures the memory of one step, after a first step, in which a model may be planned."""
+    """Measures the memory of one step, after a step in which the model may be planned."""
     torch.manual_seed(SEED)
     _step(model, batch, batch.device.type)
     model.zero_grad(set_to_none=True)

@@ -131,8 +131,8 @@ def own_errors(factory: str) -> Iterator[None]:
 def own_step(factory: str) -> Iterator[None]:
     """Turns errors that the user's step raises while it is traced into `FactoryFailed`.
 
-    A `ValueError` or `TypeError` from remat or torch is refused; their other errors are raised
-    again.
+    A `ValueError` or `TypeError` from remat or torch becomes `Refused`; their other errors are
+    raised unchanged.
     """
     try:
         yield
@@ -170,7 +170,7 @@ def _is_installed(filename: str) -> bool:
 
 
 def _understood(factory: str, result: Any) -> Made:
-    """Returns a factory's result, whichever form it has."""
+    """Returns the model and inputs in a factory's result, which may have several forms."""
     if callable(result):
         return Made(result)
     if not isinstance(result, tuple | list) or not 1 <= len(result) <= 3 or not callable(result[0]):
@@ -205,7 +205,7 @@ def _check_call(
     """Refuses a call with arguments that the function does not take."""
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # builtins have none
+    except (ValueError, TypeError):  # builtins may have no signature
         return
 
     try:

@@ -13,7 +13,7 @@ from remat.solvers import SOLVER_NAMES
 from remat.solvers.registry import FREE_ORDER
 
 EXIT_CODES = {Status.OPTIMAL: 0, Status.FEASIBLE: 0, Status.INFEASIBLE: 3, Status.NO_SOLUTION: 4}
-MOST_POINTS = 1000  # of a curve; more take hours, and can't be told apart in a picture
+MOST_POINTS = 1000  # of a curve; more would take hours, and can't be told apart in a picture
 
 
 class Format(StrEnum):
@@ -55,7 +55,7 @@ ExecutorOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="eager, or inductor: the plan of fused kernels, on a device of this machine.",
+        help="eager for operators; inductor for fused kernels, on a device of this machine.",
     ),
 ]
 TimeLimitOption = Annotated[
@@ -69,7 +69,7 @@ GapOption = Annotated[
     typer.Option(
         min=0.0,
         metavar="FRACTION",
-        help="Stop once the cost is proved to be within this fraction of the least.",
+        help="Stop once the cost is proved to be within this fraction of the optimum.",
     ),
 ]
 WithoutOption = Annotated[
@@ -77,7 +77,7 @@ WithoutOption = Annotated[
     typer.Option(
         metavar="TECHNIQUE",
         help="Switch off a technique of `auto`, such as `window`; may be repeated. An unknown name "
-        "lists all.",
+        "prints the list.",
     ),
 ]
 FormatOption = Annotated[

@@ -66,9 +66,9 @@ def report(
         ),
     ] = 8,
     time_limit: Annotated[
-        float, typer.Option(min=0.0, metavar="S", help="Seconds for each of these budgets.")
+        float, typer.Option(min=0.0, metavar="S", help="Seconds for each budget of --points.")
     ] = 3.0,
-    title: Annotated[str, typer.Option(help="Of the page; by default the graph's name.")] = "",
+    title: Annotated[str, typer.Option(help="Page title; by default the graph file's name.")] = "",
 ) -> None:
     """Write one HTML file that explains a plan, and needs no network.
 
@@ -90,7 +90,7 @@ def report(
 
     solutions = load_solutions(curve, graph) if curve else []
     if not solutions and points > 1:
-        with progress(f"auto, {instance.stem} in {points} budgets"):
+        with progress(f"auto, {instance.stem} for {points} budgets"):
             from remat.solvers.auto.frontier import frontier_solutions
 
             method = solver_named("auto", time_limit_s=time_limit)
@@ -113,7 +113,7 @@ def export(
         Path, typer.Option(help=".pickle for pytorch.org/memory_viz, .json for ui.perfetto.dev.")
     ] = Path("snapshot.pickle"),
 ) -> None:
-    """Export the predicted step as a memory snapshot for PyTorch's viewer, or as a Chrome trace.
+    """Export the predicted step as a memory snapshot for PyTorch, or as a Chrome trace.
 
     Example:  remat export graph.json plan.json --output snapshot.pickle
 

@@ -48,7 +48,7 @@ def solve(
         bool,
         typer.Option("--free-order", help="Let first computations leave the order of the file."),
     ] = False,
-    without: WithoutOption = [],  # noqa: B006  # typer reads it, and nothing changes it
+    without: WithoutOption = [],  # noqa: B006  # typer reads it; nothing changes it
     output: Annotated[Path | None, typer.Option(help="Save the solution here.")] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
@@ -75,7 +75,7 @@ def solve(
         graph,
         budget_bytes(budget, graph),
         solver,
-        f"{instance.stem} in {budget}",
+        f"{instance.stem} within {budget}",
         time_limit_s=time_limit,
         gap=gap,
         **({"without": tuple(without)} if without else {}),
@@ -119,7 +119,7 @@ def frontier(
 
     graph = read_instance(instance)
     method = solver_named(solver, time_limit_s=time_limit, gap=gap)
-    with progress(f"{solver}, {instance.stem} in {points} budgets"):
+    with progress(f"{solver}, {instance.stem} for {points} budgets"):
         from remat.solvers.auto.frontier import frontier_solutions
 
         solutions = frontier_solutions(graph, points, method)
@@ -183,7 +183,7 @@ def sweep(
         list[str],
         typer.Option(
             metavar="SIZE",
-            help="May be repeated; a percentage refers to keeping everything in each graph.",
+            help="May be repeated; a percentage is of each graph's peak of keeping everything.",
         ),
     ],
     solver: SolverOption = "auto",
@@ -206,7 +206,7 @@ def sweep(
     for _, graph in graphs:
         for size in budget:
             budget_bytes(size, graph)
-    with progress(f"{solver}, {len(graphs)} graphs in {len(budget)} budgets"):
+    with progress(f"{solver}, {len(graphs)} graphs for {len(budget)} budgets"):
         rows = run_sweep([graph for _, graph in graphs], budget, solver=method, n_jobs=jobs)
     answers = [list(zip(budget, row, strict=True)) for row in rows]
 
@@ -236,6 +236,6 @@ def _answers(
     for solver in solvers:
         try:
             yield solver, _solve(graph, size_bytes, solver, text, **options)
-        # one method may not take this graph; the others still run
+        # a solver may refuse this graph; the others still run
         except SolverError as reason:
             typer.echo(f"remat: {solver}: {reason}", err=True)

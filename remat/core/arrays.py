@@ -77,7 +77,7 @@ class Arrays:
 
 
 def _csr(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns lists as an array of their starts (and the end) and one of all items."""
+    """Returns lists in CSR form: where each starts (and the last ends), and all items."""
     start = np.zeros(len(rows) + 1, np.int64)
     start[1:] = np.cumsum([len(row) for row in rows])
     flat: list[Any] = [item for row in rows for item in row]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from remat.core.budget import format_bytes
 
-_FRAGMENTED_SHARE = 0.05  # of allocated bytes; if more is reserved on top, `advice` says so
+_FRAGMENTED_SHARE = 0.05  # of allocated bytes; `advice` reports a larger excess of reserved bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class CudaPeaks:
         requested_bytes: the sizes of its tensors.
         allocated_bytes: the allocator's blocks that hold them, which are rounded up and sometimes
             larger than needed: `torch.cuda.max_memory_allocated()`.
-        reserved_bytes: what torch's allocator took from the GPU for these blocks:
+        reserved_bytes: the memory that torch's allocator took from the GPU for these blocks:
             `torch.cuda.max_memory_reserved()`; `nvidia-smi` adds CUDA's own memory.
     """
 
@@ -35,7 +35,7 @@ class CudaPeaks:
         )
 
     def text(self) -> str:
-        """Returns all three in a line.
+        """Returns all three on one line.
 
         >>> CudaPeaks(1000, 1024, 4096).text()
         'requested 1000 B, allocated 1 KiB, reserved 4 KiB'
@@ -47,7 +47,7 @@ class CudaPeaks:
         )
 
     def advice(self) -> str:
-        """Returns what to do if much is reserved and not allocated; empty if not much is."""
+        """Returns what to do if much memory is reserved but not allocated; otherwise empty."""
         unused_bytes = self.reserved_bytes - self.allocated_bytes
         settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in settings)

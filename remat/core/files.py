@@ -2,7 +2,7 @@
 
 The content is written to a temporary file in the same folder, synced to disk, and renamed over the
 target. If the process is killed or the disk is full, the old file stays. A temporary file that is
-left behind is removed by a write to the same file an hour later.
+left behind is removed by a later write to the same file, once it is an hour old.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-_OLD_S = 3600.0  # age from which a temporary file is no longer being written
+_OLD_S = 3600.0  # seconds after which a temporary file counts as left behind
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
@@ -66,5 +66,5 @@ def collect_parts(folder: Path, pattern: str = ".remat-*.part", *, now_s: float)
 
 
 def _prefix(target: Path) -> str:
-    """Returns how the names of a file's temporary files begin; short for any file name."""
+    """Returns the prefix of a file's temporary files; short for any file name."""
     return f".remat-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:12]}-"

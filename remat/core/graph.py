@@ -1,6 +1,6 @@
 """The computation graph: operators in execution order, and the values they read and write.
 
-This module knows neither torch nor a solver.
+This module imports neither torch nor a solver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Graph:
-    """Operators in execution order over values, checked when it is built.
+    """Operators in execution order, and their values; checked when it is built.
 
     Attributes:
         values: every storage of the step.
@@ -58,7 +58,7 @@ class Graph:
                 )
 
     def _check_together(self) -> None:
-        """Checks totals, and what is faster to check for all values and operators at once."""
+        """Checks totals, and rules that are faster to check for all values at once."""
         workspace = max((op.workspace_bytes for op in self.operators), default=0)
         total = sum(value.size_bytes for value in self.values) + workspace
         if total > limits.MOST_BYTES:
@@ -277,7 +277,7 @@ def _reads(edges: Iterable[tuple[int, int]], count: int) -> list[set[int]]:
     reads: list[set[int]] = [set() for _ in range(count)]
     for u, v in edges:
         if not (0 <= u < count and 0 <= v < count):
-            raise GraphError(f"edge ({shown(u)}, {shown(v)}) leaves the nodes 0..{count - 1}")
+            raise GraphError(f"edge ({shown(u)}, {shown(v)}) is outside the nodes 0..{count - 1}")
         if u >= v:
             raise GraphError(
                 f"edge ({u}, {v}) goes backwards; nodes must be numbered in execution order (u < v)"

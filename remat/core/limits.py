@@ -79,7 +79,7 @@ def budget_fault(budget_bytes: int) -> str:
     """Returns what is wrong with the size of a budget; it may be negative."""
     if abs(budget_bytes) <= MOST_BUDGET:
         return ""
-    return f"the budget {shown(budget_bytes)} bytes; the most that is counted is {MOST_BUDGET:,}"
+    return f"the budget {shown(budget_bytes)} bytes; at most {MOST_BUDGET:,} can be counted"
 
 
 def texts_fault(texts: Sequence[str]) -> str:
@@ -103,7 +103,7 @@ def _text_fault(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Returns a text from outside, such as a line of source, as one that `texts_fault` accepts.
+    r"""Returns a text from outside, such as a source line, as one that `texts_fault` accepts.
 
     >>> printable("a\tb\x1b[31m")
     'a b [31m'

@@ -1,4 +1,4 @@
-"""What a graph is made of: values, which are storages, and operators, which read and write them.
+"""What a graph is made of: values (storages), and operators, which read and write them.
 
 A view belongs to its base and is not a value of its own. An operator with several outputs writes
 several values, which are freed one by one. *Resident* values (parameters, buffers, inputs) hold
@@ -33,7 +33,7 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A storage: `size_bytes` of memory; the other fields are for reports."""
+    """A storage: `size_bytes` of memory; name, shape and dtype are for reports."""
 
     name: str
     size_bytes: int
@@ -68,7 +68,7 @@ class Operator:
         reuses: values among `reads` whose memory its one output may take over if nothing reads
             them afterwards (the operator then works in place).
         is_snapshot: its values exist for recomputations only (the state of a random generator, a
-            buffer before it is changed). A value takes memory only if one of its readers is
+            buffer before it is changed). Such a value takes memory only if one of its readers is
             recomputed.
         target: the operator that runs, such as `aten.mm.default`.
         module: the module it comes from, such as `blocks.0.attn`.

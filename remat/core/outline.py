@@ -1,9 +1,8 @@
 """What differs between a graph and the one that a plan was made for.
 
 A plan names its graph by a fingerprint, which only says whether two graphs are the same. Its
-outline has a number for each operator, made of digests of a byte each: what it computes, how large
-its results are, which values it reads and which it overwrites, and whether it may be computed
-again.
+outline has a number for each operator, made of one-byte digests of what it computes, how large its
+results are, which values it reads, which it overwrites, and whether it may be recomputed.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from remat.core.operators import Operator
 
 _OF_INPUTS = ("there are more or fewer inputs or parameters", "an input has another size")
 _OF_OPERATORS = (
-    "is another",
+    "is a different operator",
     "has results of another size",
     "reads other values",
     "overwrites another value",
-    "may be computed again in one of the two only",
+    "may be recomputed in only one of the two",
 )
 
 
@@ -33,9 +32,9 @@ def outline(graph: Graph) -> tuple[int, ...]:
 
 
 def first_difference(planned: Sequence[int], graph: Graph) -> str:
-    """Returns what differs first from a graph of which `planned` is the outline.
+    """Returns the first difference between the graph with the outline `planned` and `graph`.
 
-    Empty where that can't be told.
+    Empty if it can't be told.
     """
     if not planned:
         return ""
@@ -50,7 +49,7 @@ def first_difference(planned: Sequence[int], graph: Graph) -> str:
         where = f" of {op.module}" if op.module else ""
         what = _OF_OPERATORS[_first_digest(then ^ now, len(_OF_OPERATORS))]
         return f"operator {place - 1}, {op.target}{where}, {what}"
-    return "" if len(planned) == graph.num_operators + 1 else "one of the two goes on after the end"
+    return "" if len(planned) == graph.num_operators + 1 else "one of the two has more operators"
 
 
 def _aspects(graph: Graph, op: Operator) -> Iterator[str]:
@@ -66,5 +65,5 @@ def _number(texts: Sequence[str] | Iterator[str]) -> int:
 
 
 def _first_digest(difference: int, count: int) -> int:
-    """Returns which of the digests differs first."""
+    """Returns the place of the first digest that differs."""
     return next(i for i, byte in enumerate(difference.to_bytes(count)) if byte)

@@ -1,4 +1,4 @@
-"""A budget split into the plan's part and what is kept free for other memory."""
+"""A budget, split into the plan's part and the parts kept free for other memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Room:
         gradient_bytes: gradients accumulated in earlier micro-steps.
         reserve_bytes: what the user keeps free, mostly for the optimizer's state.
         bucket_bytes: the gradient buckets of `DistributedDataParallel`.
-        gap_bytes: what the code between compiled pieces, or otherwise outside of the plan, holds.
-        library_bytes: the workspace that cuBLAS keeps on a GPU from its first product on.
+        gap_bytes: held by code between compiled pieces, or otherwise outside of the plan.
+        library_bytes: the workspace that cuBLAS keeps on a GPU from its first matrix product on.
     """
 
     asked: Budget | None
@@ -58,12 +58,12 @@ class Room:
     def held(self) -> dict[str, int]:
         """Returns the bytes that are kept free, by name, without zeros.
 
-        A negative size is what a plan may hold more, as its fused kernels hold less.
+        A negative size adds to the plan's part: fused kernels hold that much less than the plan.
 
         >>> Room(500, 500, 1000, gap_bytes=-100).held()
         {'saved by fused kernels': -100}
         """
-        gap = "beside the plan" if self.gap_bytes >= 0 else "saved by fused kernels"
+        gap = "outside of the plan" if self.gap_bytes >= 0 else "saved by fused kernels"
         parts = {
             "accumulated gradients": self.gradient_bytes,
             "reserve": self.reserve_bytes,
@@ -74,7 +74,7 @@ class Room:
         return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
 
     def held_text(self) -> str:
-        """Returns `held` in a line.
+        """Returns `held` on one line.
 
         >>> Room(500, 500, 1000, gradient_bytes=100, reserve_bytes=20).held_text()
         'accumulated gradients 100 B (100 bytes), reserve 20 B (20 bytes)'

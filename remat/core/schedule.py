@@ -7,7 +7,7 @@ The rules, which `validate` implements a second time:
 - A value is in memory from the step that computes it to the last step that reads it before it is
   recomputed. A read takes the latest computation. The graph's outputs stay to the end. Resident
   values are always in memory.
-- While a step runs, everything it reads and writes is in memory, and its workspace. An operator
+- While a step runs, its workspace and everything it reads and writes are in memory. An operator
   that may work in place takes over the memory of an input that nothing reads afterwards.
 """
 
@@ -152,7 +152,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 
 def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
-    """Returns from which step to which each computation of a value is in memory.
+    """Returns the first and the last step that each computation of a value is in memory.
 
     Entries are ordered by step, then as in the operator's writes. `last` is the last read before
     the value is recomputed, the step itself if nothing reads it, and `len(steps)` for the last
@@ -171,7 +171,7 @@ def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     computed_at = _latest_before(arrays.producer[read], position, steps)
     if len(computed_at) and computed_at.min() < 0:
         _raise_unread(graph, steps, read, position, computed_at)
-    # positions ascend, so the last read of each computation stays
+    # positions ascend, so the last read of each computation is the one that is kept
     last[slot_of_step[computed_at] + arrays.write_rank[read]] = position
 
     if len(arrays.output):
@@ -203,7 +203,7 @@ def _raise_unread(
 def _gather(
     start: NDArray[np.int64], items: NDArray[np.int64], steps: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the items of all steps in turn, the step of each, and each step's first item."""
+    """Returns all steps' items in order, the step of each, and where each step's items start."""
     counts = start[steps + 1] - start[steps]
     begin = np.zeros(len(steps), np.int64)
     np.cumsum(counts[:-1], out=begin[1:])
@@ -241,7 +241,7 @@ def _reused_bytes(
 ) -> NDArray[np.int64]:
     """Returns the bytes that each step saves by working in place.
 
-    That is the largest candidate that is freed after the step, as an operator reuses one at most.
+    An operator takes over at most one value: the largest candidate that is freed after the step.
     """
     saved = np.zeros(len(steps), np.int64)
     candidate, position, _ = _gather(arrays.reuse_start, arrays.reuse, steps)

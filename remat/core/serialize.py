@@ -14,7 +14,7 @@ from remat.core.limits import shortened
 
 T = TypeVar("T")
 
-_LONGEST_REASON = 300  # characters; a reason may quote a long text of the file
+_LONGEST_REASON = 300  # characters; a reason may quote a long text from the file
 
 
 def save(record: Any, path: str | Path) -> None:

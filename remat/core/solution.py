@@ -22,7 +22,7 @@ from remat.core.validate import Rule, validate
 class Status(StrEnum):
     """The possible outcomes of a solver. The four are never merged."""
 
-    OPTIMAL = "optimal"  # a schedule whose cost is proved to be within the gap asked for
+    OPTIMAL = "optimal"  # a schedule whose cost is proved to be within the requested gap
     FEASIBLE = "feasible"  # a schedule within the budget
     INFEASIBLE = "infeasible"  # proved that no schedule fits
     NO_SOLUTION = "no_solution"  # stopped by a limit, or the method's schedules do not fit
@@ -54,7 +54,7 @@ class Solution:
         proved_by: the technique of `auto` that proved the bound; empty if the bound is
             `keep_all_cost_s`.
         is_bound_stated: True if the bound was read from a file and not proved here.
-        outline: of the graph it was solved for, to say what differs in another; see `outline`.
+        outline: of the graph it was solved for, to name what differs in another graph.
     """
 
     status: Status
@@ -105,9 +105,9 @@ class Solution:
 
     @property
     def techniques(self) -> str:
-        """Who found the schedule, and who proved the bound, or that no schedule fits.
+        """The techniques that found the schedule and proved the bound or infeasibility.
 
-        Empty for solvers of one technique.
+        Empty for solvers with one technique.
         """
         if self.status is Status.INFEASIBLE:
             return f"proved infeasible by {self.proved_by}" if self.proved_by else ""
@@ -245,7 +245,7 @@ class Solution:
     def load(cls, path: str | Path) -> Solution:
         """Reads a solution that `save` wrote, or raises `ScheduleError` with one line.
 
-        The numbers are those of the file; `on` computes them anew.
+        The numbers are those of the file; `on` computes them again.
         """
         return replace(serialize.load(cls, path, ScheduleError), is_bound_stated=True)
 
@@ -262,11 +262,11 @@ class Solution:
         ]
 
     def on(self, graph: Graph) -> Solution:
-        """Returns this solution with peak, cost and status computed anew for `graph`.
+        """Returns this solution with peak, cost and status computed again for `graph`.
 
         Numbers read from a file are not trusted. The bound is kept if it can hold for the present
-        costs, still as stated by the file; otherwise the cost of keeping everything replaces it. A
-        solution without a schedule becomes `NO_SOLUTION`.
+        costs, and still counts as stated by the file; otherwise the cost of keeping everything
+        replaces it. A solution without a schedule becomes `NO_SOLUTION`.
 
         Raises:
             ScheduleError: it was made for another graph, or breaks a rule.

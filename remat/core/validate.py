@@ -1,4 +1,4 @@
-"""A second implementation of a schedule's rules; slow, and shares no code with the simulator."""
+"""A slow second implementation of a schedule's rules; shares no code with the simulator."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -106,7 +106,7 @@ def _missing_operators(graph: Graph, schedule: Schedule) -> Iterator[Violation]:
 def _outside_regions(graph: Graph, schedule: Schedule) -> Iterator[Violation]:
     """Yields steps outside their region's forward and backward, if there are several regions.
 
-    Either half of a region spans from its earliest to its latest first computation.
+    Each half of a region spans from its earliest to its latest first computation.
     """
     if len({graph.operators[index].region for index in schedule.steps}) < 2:
         return

@@ -53,17 +53,17 @@ def checkpoint(
 ) -> Model:
     """Makes `model` train inside a memory budget, and returns it: the same object.
 
-    Give a function where the loss is computed outside of the module, or where a step calls several
-    modules, or one several times: `step = checkpoint(lambda x, y: criterion(model(x), y), "8GiB")`.
-    One plan covers all that it calls. The function is not changed; a callable with its signature is
-    returned.
+    Give a function if the loss is computed outside of the module, or if a step calls several
+    modules, or one module several times:
+    `step = checkpoint(lambda x, y: criterion(model(x), y), "8GiB")`. One plan covers everything
+    that it calls. The function is not changed; a callable with its signature is returned.
 
     The step is captured, planned and rewritten at the first call with gradients enabled. Outputs,
     gradients, buffers and random numbers are those of the plain model. Under `torch.no_grad()` the
     plain module runs.
 
-    Each new input shape is captured and planned once; where the schedule of another shape fits, as
-    for the last batch of an epoch, planning takes a tenth of `time_limit_s` at most. Sizes that
+    Each new input shape is captured and planned once. If the schedule of another shape fits it, as
+    for the last batch of an epoch, planning takes at most a tenth of `time_limit_s`. Sizes that
     `torch._dynamo.mark_dynamic(tensor, dim, max=...)` declares on the inputs of the first call are
     planned at their largest, and smaller ones use that schedule at once.
 
@@ -71,45 +71,45 @@ def checkpoint(
         model: any module; its class, parameters and `state_dict` keys stay. Or a function, bound
             method or `functools.partial` that returns the loss: its modules are found in its
             closure, its bound object, its arguments, and by the names in its code.
-        budget: bytes, or "8GiB", "7.5GB", "60%" (of what the step needs to keep everything, at the
-            largest shape so far, with the reserve and accumulated gradients). It bounds the peak of
+        budget: bytes, or "8GiB", "7.5GB", "60%" (of the peak of keeping everything, at the largest
+            shape so far, including the reserve and accumulated gradients). It bounds the peak of
             everything that the step holds: parameters, buffers, inputs, activations, gradients,
             workspace, and the reserve. None, on a GPU: what the GPU has when the first step is
-            planned, less a sixteenth of its memory (512 MiB at least) that is kept free.
-        blocks: submodules, such as `model.layers`: only they are captured and planned, what lies
-            between them runs as it is, and the budget covers the whole step. For parameters sharded
-            by FSDP2 (call this first, then `fully_shard` each block and the model), and for DDP,
-            which then sends a block's gradients while the backward still runs.
+            planned, minus a sixteenth of its memory (at least 512 MiB), which is kept free.
+        blocks: submodules, such as `model.layers`. Only they are captured and planned, the code
+            between them runs unchanged, and the budget covers the whole step. Use it for parameters
+            sharded by FSDP2 (call this first, then `fully_shard` each block and the model), and for
+            DDP, which then sends a block's gradients while the backward still runs.
         reserve_bytes: part of the budget kept free for what is not in the step, such as optimizer
             state. Gradients of earlier micro-steps are counted separately.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         costs: "profile" times each distinct operator on this machine's device, once, and stores the
             times on disk; "roofline", "roofline:H100" and "flops" are computed; or a cost model.
         time_limit_s: time limit of planning.
-        gap: planning stops once the cost is proved to be within this fraction of the least.
+        gap: planning stops once the cost is proved to be within this fraction of the optimum.
         executor: "eager" runs the rewritten step operator by operator, in exactly the planned
             memory. "inductor" compiles it to fused kernels as `torch.compile` does, which run in
-            the plan's order; what they hold is known before the first step, and planned again with
-            less where it is above the budget. "auto" takes Inductor's kernels on a GPU and where
-            the module was compiled before, and "eager" elsewhere and where they can't run.
-        differentiate: "scalars" plans for gradients of scalar outputs where there are any (the
-            loss); "all" for every output.
-        plan_cache: plans are written to the user's cache folder (`remat doctor` says where), and
-            read from there.
-        is_accumulating: gradients of earlier micro-steps are held in all but the first micro-step
-            of each training step. Without it they are noticed in the second one, and percentages
-            are then of a step that includes them; with it, plans leave room for them from the first
-            step on.
-        on_unsupported: for a backward that no plan can run: with `retain_graph` or `create_graph`,
-            or a second one through another loss of the same step. "error" refuses it. "plain" runs
-            the forward again and computes the backward as plain PyTorch does, with the same numbers
-            and one warning; that step is not held to the budget, and the next step runs planned.
-            Buffers that the step changes are copied, which the budget counts.
+            the plan's order. Their peak is known before the first step; if it is above the budget,
+            the step is planned again with less. "auto" uses Inductor's kernels on a GPU, and if the
+            module was compiled before; otherwise, and if the kernels can't run, it uses "eager".
+        differentiate: "scalars" plans for gradients of the scalar outputs (the loss), if there are
+            any; "all" plans for gradients of every output.
+        plan_cache: whether plans are written to the user's cache folder (`remat doctor` says
+            where), and read from there.
+        is_accumulating: whether gradients of earlier micro-steps are held in all but the first
+            micro-step of each training step. If True, plans leave room for them from the first step
+            on. If False, they are noticed in the second micro-step, and from then on percentages
+            refer to a step that includes them.
+        on_unsupported: what to do with a backward that no plan can run: one with `retain_graph` or
+            `create_graph`, or a second one through another loss of the same step. "error" refuses
+            it. "plain" runs the forward again and computes the backward as plain PyTorch does, with
+            the same numbers and one warning; that step is not held to the budget, and the next step
+            runs planned. Buffers that the step changes are copied; the budget counts the copies.
 
     Raises:
         ValueError, TypeError: a malformed budget or option, at once; no budget on a CPU.
-        BudgetError: at the first call, where the budget can't be met; it names one that can.
-        TraceError: at the first call, where the step can't be captured.
+        BudgetError: at the first call, if the budget can't be met; the error names one that can.
+        TraceError: at the first call, if the step can't be captured.
     """
     step = as_step(model)
     options = Options(
@@ -149,13 +149,13 @@ def wrap(
     """Makes `model` run exactly the schedule of `solution`, and returns it: the same object.
 
     For a function, a callable with its signature is returned. With `on_unsupported="plain"`, the
-    copies that it needs have to fit into the budget beside the plan.
+    copies that it needs have to fit into the budget alongside the plan.
 
     Raises:
-        ScheduleError: the solution has no schedule, at once; or it was made for another model,
-            shape, precision or torch version, or is invalid, at the first call.
-        BudgetError: at the first call, where the schedule exceeds the solution's budget: peak and
-            cost are computed again, whatever the solution says.
+        ScheduleError: at once, if the solution has no schedule; at the first call, if it was made
+            for another model, shape, precision or torch version, or is invalid.
+        BudgetError: at the first call, if the schedule exceeds the solution's budget: peak and cost
+            are computed again, whatever the solution says.
     """
     step = as_step(model)
     if solution.schedule is None:
@@ -197,7 +197,7 @@ def _refuse_blocks(step: nn.Module, on_unsupported: OnUnsupported) -> None:
     if isinstance(step, StepFunction):
         raise ValueError(
             "blocks= plans the blocks of one module, and a function was given; give the module "
-            "that the blocks are in, or leave blocks= out to plan all that the function calls"
+            "that the blocks are in, or leave blocks= out to plan everything the function calls"
         )
 
 
@@ -212,26 +212,26 @@ def trace(
     differentiate: str = "scalars",
     executor: str = "eager",
 ) -> Graph:
-    """Returns the graph of one training step of `model(*args, **kwargs)`, a module or a function.
+    """Returns the graph of one training step of `model(*args, **kwargs)`.
 
     Runs on fake copies of parameters, buffers and inputs: nothing is allocated, and the model is
-    not changed. Where `torch.compile` cuts the step into pieces, they are joined to one graph; what
-    lies between them, such as a `print`, then runs once, on fake tensors.
+    not changed. If `torch.compile` cuts the step into pieces, they are joined into one graph; the
+    code between them, such as a `print`, then runs once, on fake tensors.
 
     Args:
         model: any module, or a step function.
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
-        device: a name of the device table, such as "H100": the step as that device would run it, as
-            far as it can be known here, with sizes rounded as its allocator does. If empty, the
-            device of the model.
+        device: a name in the device table, such as "H100". The step is traced as that device would
+            run it, as far as that can be known here, with sizes rounded as its allocator does. If
+            empty, the device of the model.
         costs: see `checkpoint`; "roofline" is that of `device`.
         autocast: the dtype of `torch.autocast` on `device`; without `device`, an autocast around
             the call applies.
         differentiate: see `checkpoint`.
         executor: "eager" for the operators, "inductor" for the kernels that `checkpoint` plans with
-            that executor: their peak is near that of the compiled code, which only compiling shows.
-            Then `device` must be of this machine, and the step one graph.
+            that executor. Their peak is close to the compiled code's, which is known only after
+            compiling. `device` must then be one of this machine, and the step must be one graph.
 
     Raises:
         ValueError: an unknown device or executor, `autocast` without a device, or costs measured on
@@ -293,7 +293,7 @@ def solve(
         solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" may also reorder first
             computations, and `wrap` does not run its schedules.
         time_limit_s: time limit; the solver stops earlier, once `gap` is proved.
-        gap: the solver stops once the cost is proved to be within this fraction of the least.
+        gap: the solver stops once the cost is proved to be within this fraction of the optimum.
         reserve_bytes: part of the budget that the schedule may not use.
         progress: called from time to time with elapsed seconds, best cost and bound, and the
             techniques that found and proved them.
@@ -323,11 +323,11 @@ def frontier(
 
     Args:
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
-        budgets: budgets; or how many, spread from the least budget found to that of keeping
-            everything.
+        budgets: a list of budgets; or their number, spread from the smallest budget found to the
+            peak of keeping everything.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         time_limit_s: time limit of one solve; `auto` shares results between budgets, so 20 budgets
-            take at most some five limits.
+            take at most about five time limits.
     """
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
     if isinstance(budgets, int):
@@ -352,7 +352,7 @@ def report(model: Callable[..., Any]) -> Report:
     if not isinstance(call, PlannedCall):
         raise TraceError(
             f"{name} has no plan; call remat.checkpoint(model, budget=...) first, and for a "
-            "function pass what that returned"
+            "function, pass the callable that it returned"
         )
 
     if call.piecewise is not None and call.piecewise.plan is not None:

@@ -1,6 +1,6 @@
-"""Models planned block by block: only the blocks are captured, and one budget covers the step.
+"""Models planned block by block: only blocks are captured; one budget covers the step.
 
-What lies between the blocks runs as it is. This serves models whose parameters are sharded (FSDP2
+The code between the blocks runs unchanged. This serves models whose parameters are sharded (FSDP2
 gathers a block's parameters right before it runs), whose gradients are sent while the backward
 still runs (DDP), or whose many similar blocks need to be captured only once.
 """
@@ -50,7 +50,7 @@ class PlannedBlocks(PlannedCall):
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        """Compiles the blocks anew, for the executor that was chosen."""
+        """Compiles the blocks again, for the chosen executor."""
         self.piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
         self.piecewise.adjust = self._with_sharding
         install_blocks(self.module, self.blocks, self.piecewise)
@@ -63,7 +63,7 @@ class PlannedBlocks(PlannedCall):
         self._outside_bytes = outside_bytes(self.module, self.blocks)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.piecewise.session.expects_pieces = False  # layer drop may leave all blocks out
+            self.piecewise.session.expects_pieces = False  # layer drop may skip all blocks
             return call_plain(self.module, *args, **kwargs)
 
         return self._run_pieces(self.piecewise, call, args, kwargs)
@@ -96,7 +96,7 @@ def install_blocks(model: nn.Module, blocks: Iterable[nn.Module], piecewise: Pie
     """Makes each block of `model` run as a piece; blocks of one class share what is compiled.
 
     Raises:
-        ValueError: there is no block, or one is not part of the model or inside of another one.
+        ValueError: there is no block, or one is outside of the model, or inside of another one.
     """
     chosen = _checked(model, list(blocks))
     compiled: dict[Any, Callable[..., Any]] = {}

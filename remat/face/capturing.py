@@ -1,6 +1,6 @@
 """Captures a call of a module: compiles it through a frame of its own.
 
-What can't be captured or planned is named in our own errors.
+Raises remat's own errors for what can't be captured or planned.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def captured_step(
 def captured_kernels(
     model: nn.Module, args: Any, kwargs: Any, *, costs: str | CostModel, differentiate: str
 ) -> Graph:
-    """Returns the graph of one step in Inductor's kernels, captured as by `captured_step`."""
+    """Returns the graph of one step in Inductor's kernels; captures it like `captured_step`."""
     # Inductor takes seconds to import
     from remat.inductor.backend import make_inductor_backend
 
@@ -110,7 +110,7 @@ def _captured(
 
 
 class _CapturedError(RematError):
-    """Ends a trace once the graph is there, before anything runs."""
+    """Ends a trace once the graph exists, before anything runs."""
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
 def model_bytes(module: nn.Module) -> int:
     """Returns the bytes of all parameters and buffers on the module's type of device.
 
-    Shared ones count once, and sizes are rounded as the device's allocator does.
+    Shared storages count once, and sizes are rounded as the device's allocator does.
     """
     kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
     held = (part for t in (*module.parameters(), *module.buffers()) for part in dense_parts(t))
@@ -148,9 +148,9 @@ def compile_call(
     Args:
         module: the module.
         backend: the backend that compiles its graphs.
-        is_whole: a graph break is an error.
-        frame: file name of the frame. Dynamo remembers by it which numbers changed, so all frames
-            of one module share a name, and two modules never do.
+        is_whole: whether a graph break is an error.
+        frame: file name of the frame. Dynamo uses it to remember which numbers changed, so all
+            frames of one module share a name, and two modules never do.
         on_recapture: called with the reasons why the module is captured again.
     """
     install_capturing_hooks(module)
@@ -160,7 +160,7 @@ def compile_call(
     step = namespace["step"]
     compiled = compile_frame(step, backend, is_whole=is_whole, on_recapture=on_recapture)
 
-    if not is_whole:  # eager parts may use checkpointing, which works by hooks
+    if not is_whole:  # eager parts may use checkpointing, which needs hooks
         return partial(compiled, module)
 
     hooks = IdleHooks(module)
@@ -183,7 +183,8 @@ _FRAMES = itertools.count()
 def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises `TraceError` for a call that can't be planned.
 
-    No parameter or input needs a gradient, a parameter has no shape yet, or an argument is nested.
+    Either no parameter or input needs a gradient, or a parameter has no shape yet, or an argument
+    is a nested tensor.
     """
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise TraceError(
@@ -214,14 +215,14 @@ def run_compiled(
     is_whole: bool = True,
     numbers_are_inputs: bool = True,
 ) -> Any:
-    """Calls a compiled function, and raises our own errors where it can't be captured or planned.
+    """Calls a compiled function; raises remat's own errors if it can't be captured or planned.
 
     Args:
         compiled: what `compile_call` returned.
         args: arguments of the call.
         kwargs: keyword arguments of the call.
-        is_whole: the function is compiled as one graph.
-        numbers_are_inputs: numbers that change become inputs, see `capture_settings`.
+        is_whole: whether the function is compiled as one graph.
+        numbers_are_inputs: whether numbers that change become inputs, see `capture_settings`.
 
     Raises:
         GraphBreak: it can't be captured as one graph.

@@ -24,7 +24,7 @@ class Executor:
     Attributes:
         asked: `eager`, `inductor` or `auto`.
         name: `eager` or `inductor`: what runs.
-        reason: why it was chosen, where `auto` was asked.
+        reason: why it was chosen, if `asked` is `auto`.
     """
 
     asked: str
@@ -38,7 +38,7 @@ class Executor:
         Args:
             asked: `eager`, `inductor` or `auto`.
             device_type: where the module is.
-            is_compiled: it was compiled before it was planned.
+            is_compiled: whether the module was compiled before it was planned.
         """
         if asked != "auto":
             return cls(asked, asked)
@@ -63,7 +63,7 @@ class Executor:
         return Piecewise(module, plan, costs)
 
     def gives_up_kernels(self, failure: RematError) -> bool:
-        """Changes to `eager` after a failure to plan for Inductor, if the choice was left open."""
+        """Changes from Inductor to `eager` after a failure, if `auto` was asked for."""
         if self.asked != "auto" or self.name == "eager":
             return False
         self.name, self.reason = "eager", f"Inductor can't run it: {str(failure).splitlines()[0]}"
@@ -71,7 +71,7 @@ class Executor:
         return True
 
     def text(self) -> str:
-        """Returns what runs and why; empty for `eager` that was asked for."""
+        """Returns what runs and why; empty if `eager` was asked for."""
         kernels = "Inductor's kernels" if self.name == "inductor" else "operator by operator"
         if self.asked == "eager":
             return ""

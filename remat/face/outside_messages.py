@@ -20,7 +20,7 @@ def outside_is_over(
     """Returns the warning for a step that held more than the budget of the module it calls."""
     calls = f"{num_calls} calls of the module before the backward" if num_calls > 1 else "its loss"
     remedy = (
-        "This plan was given and is not changed: solve for a budget that is smaller by that."
+        "This plan was given and is not changed: solve for a budget smaller by that much."
         if is_fixed
         else "The next plan leaves room for that."
     )
@@ -38,10 +38,10 @@ def nothing_fits_beside(
 ) -> BudgetError:
     """Returns the error for a step that exceeds the budget even with the plan of least peak."""
     return BudgetError(
-        f"with the plan of {type(module).__name__} that holds the least, the whole step held "
+        f"even with the plan of least peak for {type(module).__name__}, the whole step held "
         f"{describe_bytes(needed_bytes)}, above the budget of {describe_bytes(budget_bytes)}: "
-        f"{describe_bytes(beside_bytes)} of it are outside of the planned call (its loss, or other "
-        f"calls before the backward). {_REMEDY}",
+        f"{describe_bytes(beside_bytes)} of it were held outside of the planned call (its loss, or "
+        f"other calls before the backward). {_REMEDY}",
         budget_bytes=budget_bytes,
         minimum_bytes=needed_bytes,
         is_proved=False,
@@ -49,11 +49,11 @@ def nothing_fits_beside(
 
 
 def nothing_fits_outside(module: nn.Module, error: BudgetError, loss_bytes: int) -> BudgetError:
-    """Returns the error where no plan leaves enough for the loss; `error` is the solver's."""
+    """Returns the error if no plan leaves enough for the loss; `error` is the solver's."""
     return BudgetError(
         f"the whole step does not fit in the budget of {describe_bytes(error.budget_bytes)}: it "
         f"was measured to hold {describe_bytes(loss_bytes)} outside of {type(module).__name__} "
-        f"while its loss is computed, and with that the least budget known to work is "
+        f"while its loss is computed, and with that, the least budget known to work is "
         f"{describe_bytes(error.minimum_bytes)}. {_REMEDY}",
         budget_bytes=error.budget_bytes,
         minimum_bytes=error.minimum_bytes,

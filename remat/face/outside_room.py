@@ -1,4 +1,4 @@
-"""Reserves part of the budget for what a step holds outside of the planned call, as measured.
+"""Reserves budget for memory that a step was measured to hold outside of the planned call.
 
 A plan of one call does not contain a loss that is computed outside, or other calls before the
 backward. So the first step with each plan is measured as a whole, and if it exceeds the budget, the
@@ -32,10 +32,10 @@ from remat.run.measured_forward import WholeStep
 from remat.run.whole_step import await_backward
 
 _LOG = logging.getLogger(__name__)
-# Excess below which nothing is planned again, by device: a loss that is divided and its gradient,
-# as the allocators round them.
+# An excess up to this, by device, causes no new plan: it is that of a divided loss and its
+# gradient, as the allocators round them.
 _SCALARS_BYTES = {"cpu": 512, "cuda": 8192}
-_MOST_PLANS = 3  # that leave room for what was measured; after them the plan of least peak is run
+_MOST_PLANS = 3  # that leave room for measured memory; after them, the plan of least peak runs
 
 
 @dataclass(eq=False)
@@ -48,10 +48,10 @@ class OutsideRoom:
 
     Attributes:
         module: the planned module.
-        is_fixed: its plan was given, and can't leave room.
-        size_bytes: what is taken off the budget.
-        loss_bytes: what the step holds outside while the module's calls wait for their gradients,
-            without what the plan saved.
+        is_fixed: whether its plan was given, so that it can't leave room.
+        size_bytes: memory that is taken off the budget.
+        loss_bytes: memory that the step holds outside while the module's calls wait for their
+            gradients, without what the plan saved.
     """
 
     module: nn.Module
@@ -60,16 +60,16 @@ class OutsideRoom:
     loss_bytes: int = 0
     _open: list[_Unjudged] = field(default_factory=list)
     _least: list[Solution] = field(default_factory=list)  # plans of the least peak known
-    # bytes that the module returned, and of their gradients, when `loss_bytes` was measured
+    # bytes of the module's results and of their gradients, when `loss_bytes` was measured
     _measured_at: int = 0
     _tries: Counter[str] = field(default_factory=Counter)  # graph -> plans that left too little
     _has_warned: bool = False
 
     def plan(self, step: Step, make: Callable[[Step, int], Solution]) -> Solution:
-        """Returns the plan that `make` finds for a step beside what is reserved.
+        """Returns the plan that `make` finds for a step alongside the reserved memory.
 
-        What other calls hold depends on the plan, and may be less beside a plan that saves less. So
-        where no plan fits beside the measured memory, the plan of least peak is run nevertheless.
+        How much other calls hold depends on the plan: it may be less with a plan that saves less.
+        So if no plan fits alongside the measured memory, the plan of least peak still runs.
 
         Raises:
             BudgetError: no plan fits, even with nothing reserved for other calls.
@@ -94,9 +94,10 @@ class OutsideRoom:
         return least
 
     def with_loss(self, graph: Graph) -> Graph:
-        """Returns a step's graph with what is held outside while its loss is computed added.
+        """Returns a step's graph plus the memory held outside while the loss is computed.
 
-        The module's results and the gradients that arrive are part of it, and in the graph already.
+        That memory includes the module's results and the gradients that arrive for them; they are
+        in the graph already, and are not added again.
         """
         arrival = _arrival(graph)
         extra_bytes = self._loss_bytes(graph) - self.size_bytes - _arriving_bytes(graph)
@@ -109,7 +110,7 @@ class OutsideRoom:
     def _loss_bytes(self, graph: Graph) -> int:
         """Returns what is held while the loss is computed: as measured, or estimated.
 
-        For other shapes it is in proportion to what the module returns.
+        The estimate for another shape is proportional to the size of what the module returns.
         """
         arriving_bytes = _arriving_bytes(graph)
         if arriving_bytes == self._measured_at or not self._measured_at:
@@ -158,10 +159,10 @@ class OutsideRoom:
         """Returns True if a step exceeded the budget, so that everything has to be planned again.
 
         Args:
-            unplanned_bytes: what the plans leave room for besides.
+            unplanned_bytes: other memory that the plans leave room for.
 
         Raises:
-            BudgetError: the step exceeded it with the plan of least peak.
+            BudgetError: the step exceeded it even with the plan of least peak.
         """
         for entry in list(self._open):
             planned, whole = entry.planned, entry.planned.meter.whole
@@ -187,7 +188,7 @@ class OutsideRoom:
         return False
 
     def _room(self, planned: PlannedStep, whole: WholeStep, budget_bytes: int) -> tuple[int, int]:
-        """Returns what to take off the budget after a measured step, and what its loss holds."""
+        """Returns the bytes to take off the budget after a measured step, and those of its loss."""
         assert planned.solution.schedule is not None, "what ran has a schedule"
         own_bytes = simulate(planned.graph, planned.solution.schedule).peak_bytes
         if self._tries[planned.graph.fingerprint] >= _MOST_PLANS:
@@ -204,7 +205,7 @@ class OutsideRoom:
         """Warns once that the step exceeds the budget.
 
         Raises:
-            BudgetError: it exceeds it with the plan of least peak: no other plan can do better.
+            BudgetError: the plan of least peak exceeds it too, so no other plan can do better.
         """
         whole = planned.meter.whole
         needed_bytes = max(whole.peak_bytes if whole else 0, budget_bytes + 1)
@@ -228,7 +229,7 @@ class _Unjudged:
 
     Attributes:
         planned: the step with its plan.
-        room_bytes: what was taken off its budget.
+        room_bytes: memory that was taken off its budget.
         size: what all ranks agree to take off next.
         loss: what all ranks agree is held while the loss is computed.
     """
@@ -247,13 +248,13 @@ class _Planned:
 
 
 def _arrival(graph: Graph) -> int | None:
-    """Returns the operator that stands for gradients that arrive; None where there is none."""
+    """Returns the operator at which gradients arrive; None if there is none."""
     places = [i for i, op in enumerate(graph.operators) if op.target == "tangent"]
     return places[0] if places else None
 
 
 def _arriving_bytes(graph: Graph) -> int:
-    """Returns the bytes of what the forward returns, and of the gradients that arrive for it."""
+    """Returns the bytes of the forward's results, and of the gradients that arrive for them."""
     arrival = _arrival(graph)
     if arrival is None:
         return 0
@@ -265,5 +266,5 @@ def _arriving_bytes(graph: Graph) -> int:
 
 
 def _is_over(planned: PlannedStep, held_bytes: int, budget_bytes: int) -> bool:
-    """True where a step exceeded its budget by more than a few scalars."""
+    """True if a step exceeded its budget by more than a few scalars."""
     return held_bytes > budget_bytes + _SCALARS_BYTES[planned.meter.device]

@@ -61,7 +61,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def install(module: nn.Module, call: OwnCall) -> None:
-    """Makes `module(...)` run `call`, also where the module is compiled later."""
+    """Makes `module(...)` run `call`, even if the module is compiled later."""
     keep_plans()
     is_eager = not (isinstance(call, PlannedCall) and call.is_inductor)
     if is_compiled(module) and is_eager:
@@ -89,9 +89,9 @@ class PlannedCall(OwnCall):
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
     Without gradients the plain module runs; with them its planned step, captured at the first call
-    and again for every new shape. Where the parameters have gradients already, which accumulate,
-    the step has another plan that leaves room for them. A module that can't be captured whole runs
-    in pieces.
+    and again for every new shape. If the parameters already have gradients, which accumulate, the
+    step has another plan that leaves room for them. A module that can't be captured whole runs in
+    pieces.
     """
 
     _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
@@ -128,13 +128,13 @@ class PlannedCall(OwnCall):
 
     @property
     def is_inductor(self) -> bool:
-        """True where Inductor runs the plan."""
+        """True if Inductor runs the plan."""
         return self.executor.name == "inductor"
 
     def _keep_within_budget(self) -> None:
-        """Plans again where Inductor's kernels held more than the budget.
+        """Plans again if Inductor's kernels held more than the budget.
 
-        They do only where their memory could not be told before they ran.
+        That happens only if their memory could not be predicted.
         """
         peaks = [
             (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
@@ -144,7 +144,8 @@ class PlannedCall(OwnCall):
 
         if excess > 0:
             _LOG.warning(
-                "Inductor's kernels held %s more than the budget; planning again with less",
+                "Inductor's kernels held %s more than the budget; "
+                "planning again with a smaller budget",
                 describe_bytes(excess),
             )
             self.unplanned_bytes += excess
@@ -156,7 +157,7 @@ class PlannedCall(OwnCall):
         self.outside.forget()
 
     def _leave_room_outside(self) -> None:
-        """Plans again where the whole step held more than the budget."""
+        """Plans again if the whole step held more than the budget."""
         try:
             is_too_little = self.outside.is_too_little(self.unplanned_bytes)
         except BudgetError:
@@ -179,7 +180,7 @@ class PlannedCall(OwnCall):
         try:
             return self._planned(args, kwargs)
         except RematError as error:
-            # the frames in between are of no use to the user
+            # the frames in between don't help the user
             raise error.with_traceback(None) from error.__cause__
 
     def _planned(self, args: Any, kwargs: Any) -> Any:
@@ -282,7 +283,7 @@ class PlannedCall(OwnCall):
         )
 
         result = self._run_pieces(piecewise, in_pieces, args, kwargs)
-        # only after it succeeded: a call that fails, say for a wrong shape, decides nothing
+        # set only after a success: a call that fails, say for a wrong shape, decides nothing
         self.piecewise, self._in_pieces = piecewise, in_pieces
         return result
 
@@ -299,8 +300,8 @@ class PlannedCall(OwnCall):
     def _run_whole(self, args: Any, kwargs: Any) -> Any:
         """Runs the step as one graph.
 
-        Where an earlier capture succeeded, and this one fails with numbers as inputs, each value of
-        a number is captured separately from now on.
+        If an earlier capture succeeded, and this one fails with numbers as inputs, each value of a
+        number is captured separately from now on.
         """
 
         def run(*, numbers_are_inputs: bool) -> Any:
@@ -319,7 +320,7 @@ class PlannedCall(OwnCall):
         return result
 
     def _whole_step(self) -> Callable[..., Any]:
-        """Returns the step as one graph, planned beside the gradients that exist now."""
+        """Returns the step as one graph, planned with room for the gradients that exist now."""
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
         if held_bytes not in self._whole:
             self._whole[held_bytes] = compile_call(
@@ -353,7 +354,7 @@ class PlannedCall(OwnCall):
         )
 
     def _plan(self, step: Step, held_bytes: int, *, unplanned_bytes: int = 0) -> Solution:
-        """Returns the plan of a step, beside gradients and memory that is not planned."""
+        """Returns the plan of a step, with room for gradients and for unplanned memory."""
 
         def plan(step: Step, room_bytes: int) -> Solution:
             return self.plan(

@@ -1,8 +1,8 @@
 """Finds the modules that a function calls, without running it.
 
 They are found in its closure, defaults and bound object, in the arguments of a `functools.partial`,
-in its own arguments, and among the globals and attributes that its code names; in the same way in
-the functions of the user that it calls. Functions of installed libraries are skipped, except for
+in its own arguments, and among the globals and attributes that its code names. The user's functions
+that it calls are searched in the same way. Functions of installed libraries are skipped, except for
 the library that the function itself belongs to.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_MOST_ITEMS = 1000  # in a container that is searched: longer ones are data
+_MOST_ITEMS = 1000  # in a container that is searched; a longer one is taken for data
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 
@@ -26,8 +26,8 @@ _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
     """Returns name -> module for the outermost modules that a call of `function` reaches.
 
-    A module that only running the function can find, such as an entry of a library's registry, is
-    missed.
+    A module that can be found only by running the function, such as an entry of a library's
+    registry, is missed.
 
     >>> import functools
     >>> model = nn.Linear(2, 1)
@@ -159,7 +159,7 @@ def _library_of(function: Any) -> str:
 
 
 def _is_torchs(value: Any) -> bool:
-    """True for objects of torch itself and builtins, which refer to nothing of the user's."""
+    """True for objects of torch itself and builtins, which refer to no user objects."""
     is_named = isinstance(value, FunctionType | type)
     home = value.__name__ if isinstance(value, ModuleType) else (value if is_named else type(value))
     return str(getattr(home, "__module__", home)).split(".")[0] in ("torch", "builtins")

@@ -55,11 +55,11 @@ class Recaptures:
 
 _ON_SHAPES = (
     "Each new shape is captured and planned once: pad batches to a few lengths, drop the last "
-    "short batch, or declare the largest with "
+    "short batch, or declare the largest size with "
     "torch._dynamo.mark_dynamic(tensor, dim, max=...), whose schedule then serves smaller ones"
 )
 _ON_VALUES = (
-    "Floats and ints that are only used in arithmetic become inputs once they changed, and need "
+    "Floats and ints that are only used in arithmetic become inputs once they change, and need "
     "no further plan. A number that decides sizes, loops or branches, or that torch needs before "
     "the step runs (dropout's p, an eps), needs a plan for each value: pass it as a tensor, move "
     "it out of the planned module, or use only a few values"

@@ -1,4 +1,4 @@
-"""Step functions: a function as a module, so that all that it calls is planned as one step."""
+"""Step functions: a function as a module; everything it calls is planned as one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepFunction(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        vars(self)["function"] = function  # not registered as a child, even where it is a module
+        vars(self)["function"] = function  # not registered as a child, even if it is a module
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> StepFunction:
@@ -41,7 +41,7 @@ class StepFunction(nn.Module):
         return self.function(*args, **kwargs)
 
     def reach(self, args: Any, kwargs: Any) -> bool:
-        """Makes the modules that a call reaches children; returns True if they changed."""
+        """Makes the modules that a call reaches its children; returns True if they changed."""
         found = reached_modules(self.function, args, kwargs)
         if found == dict(self.named_children()):
             return False
@@ -80,7 +80,7 @@ class PlannedFunction:
         return f"<planned {self.__wrapped__!r}>"
 
     def __get__(self, owner: Any, _: type | None = None) -> Any:
-        """Binds it like a function where it is an attribute of a class."""
+        """Binds it like a function if it is an attribute of a class."""
         return self if owner is None else MethodType(self, owner)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -115,7 +115,7 @@ def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
 
 
 def planned_step(model: Any) -> nn.Module | None:
-    """Returns the module behind what `checkpoint` or `wrap` returned, None for a plain function."""
+    """Returns a module itself, a planned function's module, or None for a plain function."""
     if isinstance(model, nn.Module):
         return model
     return model.step if isinstance(model, PlannedFunction) else None

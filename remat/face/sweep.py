@@ -34,11 +34,11 @@ def sweep(
 ) -> list[list[Solution]]:
     """Returns one list per graph, with one solution per budget.
 
-    Where nothing was found, the solution's status says so.
+    If nothing was found, the solution's status says so.
 
     Runs in local processes, or inside `with joblib.parallel_config("dask")` (or `"ray"`) on that
-    cluster. The time limit is for each task. To share work between the budgets of one graph, see
-    `frontier`.
+    cluster. The time limit applies to each task. To share work between the budgets of one graph,
+    see `frontier`.
 
     Args:
         graphs: from `trace`, `Graph.load` or `Graph.from_arrays`.
@@ -79,7 +79,7 @@ def sweep(
 
 @contextmanager
 def _ending_workers() -> Iterator[None]:
-    """Turns SIGTERM into `SystemExit`, so that joblib ends its workers and none is left behind.
+    """Turns SIGTERM into `SystemExit`, so that joblib ends its workers.
 
     A handler that the program has installed itself is left alone.
     """

@@ -49,7 +49,9 @@ def trace_kernels(
     autocast: torch.dtype | None = None,
     differentiate: str = "scalars",
 ) -> Graph:
-    """Returns the graph of a step in Inductor's kernels; None is the model's own device.
+    """Returns the graph of a step in Inductor's kernels.
+
+    If `device` is None, it is the model's own.
 
     Raises:
         ValueError: this machine has no device of that kind.
@@ -59,8 +61,8 @@ def trace_kernels(
     if kind == "cuda" and not torch.cuda.is_available():
         wanted = device.name if device else "that of the model"
         raise ValueError(
-            'executor="inductor" plans the kernels of devices that are there, and this machine has '
-            f'no GPU such as {wanted}; use executor="eager", which traces for any device'
+            'executor="inductor" plans kernels for devices of this machine, and this machine has no'
+            f' GPU such as {wanted}; use executor="eager", which traces for any device'
         )
 
     if device and costs == "roofline":

@@ -1,1 +1,1 @@
-"""Whether a training will fit on a device: models, optimizers, batch sizes."""
+"""Whether training will fit on a device: models, optimizers, batch sizes."""

@@ -1,4 +1,4 @@
-"""The answer of `remat.fits`: whether a step fits, its plan and memory, and a table of them."""
+"""The answer of `remat.fits`: whether a step fits, its plan and memory, and a table."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Fit:
         device: the device planned for.
         budget_bytes: the memory that may be used.
         graph: the step as the device would run it.
-        held: what is in memory beside the step.
+        held: what is in memory besides the step.
         solution: the plan with the least overhead that was found; None if none fits. Its budget is
             that of the step alone.
         optimizer_step_bytes: the peak while the optimizer steps.
         minimum_bytes: the smallest budget that is known to work.
-        bound_bytes: no smaller budget works in this order of operators; proved.
+        bound_bytes: no smaller budget works in this order of operators (proved).
         plain_bytes: the peak of the step in plain PyTorch. It is usually more than keeping
             everything in the captured step, which drops operators that compute nothing. None if
             the step can't run without data, or for the batches of `max_batch`.
@@ -83,7 +83,7 @@ class Fit:
         return self.solution.cost_s if self.solution is not None else float("inf")
 
     def record(self) -> dict[str, Any]:
-        """Returns the figures for JSON; None for those that it lacks."""
+        """Returns the figures for JSON; None for those that are missing."""
         return {
             "fits": bool(self),
             "status": str(self.status),
@@ -143,7 +143,7 @@ class Fit:
         if fixed > self.budget_bytes:
             share = -(-fixed // self.budget_bytes)
             return (
-                f"Parameters, gradients, optimizer state{self._beside} alone take "
+                f"The parameters, gradients and optimizer state{self._beside} alone take "
                 f"{format_bytes(fixed)}, and recomputing does not change that: shard them over "
                 f"more than {share} such devices, or use an optimizer with less state."
             )

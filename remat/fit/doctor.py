@@ -1,4 +1,4 @@
-"""The checks of `remat doctor`: versions, devices, solvers, the cache, a small problem solved."""
+"""The checks of `remat doctor`: versions, devices, solvers, the cache, a small problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BACKENDS = "highspy", "pulp", "numba"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check; `is_ok` is None if it only informs."""
+    """The result of one check; `is_ok` is None if it is only information."""
 
     name: str
     is_ok: bool | None
@@ -87,7 +87,7 @@ def _module(name: str) -> Finding:
 
 
 def _inductor() -> Finding:
-    """What `executor="inductor"` compiles with."""
+    """Returns which compilers `executor="inductor"` can use."""
     compiler = shutil.which("g++")
     found = [f"{compiler} for CPUs" if compiler else "no g++, so not for CPUs"]
     try:

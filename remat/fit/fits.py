@@ -31,7 +31,7 @@ def fits(
     time_limit_s: float = 20.0,
     executor: str = "eager",
 ) -> Fit:
-    """Returns whether a training step of `model(*args, **kwargs)` fits, and its plan and memory.
+    """Returns whether a step of `model(*args, **kwargs)` fits, and its plan and memory.
 
     Nothing is allocated and no device is needed. The model may be on the meta device (`with
     torch.device("meta"):`), so this works for 70 billion parameters on a laptop.
@@ -40,25 +40,25 @@ def fits(
         model: any module, or a step function.
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
-        device: a name of the device table, such as "H100"; this machine's device if empty.
+        device: a name in the device table, such as "H100"; this machine's device if empty.
         budget: the memory that may be used; all of the device's by default. A percentage refers to
-            the peak of keeping everything, with optimizer state, accumulated gradients and reserve.
+            the peak of keeping everything, plus optimizer state, accumulated gradients and reserve.
         optimizer: "adamw", "sgd", "momentum", "adafactor", "adamw-8bit", ...
             (`remat.fit.optimizer_memory.OPTIMIZERS`), "none", or a class or function that makes an
-            optimizer of parameters, whose memory is measured on fake tensors.
+            optimizer for given parameters; its memory is measured on fake tensors.
         reserve_bytes: kept free, for communication buffers or the context of other libraries.
         is_accumulating: whether gradients of earlier micro-batches are held during the step.
         autocast: the type of `torch.autocast` that the step runs under.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
-        time_limit_s: how long the search for the least peak may take, and how long a solver that
-            is given by name.
+        time_limit_s: time limit of the search for the least peak, and also of the solver if it is
+            given by name.
         executor: "eager", or "inductor" for a step in fused kernels, on a device of this machine.
-            Their peak is near that of the compiled code, which only compiling shows.
+            Their peak is close to the compiled code's, which is known only after compiling.
 
     Raises:
         ValueError: an unknown device, executor or optimizer, a malformed budget, or a negative
             reserve.
-        TypeError: the optimizer is not one, or can't step on fake tensors.
+        TypeError: `optimizer` does not make an optimizer, or it can't step on fake tensors.
         TraceError: the step can't be captured as one graph.
     """
     question = Question.of(

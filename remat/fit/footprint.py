@@ -1,4 +1,4 @@
-"""The memory at the peak of a training step by use, with the optimizer."""
+"""The memory at the peak of a training step, by use, including the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.fit.optimizer_memory import OptimizerMemory
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a training holds in memory beside the step itself.
+    """What training holds in memory besides the step itself.
 
     Attributes:
         optimizer: the memory of the optimizer.
@@ -31,12 +31,12 @@ class Held:
 
     @property
     def throughout_bytes(self) -> int:
-        """Bytes held beside the step and beside the optimizer's own."""
+        """Bytes held all the time, besides the step and the optimizer."""
         return self.reserve_bytes + self.library_bytes
 
     @property
     def total(self) -> int:
-        """Bytes held beside the step during forward and backward."""
+        """Bytes held besides the step during forward and backward."""
         return self.optimizer.state_bytes + self.accumulated_bytes + self.throughout_bytes
 
 
@@ -48,8 +48,8 @@ class Footprint:
         parameters: the model's parameters.
         buffers_and_inputs: the model's buffers, and the batch.
         optimizer: the optimizer's state, the reserve, and what cuBLAS holds.
-        gradients: gradients that the step returns, those computed until the peak; and accumulated
-            ones.
+        gradients: the gradients that the step returns, as far as they exist at the peak, and
+            accumulated ones.
         activations: values of the forward that are saved or recomputed.
         temporaries: other values of the forward, intermediate gradients, and operators' workspace.
     """
@@ -75,7 +75,7 @@ class Footprint:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, held: Held) -> Footprint:
-        """Returns the memory at a schedule's peak, with what is held beside the step."""
+        """Returns the memory at a schedule's peak, with what is held besides the step."""
         parts = Composition.of(graph, schedule).at(simulate(graph, schedule).peak_step)
         return cls(
             parameters=parts[Category.PARAMETERS],

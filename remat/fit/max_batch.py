@@ -3,7 +3,7 @@
 The least peak of a step is nearly affine in the batch size, so the largest batch is found by the
 secant method. Each batch on the way is traced and its least peak is searched for. A larger batch
 spreads the fixed cost of operators over more samples and makes matrix products more efficient; at
-some point recomputation costs more than that saves.
+some point recomputation costs more than this saves.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def max_batch(
 
     Args:
         model: any module, or a step function; as for `fits`, it may be on the meta device.
-        make_args: batch size -> tuple of the model's inputs; called under fake tensors, so it
+        make_args: batch size -> tuple of the model's inputs; called in fake-tensor mode, so it
             allocates nothing.
         budget: the memory that may be used; all of the device's by default.
         limit: the largest batch to try.
-        points: how many batches are planned at most, from the largest that needs no recomputation
-            to the largest that fits.
+        points: the most batches to plan, from the largest that needs no recomputation to the
+            largest that fits.
         **options: those of `fits`: `device`, `optimizer`, `reserve_bytes`, `autocast`,
             `time_limit_s` per batch, ...
 
@@ -138,7 +138,7 @@ def max_batch(
     """
     if isinstance(budget, str) and "%" in budget:
         raise ValueError(
-            f"budget {budget!r} is a percentage, which would be another budget for every batch; "
+            f"budget {budget!r} is a percentage, which would be a different budget for each batch; "
             "write it in bytes"
         )
 

@@ -1,8 +1,8 @@
 """The memory of an optimizer's state and step, measured on fake tensors.
 
 The optimizer runs two steps on fake tensors with the shapes and types of the parameters, and every
-storage that it makes is counted. This works for any `torch.optim.Optimizer`, also from other
-libraries.
+storage that it makes is counted. This works for any `torch.optim.Optimizer`, including those of
+other libraries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OptimizerMemory:
 def optimizer_memory(
     optimizer: str | MakeOptimizer, parameters: Iterable[nn.Parameter], *, device_type: str = "cpu"
 ) -> OptimizerMemory:
-    """Returns the memory of an optimizer of these parameters from its first step on.
+    """Returns the memory of an optimizer for these parameters from its first step on.
 
     Args:
         optimizer: one of `OPTIMIZERS`, or a class or function that makes an optimizer, such as
@@ -82,7 +82,7 @@ def optimizer_memory(
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Returns the bytes that an optimizer's state has from its first step on.
+    """Returns the bytes that an optimizer's state takes from its first step on.
 
     They are measured on a new optimizer of the same class and defaults. Wrappers of other libraries
     (`accelerate`, Lightning) are removed first.
@@ -100,8 +100,8 @@ def state_bytes_of(optimizer: Optimizer) -> int:
 def bytes_to_keep_free(optimizer: Optimizer, *, of_card: bool) -> int:
     """Returns the bytes to reserve for an optimizer's state.
 
-    In a given budget, this is all of its state. In the memory that a GPU has left (`of_card`), only
-    the state that does not exist yet: a resumed training has its state on the GPU already.
+    Of a given budget, that is all of its state. Of the memory that a GPU has left (`of_card`), it
+    is only the state that does not exist yet: a resumed run has its state on the GPU already.
     """
     to_come = state_bytes_of(optimizer)
     if not of_card:
@@ -114,7 +114,7 @@ def _maker(optimizer: str | MakeOptimizer) -> tuple[MakeOptimizer, str]:
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
             raise ValueError(
-                f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or pass "
+                f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}, or pass "
                 "its class"
             )
         return OPTIMIZERS[optimizer.lower()], optimizer.lower()

@@ -41,8 +41,8 @@ def plain_peak_bytes(
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
         traced_on: the device type of the fake tensors.
-        device_type: the device type to count for; on `cuda` sizes are rounded as by its allocator,
-            and dropout is its fused kernel.
+        device_type: the device type to count for; on `cuda` sizes are rounded as its allocator
+            does, and dropout runs as its fused kernel.
     """
     is_cuda = device_type == "cuda"
     counted = CountStorages(CUDA_GRANULARITY_BYTES if is_cuda else 1, workspace_of=device_type)

@@ -40,15 +40,15 @@ class Question:
 
     Attributes:
         model: any module; a step function is wrapped in one.
-        device: what to plan for.
+        device: the device to plan for.
         budget: the memory that may be used; None for all of the device's.
         optimizer: the memory of the optimizer.
         reserve_bytes: kept free.
         is_accumulating: whether gradients of earlier micro-batches are held during the step.
         autocast: the type of `torch.autocast` that the step runs under; None without it.
         solver: a name or a solver.
-        time_limit_s: how long the search for the least peak may take, and how long a solver that
-            is given by name.
+        time_limit_s: time limit of the search for the least peak, and also of the solver if it is
+            given by name.
         executor: what runs the plan, `eager` or `inductor`.
     """
 
@@ -111,7 +111,7 @@ class Question:
     def plain_bytes(
         self, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> int | None:
-        """Returns the peak of the step in plain PyTorch, with what is held beside it."""
+        """Returns the peak of the step in plain PyTorch, with what is held besides it."""
         with as_on(self.device, autocast=self.autocast):
             step_bytes = plain_peak_bytes(
                 self.model,
@@ -127,7 +127,7 @@ class Question:
 
     @cached_property
     def held(self) -> Held:
-        """What is in memory beside the step."""
+        """What is in memory besides the step."""
         gradient_bytes = sum(
             p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
         )
@@ -141,7 +141,7 @@ class Question:
         )
 
     def budget_bytes(self, graph: Graph) -> int:
-        """Returns the budget, with what is held beside the step.
+        """Returns the budget for the step and what is held besides it.
 
         A percentage refers to the peak of keeping everything in `graph`, plus what is held.
         """

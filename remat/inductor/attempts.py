@@ -1,4 +1,4 @@
-"""Which plans were tried so that a step's kernels fit a budget, and which to try next."""
+"""The plans tried to make a step's kernels fit a budget, and the next one to try."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from dataclasses import dataclass, field
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
 
-ATTEMPTS = 4  # at a plan whose kernels fit the budget
-_ATTEMPTS_COPYING = 2  # of them, before convolutions keep the layouts of their inputs
-_LEAST_SLOPE = 0.5  # of the kernels' peak against the plan's, where the next plan is chosen
+ATTEMPTS = 4  # compiled plans above the budget, after which there is an error
+_ATTEMPTS_COPYING = 2  # such plans, after which convolutions keep the layouts of their inputs
+_LEAST_SLOPE = 0.5  # of the secant (kernels' peak against plan's peak) that gives the next plan
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Attempts:
-    """Chooses how much less than the budget each plan may hold, until its kernels hold no more.
+    """Chooses the budget of each next plan, until a plan's kernels fit the step's budget.
 
-    Kernels may hold less than their plan, as Inductor fuses more than the plan knows of. So where
-    no plan fits, the one with the least peak is tried, once. Where the kernels of two plans hold
-    too much on a GPU, convolutions keep the layouts of their inputs from then on. That is slower
-    there, but needs no copies.
+    Kernels may hold less than their plan, because Inductor fuses more than the plan assumes. So if
+    no plan fits the budget, the plan with the lowest peak is still compiled, once. On a GPU, if the
+    kernels of two plans exceed the budget, convolutions keep the layouts of their inputs from then
+    on. That is slower there, but needs no copies.
 
     Attributes:
-        room_bytes: how much less than the budget the next plan may hold; negative where it may hold
-            more than the kernels may.
+        room_bytes: how far the next plan's budget is below the step's; negative if it is above.
         keeps_layouts: see `CompiledHalves`.
         held: for each plan that was compiled, its `room_bytes` and the peak of its kernels.
-        budget_bytes: of the kernels of the last of them.
-        refusal: of the first plan that did not fit.
+        budget_bytes: the budget for the kernels of the last compiled plan.
+        refusal: the error for the first plan that did not fit the budget.
     """
 
     room_bytes: int = 0
@@ -41,7 +40,7 @@ class Attempts:
     _may_keep_layouts: bool = False
 
     def refused(self, error: BudgetError) -> None:
-        """Notes that no plan is that small.
+        """Notes that no plan fits the budget it was given.
 
         Raises:
             BudgetError: nothing is left to try.
@@ -69,7 +68,7 @@ class Attempts:
         self.room_bytes += self._more_room(peak_bytes - budget_bytes)
         self._may_keep_layouts = may_keep_layouts and not self.keeps_layouts
 
-        next_ = "with less"
+        next_ = "with a smaller budget"
         if self._may_keep_layouts and len(self.held) == _ATTEMPTS_COPYING:
             self._keep_layouts()
             next_ = "with the layouts of convolutions' inputs kept"
@@ -83,12 +82,12 @@ class Attempts:
         )
 
     def error(self) -> BudgetError:
-        """Returns the error for a step whose kernels hold too much with each of its plans."""
+        """Returns the error for a step whose kernels exceed the budget with every plan tried."""
         least_bytes = min(peak for _, peak in self.held)
         return BudgetError(
             f"Inductor's kernels hold {describe_bytes(least_bytes)} with the best of "
-            f"{len(self.held)} plans, and the budget leaves {describe_bytes(self.budget_bytes)}; "
-            'raise it to at least that, or use executor="eager"',
+            f"{len(self.held)} plans, but the budget leaves {describe_bytes(self.budget_bytes)} "
+            'for them; raise it by the difference, or use executor="eager"',
             budget_bytes=self.budget_bytes,
             minimum_bytes=least_bytes,
             is_proved=False,
@@ -100,10 +99,10 @@ class Attempts:
         self.refusal = None
 
     def _more_room(self, excess_bytes: int) -> int:
-        """Returns how much less the next plan may hold, so that its kernels lose the excess.
+        """Returns by how much to lower the next plan's budget so that its kernels should fit.
 
-        It follows the secant through the last two plans, as the kernels' peak falls by less than
-        the plan's.
+        It follows the secant through the last two plans, because the kernels' peak falls by less
+        than the plan's.
         """
         if len(self.held) < 2:
             return excess_bytes

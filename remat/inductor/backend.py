@@ -1,10 +1,10 @@
-"""Plans that Inductor runs: fused kernels within the budget, known before the first step.
+"""The `torch.compile` backend that runs plans through Inductor, within the budget.
 
-Inductor lets another partitioner cut its joint graph into forward and backward
-(`torch._inductor.config.custom_partitioner_fn`). By then dropout draws from seeds that the forward
-makes (`inductor_seeds`): they are saved, and masks are made again from them, the same in every
-recomputation. Each half is compiled in the plan's order, and a dry run tells what its kernels hold.
-Where that is more than the budget, the step is planned and compiled again with less.
+Inductor lets a custom partitioner cut its joint graph into forward and backward
+(`torch._inductor.config.custom_partitioner_fn`). In this graph, dropout already draws from seeds
+that the forward makes (`inductor_seeds`). The seeds are saved, and every recomputation makes the
+same masks from them. Each half is compiled in the plan's order, and a dry run tells what its
+kernels hold. If they exceed the budget, the step is planned and compiled again with a smaller one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make_inductor_backend(
 
         if planned:
             if planned.meter.device == "cuda":
-                planned.meter.num_unmeasured = 1  # the first step also tries Triton's kernels
+                planned.meter.num_unmeasured = 1  # the first step also tunes Triton's kernels
             on_planned(
                 replace(
                     planned,
@@ -113,10 +113,10 @@ def _within_budget(
     plan: Planner,
     plain: PlainForward | None,
 ) -> _Compilation:
-    """Plans and compiles a step until its kernels fit the budget, as `Attempts` chooses.
+    """Plans and compiles a step, as `Attempts` chooses, until its kernels fit the budget.
 
     Raises:
-        BudgetError: the kernels of no plan do.
+        BudgetError: no plan's kernels fit.
     """
     attempts = Attempts()
     while True:
@@ -145,7 +145,7 @@ def _within_budget(
 
 
 def _may_copy_layouts(step: TracedStep) -> bool:
-    """Says whether Inductor may copy what convolutions read; see `CompiledHalves`."""
+    """Says whether Inductor may copy the inputs of convolutions; see `CompiledHalves`."""
     return step.graph.device != "cpu" and any(
         op.target.startswith("aten.convolution") for op in step.graph.operators
     )
@@ -166,9 +166,9 @@ class _Compilation:
         read: reads a joint graph as a step.
         plan: step -> solution.
         plain: can run the step as plain PyTorch.
-        room_bytes: kept from the plan; negative where it may hold more than the kernels may.
+        room_bytes: how far the plan's budget is below the step's; negative if it is above.
         keeps_layouts: see `CompiledHalves`.
-        compiled: the step; set by `compile`.
+        compiled: the compiled step; set by `compile`.
         planned: its plan; None where nothing needs a gradient.
     """
 
@@ -193,13 +193,13 @@ class _Compilation:
             )
 
     def wait(self) -> None:
-        """Returns when the kernels are compiled."""
+        """Waits until the kernels are compiled."""
         if self._halves:
             self._halves.wait()
 
     @property
     def peak_bytes(self) -> int | None:
-        """What the step will hold; None where that is unknown before it runs."""
+        """The peak of the step; None where it is unknown before the step runs."""
         held = self._halves.peaks_bytes if self._halves else None
         if self.planned is None or held is None:
             return None

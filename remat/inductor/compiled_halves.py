@@ -1,4 +1,4 @@
-"""The two halves of a split step as Inductor's kernels, and what they hold."""
+"""The two halves of a split step as Inductor's kernels, and how much memory they hold."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ _LOG = logging.getLogger(__name__)
 class CompiledHalves:
     """Compiles the forward of a split step, then its backward, in the plan's order.
 
-    What the kernels hold is known before they are compiled. The forward's are compiled in other
-    processes while the backward's are written; those of a plan that holds too much are not
-    compiled.
+    How much the kernels hold is known before they are compiled. The forward's kernels are compiled
+    in other processes while Inductor writes the backward's. The kernels of a plan that holds too
+    much are not compiled.
 
     Attributes:
         step: the step, operator by operator.
-        limits_bytes: the most that the forward's and the backward's kernels may hold, beside what
-            exists throughout.
-        keeps_layouts: convolutions get no copies of their inputs in another layout, memory that no
-            plan knows of. On a CPU they never get any.
-        memory: is it the backward? -> what that half will hold; empty where Inductor does not say.
+        limits_bytes: the most that the forward's and the backward's kernels may hold, in addition
+            to the tensors that exist throughout.
+        keeps_layouts: convolutions get no copies of their inputs in another layout; no plan counts
+            the memory of such copies. On a CPU they never get any.
+        memory: is it the backward? -> the memory of that half; no entry where a dry run is not
+            possible.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class CompiledHalves:
         self.step, self.limits_bytes = step, limits_bytes
         self.keeps_layouts = keeps_layouts or step.graph.device == "cpu"
         self.memory: dict[bool, HalfMemory] = {}
-        self._arriving_bytes = 0  # of gradients
+        self._arriving_bytes = 0  # of the gradients that arrive for the backward
         self._modules: list[CompiledModule] = []
 
         inputs = step.module.graph.find_nodes(op="placeholder")
-        # names of what exists throughout a half: inputs, and what the forward returned
+        # names of tensors that exist throughout a half: inputs, and what the forward returned
         self._resident = {node.name for node in inputs}
         given = split.backward.graph.find_nodes(op="placeholder")
         num_saved = len(_results(split.forward)) - step.num_forward_outputs
@@ -100,7 +101,7 @@ class CompiledHalves:
             num_returned = 0 if is_backward else self.step.num_forward_outputs
             memory = dry_run(module, inputs, device, is_resident, num_returned)
             self.memory[is_backward] = memory
-            if not is_backward:  # what is saved of an input may be a copy in another layout
+            if not is_backward:  # a saved input may be a copy in another layout
                 stays = list(map(operator.or_, memory.is_input, memory.is_returned))
                 self._resident -= set(self._saved)
                 self._resident.update(compress(self._saved, stays[num_returned:]))
@@ -113,7 +114,7 @@ class CompiledHalves:
         return compiled
 
     def wait(self) -> None:
-        """Waits until all kernels are compiled; without it, each first call waits for its kernel.
+        """Waits until all kernels are compiled; otherwise a kernel's first call waits for it.
 
         Raises:
             TraceError: a kernel can't be compiled.
@@ -130,9 +131,9 @@ class CompiledHalves:
 
     @property
     def peaks_bytes(self) -> tuple[int, int] | None:
-        """What the forward and the backward hold beside what exists throughout.
+        """The peaks of the forward and the backward, without tensors that exist throughout.
 
-        None where that is unknown.
+        None where they are unknown.
         """
         if len(self.memory) < 2:
             return None
@@ -140,12 +141,12 @@ class CompiledHalves:
         return forward.peak_bytes, forward.end_bytes + self._arriving_bytes + backward.peak_bytes
 
     def _is_within_limit(self, is_backward: bool) -> bool:
-        """Says whether what is compiled so far holds no more than planned."""
+        """Says whether the halves compiled so far hold no more than their limits."""
         held = self.peaks_bytes or (self.memory[is_backward].peak_bytes,)
         return all(map(operator.le, held, self.limits_bytes))
 
     def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
-        """Returns the bytes of what the forward returned and the backward is not given."""
+        """Returns the bytes that stay after the forward and are not inputs of the backward."""
         if False not in self.memory:
             return 0
         num_saved = len(self._saved)

@@ -1,9 +1,9 @@
 """The memory of a half that Inductor compiled, known before it runs.
 
-Inductor compiles a half to a Python function: it allocates buffers, calls kernels on them, and
-deletes each after its last use. Here that function itself runs, on fake tensors and with kernels
-that do nothing, while the bytes of all live storages are counted. So the number includes whatever
-Inductor decided about reuse, work in place and the order of deletions.
+Inductor compiles a half to a Python function that allocates buffers, calls kernels on them, and
+deletes each buffer after its last use. Here that function itself runs, on fake tensors and with
+kernels that do nothing, while the bytes of all live storages are counted. So the count reflects
+what Inductor decided about buffer reuse, in-place operators and the order of deletions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ALLOCATION = "empty_strided_"
 
 @dataclass(frozen=True)
 class HalfMemory:
-    """What a half will hold, beside what it is given and what exists throughout.
+    """The memory of a half, above what is held when it begins.
 
     Attributes:
-        peak_bytes: the most at once, above what it holds when it begins.
-        end_bytes: what it leaves above that, results included: negative where it frees more of what
-            it was given.
+        peak_bytes: the most held at once.
+        end_bytes: what is held at its end, results included; negative if it frees more of its
+            inputs than it makes.
         is_input: for each result, whether it is one of the inputs that exist throughout.
-        is_returned: for each result, whether the caller gets it, under this name or another.
+        is_returned: for each result, whether it shares memory with a result that the caller gets.
     """
 
     peak_bytes: int
@@ -50,12 +50,12 @@ def dry_run(
     is_resident: Sequence[bool],
     num_returned: int = 0,
 ) -> HalfMemory:
-    """Runs a compiled half without computing anything.
+    """Returns the memory of a compiled half, which it runs without computing anything.
 
     Args:
-        compiled: what Inductor wrote.
-        inputs: tensors of the sizes that it will be given, fake ones as a rule, and numbers.
-        device_type: whose allocator and operators count, `cpu` or `cuda`.
+        compiled: the module that Inductor wrote.
+        inputs: tensors of the sizes of its inputs, usually fake ones, and numbers.
+        device_type: `cpu` or `cuda`, whose allocator and operators' workspace are counted.
         is_resident: for each input, whether its caller holds it as well.
         num_returned: how many of the results the caller gets; the others are saved.
     """
@@ -90,7 +90,7 @@ def _made_again(value: Any) -> Any:
 
 
 def _without_kernels(compiled: CompiledModule) -> dict[str, Any]:
-    """Returns the names that the function looks up: fake allocations, kernels that do nothing."""
+    """Returns the function's global names, with fake allocations and kernels that do nothing."""
     names = dict(compiled.names)
     for name in names:
         if name.startswith(_ALLOCATION):

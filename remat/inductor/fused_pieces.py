@@ -1,12 +1,12 @@
 """A step that `torch.compile` cuts into pieces, each of which Inductor compiles.
 
-The pieces are planned as one step (`remat.pieces`). Here each is a graph of kernels, and its halves
-are compiled for the schedule that the joined plan gives it. Until there is a plan it runs with the
-least memory, also in kernels, so it is compiled twice.
+The pieces are planned as one step (`remat.pieces`). Here each piece is a graph of kernels, and its
+halves are compiled for the schedule that the joined plan gives it. Until there is a plan, the piece
+runs with the least memory known, also as kernels, so it is compiled twice.
 
-A dry run of each half tells by how much its kernels hold more than its part of the plan. The plan's
-memory, plus this excess while the half runs, is what the step will hold. Where that is above the
-budget, the step is planned and compiled again with less.
+A dry run of each half tells by how much its kernels exceed their part of the plan. The step will
+hold the plan's memory, plus this excess while the half runs. If that is above the budget, the step
+is planned and compiled again with a smaller budget.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class FusedPiece(Piece):
         share_paddings(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
-        # by the number of the halves: how much more than planned the kernels of the forward and of
-        # the backward hold
+        # for each number of halves: by how much the kernels of the forward and of the backward
+        # exceed the plan
         self.excess_bytes: list[tuple[int, int] | None] = []
 
         if self.num_numbers or any("with_effects" in str(n.target) for n in self.joint.graph.nodes):
             raise TraceError(
                 "a piece of this step has an operator with an effect, such as a check, or takes a "
-                "number that changes, and Inductor's pieces have neither; use "
-                'executor="eager"'
+                "number that changes, and remat supports neither for pieces that Inductor "
+                'compiles; use executor="eager"'
             )
 
     def step(self, copied: Copied) -> FusedStep:
@@ -78,7 +78,7 @@ class FusedPiece(Piece):
         return split(fused.step, fused.unfused(schedule), is_free_order=True)
 
     def compiled(self, copied: Copied, schedule: Schedule) -> tuple[BoxedFunction, BoxedFunction]:
-        """Returns both halves; their kernels hold what the schedule does where that is possible."""
+        """Returns both halves; where possible, their kernels hold no more than the schedule."""
         fused, halves = self.step(copied), self.split(copied, schedule)
         resident_bytes, mark = fused.graph.resident_bytes, schedule.num_forward_steps
         bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
@@ -119,9 +119,9 @@ def compiled_by_inductor(
     compile_backward: Callable[[fx.GraphModule, Any], Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
 ) -> Callable[..., Any]:
-    """Returns a dynamo graph compiled as Inductor does, its joint graph split by `partition`.
+    """Compiles a dynamo graph as Inductor does; `partition` splits its joint graph.
 
-    Its halves run what each plan says, and are compiled once there is one.
+    Its halves run the piece's part of the plan, and are compiled once there is a plan.
     """
     refuse_lost_updates(module)
     refuse_cudnn_rnns(module)
@@ -163,10 +163,10 @@ class FusedPiecewise(Piecewise):
         unplanned_bytes: int = 0,
         kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
-        """Plans a path, and again with less while its kernels would hold more than the budget.
+        """Plans a path; plans again with a smaller budget until its kernels fit.
 
         Raises:
-            BudgetError: the kernels of no plan fit.
+            BudgetError: no plan's kernels fit.
         """
         attempts = Attempts(kernels_room_bytes)
         while True:
@@ -190,7 +190,7 @@ class FusedPiecewise(Piecewise):
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule
     ) -> int | None:
-        """Returns what the kernels will hold; None where Inductor does not say."""
+        """Returns the peak of the kernels; None where it is unknown before they run."""
         steps, mark = schedule.steps, schedule.num_forward_steps
         extra_bytes = [0] * len(steps)
         excess = []

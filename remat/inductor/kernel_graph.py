@@ -1,20 +1,20 @@
 """A traced step as Inductor runs it.
 
-Elementwise operators are part of what reads them, and their values never exist.
+Elementwise operators are part of the kernels that read them, and their results are never stored.
 
 Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
-Here an operator whose readers all end up in one kernel is joined to it: an operator of the fused
-graph is a kernel, reads what all its members read, and writes what its last one writes. Its cost is
-that of the memory it moves, at the seconds per byte that its members take one by one, plus that of
-the random numbers it draws.
+Here an operator whose readers all end up in one kernel joins that kernel. An operator of the fused
+graph is a kernel: it reads what its members read, and writes what its last member writes. Its cost
+is the cost of the memory it moves, at the seconds per byte that its members take one by one, plus
+the cost of the random numbers it draws.
 
-A value with several readers is part of each where its sources are not larger than itself, so that
-this costs no memory. It is then not saved for the backward, but computed again there in the kernels
-that read it (the hyperbolic tangent of a GELU, the exponentials of a softmax).
+A value with several readers becomes part of each of them if its sources are not larger than the
+value, so that this costs no memory. It is then not saved for the backward: the kernels that read it
+there compute it again (the hyperbolic tangent of a GELU, the exponentials of a softmax).
 
 Inductor fuses more than that (a reduction with what follows it), frees memory in its own order, and
-pads products on a GPU. So peaks predicted here are near those of the kernels, above or below; the
-compiled kernels decide.
+pads matrix products on a GPU. So the peaks predicted here are near those of the kernels, above or
+below them; only the compiled kernels tell the actual peak.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ aten = torch.ops.aten
 _RANDOM = "prims.inductor_random.default"
 _GENERATED = frozenset({
     "prims.convert_element_type.default", _RANDOM, "prims.inductor_lookup_seed.default",
-    "aten.constant_pad_nd.default",  # products on a GPU are padded
+    "aten.constant_pad_nd.default",  # pads matrix products on a GPU
 })  # fmt: skip
 _REDUCTIONS = frozenset({
     aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any,
     aten.all, aten.argmax, aten.argmin,
 })  # fmt: skip
-_INLINING = frozenset({aten.gather})  # compute what they read, at an index of their own
+_INLINING = frozenset({aten.gather})  # compute the elements they read, at indices of their own
 
-# Inductor keeps the results of these for several readers on a CPU, where computing them again takes
-# longer than reading them.
+# On a CPU, Inductor stores the results of these if they have several readers, as computing them
+# again takes longer than reading them.
 _SLOW_ON_CPU = frozenset({aten.exp, aten.sigmoid})
-_MOST_INLINED = 30  # operators: Inductor keeps the result of a loop that computes more
-_SLACK = 1.125  # for statistics and masks that a value is made of, besides one tensor of its size
+_MOST_INLINED = 30  # operators; Inductor stores the result of a loop that computes more
+# bytes of a value's sources over its own: one tensor of its size, and some statistics and masks
+_SLACK = 1.125
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class FusedStep:
     """A step whose operators are kernels.
 
     Attributes:
-        graph: kernels and the values that exist.
-        step: the step operator by operator; nothing works in place, and nothing random is computed
-            again.
-        members: the operators of each kernel, in order. An operator may be in several.
-        value_of: tensor node -> the value of its storage, where that exists.
+        graph: kernels, and the values that they store.
+        step: the step, operator by operator; no operator works in place, and no random one is
+            recomputed.
+        members: the operators of each kernel, in order. An operator may be in several kernels.
+        value_of: tensor node -> the value of its storage, where that is in the graph.
     """
 
     graph: Graph
@@ -83,9 +84,10 @@ class FusedStep:
     def unfused(self, schedule: Schedule) -> Schedule:
         """Returns a schedule of kernels as a schedule of operators.
 
-        It leaves out computations that nothing reads before they are repeated. A plan has them
-        where a gradient is computed, dropped for a while and computed again. What they alone read
-        would be saved, and held to the end, as Inductor leaves out the computations only.
+        It leaves out a computation if nothing reads its results before it is repeated. A plan has
+        such computations where it computes a gradient, frees it for a while and computes it again.
+        Inductor would leave out the computation only: values that it alone reads would still be
+        saved, and held to the end.
         """
         mark = schedule.num_forward_steps
         is_used = _used_computations(self.graph, schedule)
@@ -100,7 +102,8 @@ class FusedStep:
         )
 
         operators = self.step.graph.operators
-        # only the backward reads these; a schedule has every operator, and Inductor drops them
+        # only the backward computes these; a schedule's forward lists every forward operator, and
+        # Inductor drops them
         idle = {
             index
             for index in set(backward) - set(forward)
@@ -111,7 +114,7 @@ class FusedStep:
 
 
 def _used_computations(graph: Graph, schedule: Schedule) -> list[bool]:
-    """Returns, for each step, whether it is an operator's last or something reads what it computes.
+    """Returns, for each step, whether it is its operator's last one or its results are read.
 
     O(E) for E reads of all steps.
     """
@@ -168,9 +171,9 @@ def fuse(step: TracedStep) -> FusedStep:
 
 
 def _functional(step: TracedStep) -> TracedStep:
-    """The step without operators that work in place.
+    """Returns the step without in-place operators.
 
-    Random ones, which hand out seeds, run once.
+    Random operators, which hand out seeds, run once.
     """
     operators = []
     for index, op in enumerate(step.graph.operators):
@@ -182,13 +185,13 @@ def _functional(step: TracedStep) -> TracedStep:
 
 
 def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
-    """Returns the operators that are part of everything that reads them.
+    """Returns the operators that are inlined into each of their readers.
 
-    Each comes with all inlined operators that its result is made of, itself included.
+    Each is mapped to all inlined operators that its result is computed from, itself included.
     """
     graph = step.graph
     chains: dict[int, frozenset[int]] = {}
-    sources: dict[int, frozenset[int]] = {}  # values that exist
+    sources: dict[int, frozenset[int]] = {}  # stored values that each is made from
     for index in _candidates(step):
         op = graph.operators[index]
         readers = graph.users_of[op.writes[0]]
@@ -214,7 +217,7 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
 
 
 def _candidates(step: TracedStep) -> list[int]:
-    """Returns elementwise operators whose results need not exist, if their readers allow it."""
+    """Returns elementwise operators whose results need no storage, if their readers allow it."""
     graph = step.graph
     mutated = set(step.snapshots.values()) | {step.value_of[node] for node in step.snapshots}
     outputs = set(graph.outputs)
@@ -231,10 +234,13 @@ def _candidates(step: TracedStep) -> list[int]:
 
 
 def _kernels(step: TracedStep, inlined: Mapping[int, Set[int]]) -> list[int]:
-    """For each operator, the last operator of its kernel: itself, or that of all its readers."""
+    """Returns, for each operator, the last operator of its kernel.
+
+    That is the operator itself, or the last operator of the kernel that all its readers are in.
+    """
     graph = step.graph
     kernel_of = list(range(graph.num_operators))
-    readers_of: dict[int, set[int]] = {}  # through what is inlined
+    readers_of: dict[int, set[int]] = {}  # an inlined reader is replaced by its own readers
     for index in reversed(range(graph.num_operators)):
         readers = {reader for v in graph.operators[index].writes for reader in graph.users_of[v]}
         through = (readers_of[reader] for reader in readers & inlined.keys())

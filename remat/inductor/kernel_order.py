@@ -1,10 +1,10 @@
 """Kernels of a half in the order of its plan, and which loops may share one.
 
-Inductor writes a half as loops, most of them one operator of the plan with what is inlined into
-it, and fuses loops into kernels. A kernel runs at one place. So where fused loops are far apart in
-the plan, one of them holds what it reads longer than planned, or writes its result sooner. Here the
-bytes at each kernel are known before any code is written. Where they are above a limit, each loop
-to blame gets a largest distance to the others of its kernel.
+Inductor writes a half as loops, and fuses loops into kernels. Most loops are one operator of the
+plan, with others inlined into it. A kernel runs at one place. So if fused loops are far apart in
+the plan, one of them holds what it reads longer than planned, or writes its result earlier. Here
+the bytes held at each kernel are known before any code is written. If they exceed a limit, each
+loop to blame gets a maximum distance to the other loops of its kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Span = tuple[int, int]  # the first and the last kernel at which a buffer exists
 
 @dataclass(frozen=True)
 class Loop:
-    """What Inductor may fuse with others into a kernel, or an operator of a library.
+    """A loop that Inductor may fuse with others into a kernel, or a library operator.
 
     Attributes:
-        place: of its last operator in the order of the plan.
-        after: loops that run before it.
-        reads: buffers.
-        writes: buffers.
-        is_fusible: Inductor writes its code.
-        overwrites: buffers whose memory a result of the same size may take, where the loop is the
+        place: the place of its last operator in the plan's order.
+        after: loops that must run before it.
+        reads: buffers that it reads.
+        writes: buffers that it writes.
+        is_fusible: whether it is a loop, whose code Inductor writes.
+        overwrites: buffers whose memory a result of the same size may take, if this loop is the
             last to read them.
         workspace_bytes: held while it runs.
     """
@@ -45,7 +45,7 @@ class Loop:
 
 class _Step(NamedTuple):
     held_bytes: int  # while a kernel runs
-    new_bytes: int  # of them, what it allocates
+    new_bytes: int  # the part that the kernel allocates
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Loops:
     """The loops of a half.
 
     Attributes:
-        loops: in any order that computes before it reads.
-        size_bytes: of each buffer.
+        loops: in any order in which each buffer is written before it is read.
+        size_bytes: the size of each buffer.
         inputs: buffers that exist at the beginning, and are freed after their last use.
         outputs: buffers that exist at the end.
     """
@@ -70,7 +70,7 @@ class Loops:
         return [[index] for index in range(len(self.loops))]
 
     def in_order(self, kernels: Sequence[Kernel]) -> list[Kernel]:
-        """Returns the kernels by the place of their last loop; O(E log E).
+        """Returns the kernels in the order of their last loops' places; O(E log E).
 
         Raises:
             ValueError: two kernels need each other.
@@ -105,7 +105,7 @@ class Loops:
         return max(self.loops[loop].place for loop in kernel)
 
     def spans(self, order: Sequence[Kernel]) -> dict[int, Span]:
-        """Returns when each buffer exists; one that only its own kernel reads never does.
+        """Returns the span of each buffer; a buffer that only its own kernel reads has none.
 
         An input that no kernel reads exists to the end.
         """
@@ -139,10 +139,10 @@ class Loops:
         return [step.held_bytes for step in self._steps(order)]
 
     def launches(self, order: Sequence[Kernel], limit_bytes: int) -> list[list[Kernel]]:
-        """Joins kernels that follow each other, as far as that keeps within a limit.
+        """Joins consecutive kernels, as long as they stay within a limit.
 
-        Inductor writes such kernels as one function for a CPU: all of their buffers exist while it
-        runs.
+        Inductor writes such kernels as one function for a CPU: all of their buffers exist while
+        that function runs.
         """
         found: list[list[Kernel]] = []
         together_bytes = 0
@@ -181,9 +181,9 @@ class Loops:
             )
 
     def _overwritten(self, time: int, kernel: Kernel, spans: dict[int, Span]) -> int:
-        """Returns the bytes of those results that are written over what dies in this kernel.
+        """Returns the bytes of the kernel's results that are written over buffers it frees.
 
-        Inductor does so where all others of the kernel that read it come before the loop.
+        Inductor does so if the kernel's other loops that read the buffer run before the loop.
         """
         total, taken = 0, set[int]()
         for index in kernel:
@@ -208,7 +208,7 @@ class Loops:
         return total
 
     def _before(self, loop: int, kernel: Kernel) -> set[int]:
-        """Returns the loops of a kernel that one of them needs."""
+        """Returns the loops of a kernel that have to run before one of its loops."""
         found: set[int] = set()
         open_ = [loop]
         while open_:
@@ -218,9 +218,10 @@ class Loops:
         return found
 
     def to_blame(self, order: Sequence[Kernel], limit_bytes: int) -> dict[int, int]:
-        """Returns the loops that hold more than planned where the limit is exceeded.
+        """Returns the loops to blame where the limit is exceeded.
 
-        Each comes with how far away the others of its kernel may be: half of how far they are now.
+        They hold more than planned there. Each is mapped to its new maximum distance to the other
+        loops of its kernel: half of the present one.
         """
         planned = self.in_order(self.alone)
         planned_spans = self.spans(planned)

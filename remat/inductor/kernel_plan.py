@@ -27,7 +27,7 @@ from remat.torch_border.kernel_scheduler import (
 )
 from remat.tracers.workspace import workspace_bytes
 
-_ROUNDS = 12  # of fusing again; each halves how far a loop to blame is from its kernel's others
+_ROUNDS = 12  # of fusing again; each halves a blamed loop's distance to the rest of its kernel
 
 
 @dataclass(eq=False)
@@ -35,11 +35,11 @@ class KernelPlan:
     """Makes the kernels of a half run in the plan's order, within a limit where possible.
 
     Attributes:
-        limit_bytes: of what the half's kernels hold, with the inputs that they free.
+        limit_bytes: the most that the half's kernels may hold, including the inputs that they free.
         resident: names of inputs that exist throughout.
         device_type: `cpu` or `cuda`.
-        num_parts: how many loops and operators of libraries there are.
-        num_kernels: how many kernels they were fused to.
+        num_parts: number of loops and library operators.
+        num_kernels: number of kernels that they were fused into.
         peak_bytes: an upper bound on what the kernels hold.
     """
 
@@ -50,7 +50,7 @@ class KernelPlan:
     num_kernels: int = 0
     peak_bytes: int = 0
     _place_of: dict[str, int] = field(default_factory=dict)
-    # part -> how far away the others of its kernel may be
+    # part -> maximum distance to the other parts of its kernel
     _reach: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
@@ -70,7 +70,7 @@ class KernelPlan:
         if not self.num_parts:
             return "as it was compiled before"
         return (
-            f"{self.num_parts} loops and operators of libraries in {self.num_kernels} kernels, "
+            f"{self.num_parts} loops and library operators in {self.num_kernels} kernels, "
             f"which hold at most {describe_bytes(self.peak_bytes)} of "
             f"{describe_bytes(self.limit_bytes)}"
         )
@@ -88,7 +88,7 @@ class KernelPlan:
         )
 
     def _order(self, kernels: list[Any]) -> list[Any]:
-        """Returns the kernels in the plan's order, fused again while they hold too much."""
+        """Returns the kernels in the plan's order; fuses again while they exceed the limit."""
         if not kernels:
             return kernels
 

@@ -1,10 +1,9 @@
-"""Operands of products that Inductor pads on a GPU: here each is padded once.
+"""Pads each operand of matrix products once; Inductor would pad it for each product.
 
-A product whose sizes are no multiples of 8 is slow there. So Inductor pads its operands in the
-joint graph, separately for each product. The gradient of the logits, which both products of a
-language model's head read, is padded twice, once transposed: two copies of the largest tensor of
-the step. Here a tensor is padded before it is transposed, and what two products read is padded
-once.
+A product whose sizes are not multiples of 8 is slow on a GPU. So Inductor pads its operands in the
+joint graph, separately for each product. Two products of a language model's head read the gradient
+of the logits, which is therefore padded twice, once transposed: two copies of the largest tensor of
+the step. Here a tensor is padded before it is transposed, and only once if two products read it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def pads_products(graph: fx.Graph) -> bool:
 
 
 def _arguments(padding: fx.Node) -> tuple[fx.Node, list[int], float]:
-    """Returns what is padded, how far at both ends (last dimension first), and with what."""
+    """Returns the padded tensor, the padding at both ends (last dimension first), its value."""
     source: Any = padding.args[0]
     sizes: Any = padding.args[1]
     value: Any = padding.args[2] if len(padding.args) > 2 else 0

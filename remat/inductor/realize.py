@@ -1,9 +1,9 @@
-"""Which values and matrix products Inductor has to compute where the plan has them.
+"""Which values and matrix products Inductor has to compute at their place in the plan.
 
-Inductor inlines an elementwise operator into every loop that reads it. So the value itself does not
-exist: its sources are held instead, up to the last of its readers. Where they are larger than the
-value, as for a dropout mask of bytes made from random numbers in float, the value has to be
-computed at its place.
+Inductor inlines an elementwise operator into every loop that reads it. So the value itself is never
+stored: its sources are held instead, until its last reader has run. If they are larger than the
+value, the value has to be computed at its place. An example is a dropout mask of one byte per
+element, made from random numbers in float.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BY_NAME = frozenset({"prims.convert_element_type.default", "prims.iota.default"
 
 
 def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node]:
-    """Returns the operators whose results have to exist, in order; O(E) sets.
+    """Returns the operators whose results have to be stored, in order; O(E) set operations.
 
     Args:
-        graph: of a half, in the order of its plan.
+        graph: the graph of a half, in the order of its plan.
         resident: names of inputs that exist throughout, whoever reads them.
     """
     nodes = list(graph.nodes)
@@ -72,11 +72,11 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
 
 
 def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the matrix products that Inductor would compute where they are added to something.
+    """Returns the matrix products that Inductor would move to an addition that reads them.
 
-    It joins the two in an `addmm` at the place of the addition, and holds the factors until then,
-    such as the logits' gradient up to where the gradients of a tied weight are added. A product
-    right before its addition may be joined to it.
+    Inductor fuses the two into an `addmm` at the place of the addition, and holds the factors until
+    then: for example the logits' gradient, until the gradients of a tied weight are added. A
+    product right before its addition may be fused with it.
     """
     operators = [n for n in graph.nodes if n.op == "call_function" and not _is_view(n)]
     place = {node: number for number, node in enumerate(operators)}
@@ -91,7 +91,7 @@ def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _bases(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node, the node that made the storage it is a view of."""
+    """Returns, for each node, the node that made its storage."""
     base: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         first = next(iter(node.all_input_nodes), None)

@@ -1,4 +1,4 @@
-"""What Inductor would compute wrongly."""
+"""Errors for steps that Inductor would compute wrongly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from remat.core.errors import TraceError
 def refuse_lost_updates(module: fx.GraphModule) -> None:
     """Refuses a graph that changes a float64 tensor without dimensions on the CPU.
 
-    Inductor takes such tensors as numbers, so the new value is lost (torch 2.13). The version of
-    dynamo's fake tensor shows that it was changed.
+    Inductor treats such tensors as numbers, so the new value is lost (torch 2.13). The version of
+    dynamo's fake tensor shows whether it was changed.
     """
     for node in module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

@@ -1,7 +1,7 @@
 """Exports of a predicted step for the viewers of PyTorch and Chrome.
 
 - `memory_snapshot`: PyTorch's memory snapshot, the pickle of `torch.cuda.memory._dump_snapshot`,
-  for https://pytorch.org/memory_viz, to be compared with a measured one. The fields are those of
+  for https://pytorch.org/memory_viz, to compare it with a measured one. The fields are those of
   torch 2.13 (`torch/cuda/_memory_viz.py`, `torch/csrc/cuda/memory_snapshot.cpp`).
 - `chrome_trace`: the schedule as trace events for https://ui.perfetto.dev and chrome://tracing: one
   track each for forward, backward and recomputations, and the memory by category as counters.
@@ -34,7 +34,7 @@ _TRACKS = ("forward", "backward", "computed again")
 
 
 def save(graph: Graph, schedule: Schedule, path: str | Path) -> None:
-    """Writes a memory snapshot (`.pickle`) or a Chrome trace (`.json`), by the suffix of `path`.
+    """Writes a memory snapshot or a Chrome trace, if `path` ends in `.pickle` or `.json`.
 
     Raises:
         ValueError: the suffix is neither.
@@ -205,7 +205,7 @@ def _segment_blocks(
 def chrome_trace(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns the schedule as trace events.
 
-    Times are costs in microseconds, or the number of the step if all costs are 0.
+    Times are costs in microseconds, or step numbers if all costs are 0.
     """
     return {
         "displayTimeUnit": "ms",

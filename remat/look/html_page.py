@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network: trade-off, memory, schedule, all values."""
+"""The report as a self-contained HTML file: trade-off, memory, schedule, all values."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def write_html(
     Args:
         report: a planned step.
         path: where to write it.
-        curve: solutions of the same graph for other budgets, from `remat.frontier`; they make the
+        curve: solutions of the same graph for other budgets, from `remat.frontier`; they form the
             trade-off curve.
-        title: of the page; the file's name if empty.
+        title: title of the page; the file's name if empty.
     """
     page = render_html(report, curve=curve, title=title or Path(path).stem)
     write_whole(path, page.encode("utf-8", "replace"))

@@ -32,7 +32,7 @@ _COMPUTED_TIPS = """step @at: <b>@target</b> @again<br>@module<br>@line"""
 def schedule_chart(
     parts: Composition, schedule: Schedule, decisions: Sequence[Decision], steps: Range1d
 ) -> Any:
-    """Returns the schedule as a chart: steps to the right, operators upwards.
+    """Returns the schedule as a chart: x is the step, y the operator.
 
     Squares are computations, bars are values held in memory.
     """
@@ -169,7 +169,7 @@ def _draw_line(chart: Any, y: float, colour: str) -> None:
 
 
 def _held_patches(chart: Any, parts: Composition) -> dict[str, list[Any]]:
-    """Returns one patch of colour per category of values, by its label in the legend."""
+    """Returns one patch of colour per category of values, by the category's legend label."""
     patches = {}
     present = {int(place) for place in np.unique(parts.category[parts.last > parts.first])}
 

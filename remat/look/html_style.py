@@ -42,7 +42,7 @@ def step_range(schedule: Schedule) -> Range1d:
 
 
 def new_chart(*, x_label: str, y_label: str, height: int, **options: Any) -> Any:
-    """Returns an empty chart of the report's look."""
+    """Returns an empty chart in the report's style."""
     chart = figure(
         height=height,
         sizing_mode="stretch_width",
@@ -87,7 +87,7 @@ def labelled(text: str, scale: Scale, units: Units) -> str:
 
 
 def add_legend(chart: Any, renderers_of: Mapping[str, list[Any]]) -> None:
-    """Adds a legend below the chart, with an item per label."""
+    """Adds a legend below the chart, with one item per label."""
     items = [
         LegendItem(label=literal(label), renderers=drawn) for label, drawn in renderers_of.items()
     ]

@@ -1,4 +1,4 @@
-"""The table of all values in the HTML report; sorted by any column, filtered by text and fate."""
+"""The HTML report's table of all values; sorts by any column, filters by text and fate."""
 
 from __future__ import annotations
 

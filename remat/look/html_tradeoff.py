@@ -1,4 +1,4 @@
-"""The chart of memory against compute in the HTML report: the frontier, its bound, the plan."""
+"""The HTML report's chart of memory against compute: the frontier, its bound, the plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tradeoff_chart(
 
 
 def _add_percent_axis(chart: Any, percent: float) -> None:
-    """Adds an axis above, on which one unit of the axis below is `percent`."""
+    """Adds a percent axis above the chart; one unit of the axis below is `percent` on it."""
     below = chart.x_range
     chart.extra_x_ranges = {
         "percent": Range1d(start=percent * below.start, end=percent * below.end)
@@ -80,7 +80,7 @@ def _add_percent_axis(chart: Any, percent: float) -> None:
 def _draw_found(
     chart: Any, solved: Sequence[Solution], right: int, scale: Scale, units: Units
 ) -> dict[str, list[Any]]:
-    """Draws solutions, bound and the gap between them; returns the renderers with their labels."""
+    """Draws solutions, bound and the gap between them; returns the renderers by label."""
     peak = [s.peak_bytes for s in solved]
     overhead = np.minimum.accumulate([100 * s.overhead for s in solved])
     by_budget = sorted(solved, key=lambda s: s.budget_bytes)
@@ -98,7 +98,7 @@ def _draw_found(
 
     edges = np.unique([*peak, *budget, right])
     above = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
-    # nothing is proved for more than the largest budget
+    # nothing is proved for memory above the largest budget
     below = [[*least, 0.0][np.searchsorted(budget, at)] for at in edges[1:]]
     left_x, right_x = edges[:-1] / scale.factor, edges[1:] / scale.factor
     gap = chart.quad(

@@ -1,4 +1,4 @@
-"""Pictures of memory over time and of memory against compute; saves any picture.
+"""Draws memory over time, and memory against compute; saves any picture.
 
 Each function returns a new `matplotlib.figure.Figure` and changes no global state; `save` writes it
 as PNG, SVG or PDF.
@@ -81,7 +81,7 @@ class Timeline:
 
     @classmethod
     def of_schedule(cls, label: str, graph: Graph, schedule: Schedule) -> Timeline:
-        """Returns the simulated memory of a schedule over cost, or over steps if nothing costs."""
+        """Returns the simulated memory of a schedule over cost, or over steps if all cost 0."""
         edges = np.zeros(len(schedule.steps) + 1)
         np.cumsum(
             graph.arrays.cost_s[schedule.array] if graph.cost_s else np.ones(len(schedule.steps)),
@@ -107,14 +107,14 @@ def plot_memory(
     x_label: str = "compute",
     title: str = "",
 ) -> Figure:
-    """Returns memory over time of one or several steps, with their peaks and the budget.
+    """Returns a picture of the memory of steps over time, with their peaks and the budget.
 
     Args:
         timelines: drawn in this order; the last one is filled.
         budget_bytes: drawn as a line, if given.
         units: of sizes and costs; bytes and seconds if not given.
         x_label: the label of the x axis, without a unit.
-        title: above the picture.
+        title: text above the picture.
     """
     units = units or Units()
     figure = new_figure(title)
@@ -156,7 +156,7 @@ def plot_memory(
 
 
 def _timeline_colours(count: int) -> Sequence[str]:
-    """Returns a colour per timeline; grey for the first of several, the baseline."""
+    """Returns one colour per timeline; grey for the first of several, the baseline."""
     others = [LINES[i % len(LINES)] for i in range(count)]
     return [GREY, *others[:-1]] if count > 1 else others
 
@@ -214,12 +214,12 @@ def plot_tradeoff(
 ) -> Figure:
     """Returns overhead against memory: the solutions found, and the lower bound.
 
-    A solution is valid for every budget from its peak up, and its bound for every budget up to the
-    one it was proved for. So both are drawn as steps.
+    A solution is valid for every budget from its peak upwards, and its bound for every budget up to
+    the one it was proved for. So both are drawn as steps.
 
     Args:
-        solutions: of one graph, for several budgets. Of those without a schedule, the largest
-            budget that was proved infeasible is marked.
+        solutions: of one graph, for several budgets. The largest budget that was proved infeasible
+            is marked.
         keep_all_bytes: the peak of keeping everything, marked if given.
         others: solutions of other methods by name, drawn as points.
         units: of sizes; bytes if not given.
@@ -309,7 +309,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
 
     edges = np.unique([*peak, *budget, right])
     found = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
-    # nothing is proved for more than the largest budget
+    # nothing is proved for memory above the largest budget
     proved = [[*least, 0.0][np.searchsorted(budget, at)] for at in edges[1:]]
 
     axes.stairs(
@@ -342,8 +342,8 @@ def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, 
 
     Args:
         graph: the graph of the solutions.
-        solutions: pairs of label and solution. `memory` draws all of them and keeping everything,
-            `schedule` the first one that is solved, or keeping everything if none is.
+        solutions: pairs of label and solution. `memory` draws all of them and keeping everything;
+            `schedule` draws the first one that is solved, or keeping everything if none is.
         picture: `memory`, `schedule` or `tradeoff`.
         path: where to save it.
     """

@@ -13,7 +13,7 @@ from remat.core.units import Scale
 
 INK, GREY, PALE = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, RED, GREEN = "#1f5fa8", "#e8762c", "#c2263f", "#2f855a"
-LINES = (BLUE, ORANGE, GREEN, "#7b4fa3", "#a0522d", "#0f8b8d")  # of several lines, in this order
+LINES = (BLUE, ORANGE, GREEN, "#7b4fa3", "#a0522d", "#0f8b8d")  # of lines, in this order
 
 
 def new_figure(title: str, *, width: float = 9.0, height: float = 4.8) -> Figure:

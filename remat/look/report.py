@@ -1,4 +1,4 @@
-"""The report of a planned step: budget, peaks, overhead and bound, saved and recomputed values."""
+"""The report of a planned step: budget, peaks, bound, saved and recomputed values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from remat.look.labels import SOURCE_WIDTH, shape_text, short_source, short_targ
 
 _WIDTH = 80
 _ROWS = 12
-_SCALARS_BYTES = 512  # most bytes that are taken for a loss and its gradient alone
+_SCALARS_BYTES = 512  # an excess up to this is just a loss and its gradient
 _MODULE = 15  # columns for a module's path
 _REPORT_PACKAGES = ("bokeh", "jinja2")  # of the extra `report`
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -75,10 +75,10 @@ class Report:
         outside_bytes: the memory measured outside of the planned calls, for which the plan leaves
             room; 0 if the budget was enough from the start.
         whole_peak_bytes: the peak measured from the module's first call to the end of the backward,
-            with the loss and all else; None before that, and for a step in pieces.
+            with the loss and everything else; None before that, and for a step in pieces.
         kernels_peak_bytes: the peak of the kernels that Inductor made of the plan, known before
-            they run; None where operators run one by one.
-        executor: what runs and why; empty where operators run one by one, as by default.
+            they run; None if operators run one by one.
+        executor: what runs and why; empty if operators run one by one, as by default.
     """
 
     graph: Graph
@@ -156,9 +156,9 @@ class Report:
 
         Args:
             path: where to write it.
-            curve: solutions for other budgets, from `remat.frontier`; they make the trade-off
+            curve: solutions for other budgets, from `remat.frontier`; they form the trade-off
                 curve.
-            title: of the page; the file's name if empty.
+            title: title of the page; the file's name if empty.
 
         Raises:
             ImportError: Bokeh is not installed; the message names the extra.

@@ -27,7 +27,7 @@ _COLOUR = {
     Status.NO_SOLUTION: "yellow",
 }
 _MEANING = {
-    Status.OPTIMAL: "proved: costs the least in this budget, up to the gap asked for",
+    Status.OPTIMAL: "proved: the least cost within this budget, up to the requested gap",
     Status.FEASIBLE: "fits the budget; the gap says how far from optimal it can be",
     Status.INFEASIBLE: "proved: no schedule fits this budget",
     Status.NO_SOLUTION: "stopped before a schedule was found; one may exist",
@@ -45,7 +45,7 @@ def progress(text: str, keep_all_cost_s: float = 0.0) -> Iterator[ProgressCallba
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
-    """Returns the record of a solution for `--format json`; numbers that it lacks are None."""
+    """Returns the record of a solution for `--format json`; missing numbers are None."""
     is_solved = solution.is_solved
 
     return {

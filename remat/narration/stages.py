@@ -1,8 +1,8 @@
 """The stages of work that are running; a thread shows the innermost one.
 
 Stages nest. The status line shows the text of the innermost stage, and the time since the outermost
-one began. The thread updates it a few times a second, from the first stage's begin to the last
-one's end.
+one began. The thread updates it a few times a second, from when the first stage begins until the
+last one ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
         self._detail = ""
 
     def say(self, detail: str) -> None:
-        """Sets the detail that is shown behind the text, such as the progress."""
+        """Sets the detail that is shown after the text, such as the progress."""
         self._detail = detail
 
     @property

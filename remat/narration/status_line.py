@@ -1,4 +1,4 @@
-"""A status line on stderr: rewritten in place on a terminal, printed now and then otherwise."""
+"""A status line on stderr: rewritten in place on a terminal, else printed now and then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 FIRST_S = 1.0  # seconds before a line is shown
-_BETWEEN_LINES_S = 5.0  # at least, if stderr is not a terminal
+_BETWEEN_LINES_S = 5.0  # seconds between two lines, at least, if stderr is not a terminal
 _CLEAR = "\r\x1b[K"
 
 

@@ -17,11 +17,11 @@ OUT_OF_THE_PIECES = (
     "@torch.compiler.disable."
 )
 NOT_COMPILED = (
-    "torch.compile ran none of the pieces of this planned step, so the step was plain, and held "
-    "what plain PyTorch holds: torch.compile is switched off (torch.compiler.set_stance, "
-    "TORCHDYNAMO_DISABLE), or another thread was inside of a function compiled with "
-    "fullgraph=True, during which dynamo compiles nothing new, in any thread (torch 2.13); run "
-    "the two one after the other"
+    "torch.compile ran none of the pieces of this planned step, so the step ran as plain PyTorch, "
+    "and held as much memory. Either torch.compile is switched off (torch.compiler.set_stance, "
+    "TORCHDYNAMO_DISABLE), or another thread was running a function compiled with "
+    "fullgraph=True; until that returns, dynamo compiles nothing new in any thread (torch 2.13): "
+    "run the two one after the other"
 )
 
 
@@ -35,13 +35,13 @@ def nothing_compiled(module: nn.Module, breaks: Iterable[str]) -> str:
         return (
             f"{found}: it captures nothing around a module with a backward hook, and "
             f"{', '.join(hooked)} has one ({places}). Remove the hook, or hook the parameters "
-            "(parameter.register_hook), or put what is to be planned into modules beside it"
+            "(parameter.register_hook), or move the code to plan into modules beside it"
         )
 
     if "sparse Tensor" in places:
         return (
             f"{found}: it captures nothing that reads a sparse tensor ({places}). Move the lines "
-            "that do into a function or module of their own, so that the rest is planned"
+            "that read it into a function or module of their own, so that the rest is planned"
         )
 
     return (

@@ -1,8 +1,8 @@
 """One piece of a step: the graph that dynamo captured, and its halves under each schedule.
 
-A tensor that code outside of the piece changes, after the piece read or made it, has to be copied,
-or recomputation would read the changed tensor. Copies are operators of the piece's graph, so they
-are planned with it.
+If code outside of the piece changes a tensor after the piece read or made it, the piece has to copy
+the tensor; otherwise recomputation would read the changed one. Copies are operators of the piece's
+graph, so they are planned with it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from remat.tracers.costs import CostModel
 from remat.tracers.step_values import is_only_read_as_number
 from remat.tracers.storages import tensors_of
 
-# ("input" or "result", its index): what a piece copies, since code outside of it changes it
+# ("input" or "result", index) of the tensors that a piece copies, as code outside changes them
 Copied = frozenset[tuple[str, int]]
 
 
 class Piece:
     """A graph that dynamo captured, and its forward and backward under each schedule.
 
-    Where `is_trace`, it runs on fake tensors.
+    With `is_trace`, it runs on fake tensors.
 
     Attributes:
-        copy_of: what copies a tensor in its graph.
+        copy_of: the function that copies a tensor in its graph.
     """
 
     copy_of: Callable[[torch.Tensor], torch.Tensor]
@@ -66,7 +66,7 @@ class Piece:
         self.first: tuple[Copied, Schedule] | None = None  # used until the piece is planned
 
     def step(self, copied: Copied) -> PieceStep:
-        """Returns what is planned of the piece, with copies of some inputs and results."""
+        """Returns the piece as it is planned, with copies of some inputs and results."""
         return self.traced(copied)
 
     def traced(self, copied: Copied) -> TracedStep:
@@ -146,7 +146,7 @@ _leanest: dict[str, tuple[int, ...]] = {}
 
 
 def _leanest_steps(graph: Graph) -> tuple[int, ...]:
-    """Returns the steps of least memory; searched once for pieces that compute the same."""
+    """Returns steps of low peak; searches once for all pieces that compute the same."""
     computation = computation_of(graph)
     if computation not in _leanest:
         _leanest[computation] = minimum(graph, time_limit_s=_PROVISIONAL_S).steps
@@ -159,7 +159,10 @@ def _is_copied(argument: Any) -> bool:
 
 
 def _is_token(node: fx.Node) -> bool:
-    """True for an effect token, which orders operators such as checks: no tensor at run time."""
+    """True for an effect token, which orders operators such as checks.
+
+    It is no tensor at run time.
+    """
     made_by = node.args[0] if node.target is operator.getitem else None
     return isinstance(made_by, fx.Node) and str(made_by.target) == "with_effects"
 
@@ -172,7 +175,7 @@ def _is_dense(node: Any) -> bool:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a tensor that code outside of the piece changes.
 
-    A function and not an ATen operator, so that cleaning the graph does not remove it.
+    It is a function, not an ATen operator, so that cleaning the graph does not remove it.
     """
     return tensor.clone()
 

@@ -15,7 +15,7 @@ from remat.torch_border.sharded import is_sharded
 
 
 def boxed(call: BoxedFunction) -> BoxedFunction:
-    """Returns a half to which AOTAutograd hands its inputs over in a list."""
+    """Returns a half to which AOTAutograd passes its inputs in a list."""
 
     def run(args: list[Any]) -> Any:
         return call(args)
@@ -44,4 +44,4 @@ def without_zeros_for_no_gradient(compiled: Callable[..., Any], owner: Any) -> C
                     note_planned(node, planned)
         return results
 
-    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
+    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
 """Frames of our own around the composite modules of `torch.nn`, for steps that run in pieces.
 
-Dynamo inlines torch's own files but compiles no frame that begins in one. So where a step is cut
-inside of an `nn.TransformerEncoder`, which branches on its mask, all of its layers would run plain,
-and so would an `nn.Sequential` called in a loop that is left to plain Python. While a step runs,
-`forward` of such a module therefore begins in a frame of our own.
+Dynamo inlines torch's own files but compiles no frame that begins in one. So if a step is cut
+inside of an `nn.TransformerEncoder`, which branches on its mask, all of its layers would run as
+plain PyTorch. So would an `nn.Sequential` called in a loop that is left to plain Python. Therefore,
+while a step runs, `forward` of such a module begins in a frame of our own.
 """
 
 from __future__ import annotations

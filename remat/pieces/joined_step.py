@@ -33,7 +33,7 @@ from remat.tracers.phases import is_backward_input
 
 
 class PieceStep(Protocol):
-    """What is planned of a piece: its operators, or kernels of several."""
+    """A piece as it is planned: its operators, or kernels of several operators."""
 
     @property
     def graph(self) -> Graph:

@@ -196,9 +196,9 @@ class _Joiner:
             )
 
     def _add_holding(self) -> None:
-        """Adds a read at the end of the forward of all that runs passed to each other.
+        """Adds a read of all tensors that runs passed to each other, at the end of the forward.
 
-        Python's frames hold it until the model returns.
+        Python's frames hold these tensors until the model returns.
         """
         held = [
             v
@@ -253,7 +253,7 @@ class _Joiner:
 
     def _add_backward(self, index: int) -> None:
         run = self.runs[index]
-        # recomputation for the backward's first operator comes after this one: within the region
+        # recomputation for the backward's first operator comes after this one, so in its region
         begin = f"{index}.backward"
 
         self.operators.append(
@@ -264,7 +264,7 @@ class _Joiner:
                 (),
                 phase=Phase.BACKWARD,
                 region=index,
-                pinned="it is no computation",
+                pinned="it is not a computation",
                 target="between",
             )
         )
@@ -295,7 +295,7 @@ class _Joiner:
     def _add_sums(self) -> None:
         """Sums the gradients of each resident value that several runs read.
 
-        All of them are held until the last one is there.
+        All of them are held until the last one is computed.
         """
         for value, gradients in self.gradients_of.items():
             several = list(dict.fromkeys(gradients))

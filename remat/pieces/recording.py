@@ -36,8 +36,9 @@ class JoinedPlan:
         unplanned_bytes: reserved for what runs between the pieces.
         meter: measures the first step that runs the plan.
         excess: by how much that step exceeded its budget; the ranks agree on it.
-        kernels_peak_bytes: what fused kernels hold, known before they run.
-        kernels_room_bytes: kept from the plan, as they hold more than it.
+        kernels_peak_bytes: the peak of fused kernels, known before they run.
+        kernels_room_bytes: how far the plan's budget is below the step's, because kernels hold more
+            than planned.
     """
 
     step: JoinedStep
@@ -53,7 +54,7 @@ class JoinedPlan:
 
     @property
     def allowed_bytes(self) -> int:
-        """What the step may hold, with what runs between its pieces."""
+        """What the step may hold, including what runs between its pieces."""
         return self.solution.budget_bytes + self.unplanned_bytes + self.kernels_room_bytes
 
 
@@ -80,7 +81,7 @@ class Session:
         """Notes that a piece begins to run, and returns the number of the halves to run."""
         turn = len(self.pieces)
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
-            self.has_turned |= turn > 0  # with other shapes, the first piece is another one already
+            self.has_turned |= turn > 0  # with other shapes, already the first piece is another one
             self.plan = None  # not the last path: the rest runs with the least memory
 
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]

@@ -1,10 +1,10 @@
 """Runs a step in pieces: records it once, plans it as one graph, runs each piece by that plan.
 
 The first step finds the pieces. In it, each piece runs with the least memory known, and copies its
-inputs and results, since eager code may change them later. At the end of the forward all runs are
-joined to one graph (`joiner`), which is planned under one budget; from the next step on each piece
-runs its part of the plan. A forward that leaves the path of the last one runs the rest with the
-least memory; its new path is planned for the steps after it.
+inputs and results, since eager code may change them later. At the end of the forward, all runs are
+joined into one graph (`joiner`), which is planned under one budget. From the next step on, each
+piece runs its part of the plan. If a forward leaves the path of the last one, its remaining pieces
+run with the least memory, and its new path is planned for later steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Compile = Callable[..., Callable[..., Any]]
 class StepPlanner(Protocol):
     """Returns the solution for a step.
 
-    Reserved are `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
+    It reserves `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
     pieces, and `unplanned_bytes` for what exists only because of the plan.
     """
 
@@ -71,14 +71,14 @@ class Piecewise:
         costs: the cost model of the graphs.
         breaks: why the step is cut, and where.
         follows_data: two steps of the same shapes may take different paths.
-        plans: the plan of each path and of each size of gradients that earlier steps left.
+        plans: the plan for each path and each size of gradients that earlier steps left.
         last: the path of the last forward.
         plan: the plan of that path.
         joined: the step that was joined last.
         make_piece: the class of its pieces.
-        compile: compiles a dynamo graph: its inputs, compilers of the halves, a partitioner.
-        adjust: adds memory of parameters that are gathered and freed, given a joined step and its
-            number of resident values.
+        compile: compiles a dynamo graph, given its inputs, compilers of the halves, a partitioner.
+        adjust: adds the memory of parameters that are gathered and freed, given a joined step and
+            its number of resident values.
     """
 
     make_piece: type[Piece] = Piece
@@ -127,7 +127,7 @@ class Piecewise:
         refuse_uncapturable(module)
         self._note_break(compile_reason(module))
         pieces: list[Piece] = []
-        # not the inputs themselves, which what is compiled would keep
+        # not the inputs themselves: the compiled piece would keep them alive
         inference = are_inference(example_inputs)
 
         def partition(
@@ -163,9 +163,9 @@ class Piecewise:
     def _piece(
         self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]
     ) -> Piece:
-        """Returns the piece for a joint graph: a known one, if that computes the same.
+        """Returns the piece for a joint graph: a known piece, if that computes the same.
 
-        Dynamo compiles a piece again for another Python value, even where the graph stays the same.
+        Dynamo compiles a piece again for another Python value, even if the graph stays the same.
         """
         piece = self.make_piece(
             joint,
@@ -215,7 +215,7 @@ class Piecewise:
         return self.meter.backward(run, args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
-        """Runs one forward by `call`, and plans its path if that is new.
+        """Runs one forward with `call`, and plans its path if that is new.
 
         Args:
             call: runs the compiled module.
@@ -247,7 +247,7 @@ class Piecewise:
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path for `held_bytes` of gradients.
 
-        A path that has a plan for another size of gradients only is planned again.
+        A path that only has a plan for another size of gradients is planned again.
         """
         other = next((plan for (path, _), plan in self.plans.items() if path == self.last), None)
         if other is not None and (self.last, held_bytes) not in self.plans:
@@ -293,11 +293,11 @@ class Piecewise:
             )
 
     def _copies(self, session: Session) -> list[Copied]:
-        """Returns what each run copies: what was changed after it in the recorded forward.
+        """Returns what each run copies: tensors changed after it in the recorded forward.
 
-        Where data decides the path, it is everything that could be changed. For another path may
-        change what an earlier piece saved without a copy (an expert that adds to the result of the
-        experts before it does), and autograd then refuses the backward.
+        Where data decides the path, each run copies everything that could be changed. Otherwise,
+        another path may change a tensor that an earlier piece saved without a copy, for example if
+        an expert adds to the result of the experts before it; autograd then refuses the backward.
         """
         if session.has_turned and not self.follows_data:
             self.follows_data = True
@@ -315,7 +315,7 @@ class Piecewise:
         unplanned_bytes: int = 0,
         kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
-        """Plans a path, which took `copies`, beside `held_bytes` of gradients."""
+        """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients."""
         assert self.plan_of is not None
         try:
             solution = self.plan_of(
@@ -355,7 +355,7 @@ class Piecewise:
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule
     ) -> int | None:
-        """Returns what fused kernels will hold, where they run a plan; None where none do."""
+        """Returns the peak of the fused kernels that run a plan; None where there are none."""
         del path, numbers, joined, schedule
         return None
 
@@ -374,7 +374,7 @@ class Piecewise:
 
             _LOG.warning(
                 "the step held %s, which is %s more than its budget: what runs between its "
-                "pieces is not planned; planning again with less",
+                "pieces is not planned; planning again with a smaller budget",
                 describe_bytes(plan.allowed_bytes + excess),
                 describe_bytes(excess),
             )
@@ -383,7 +383,7 @@ class Piecewise:
                 # plans for other sizes of gradients exceed it as much: they are made again on use
                 del self.plans[key]
 
-            # a budget that is smaller only by what the plan leaves unused gives the same plan
+            # a budget smaller by only what the plan leaves unused would give the same plan
             unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
             self.install(
                 path,
@@ -405,7 +405,7 @@ def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -
         )
 
 
-# in the reasons of breaks where data decides how the step goes on
+# words in the reasons of graph breaks at which data decides the path
 _DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")
 _NO_METER = StepMeter("cpu", 0)
 

@@ -1,4 +1,4 @@
-"""Adds what FSDP2 holds to a joined step: gathered parameters, gradients, and when they are freed.
+"""Adds to a joined step what FSDP2 holds: gathered parameters and gradients, until freed.
 
 For a block with U bytes of full parameters, FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds:
 
@@ -78,7 +78,7 @@ def _gathered(joined: JoinedStep, num_resident: int) -> list[int]:
 
 
 def with_sharding(joined: JoinedStep, sharding: Sharding) -> JoinedStep:
-    """Returns the joined step with FSDP2's memory in place of full parameters all the time."""
+    """Returns the joined step with FSDP2's memory in place of permanently full parameters."""
     return _Timeline(joined, sharding).build()
 
 

@@ -31,11 +31,11 @@ from remat.torch_border.sharded import local_part
 class StepMeter:
     """Measures the first planned step of a model that runs in pieces.
 
-    On CUDA the peak is that of the allocator over the whole step. On the CPU, allocations are
-    counted in the forward, and in the backward of each autograd node, eager or compiled. What is
-    held when a node begins is known from weak references to the tensors that autograd saved and to
-    the gradients. Sums of gradients that autograd makes between two nodes are seen when they reach
-    a node.
+    On CUDA, the peak is the allocator's over the whole step. On the CPU, allocations are counted in
+    the forward, and in the backward of each autograd node, eager or compiled. What is held when a
+    node begins is known from weak references to the tensors that autograd saved and to the
+    gradients. Sums of gradients that autograd makes between two nodes are seen when they reach a
+    node.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -109,8 +109,8 @@ class StepMeter:
         """Follows what a piece's forward saves for its backward.
 
         Args:
-            token: a tensor that this forward saves, and no other.
-            tensors: what it saves besides.
+            token: a tensor that only this forward saves.
+            tensors: what else it saves.
         """
         if self._state == "forward":
             self._follow([token, *(tensors if self.device == "cpu" else ())])

@@ -1,6 +1,6 @@
 """Memory that a step holds outside of its captured graphs.
 
-The module's own tensors and gradients, and what eager operators save for their backward.
+This is the module's own tensors and gradients, and what eager operators save for their backward.
 """
 
 from __future__ import annotations

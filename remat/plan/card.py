@@ -1,6 +1,6 @@
 """How much memory the GPU has for a training step, and how much libraries hold there.
 
-The former is the budget where none was given. It is measured before a model's first step only:
+The former is the budget if none was given. It is measured before a model's first step only:
 later shapes are planned for the same budget, so that optimizer state, which is allocated after the
 first step, counts once (as `reserve_bytes`).
 """
@@ -18,18 +18,18 @@ from remat.torch_border.kernels import without_modes
 
 # Kept free for blocks that CUDA's allocator can't split, and for kernels that CUDA loads on first
 # use. On an H100 the allocator reserved 1 to 7 % more than GPT-2 and Llama allocated, and 27 to
-# 95 % more than ResNet-50 did (4 % with expandable segments); of that it gives back what is unused
+# 95 % more than ResNet-50 did (4 % with expandable segments); it gives back the unused part of that
 # before it runs out of memory (`experiments/results/gpu_run.jsonl`).
 _RESERVED_SHARE, _LEAST_RESERVED_BYTES = 1 / 16, 512 << 20
 
-# Budgets are multiples of it, so that a few bytes that another program takes or releases between
-# two runs do not need a new plan: the one on disk is used.
+# Budgets are multiples of this, so that the plan on disk still serves when another program has
+# taken or released a few bytes since the last run.
 _MULTIPLE_BYTES = 64 << 20
 
 _NEEDED = (
     "a budget is needed on a CPU, whose memory other programs use as well: give it in bytes or as "
-    'a percentage, budget="8GiB" or budget="60%"; budget=None works on a GPU only, and takes what '
-    "that has"
+    'a percentage, budget="8GiB" or budget="60%"; budget=None works on a GPU only, and takes the '
+    "memory that it has"
 )
 
 
@@ -42,8 +42,8 @@ def check_has_card() -> None:
 def budget_of_card(device_type: str, step_bytes: int) -> int:
     """Returns the bytes that a step may hold on the current GPU, the same on all ranks.
 
-    That is what is free there, what torch's allocator has reserved but not allocated, and what the
-    step itself has allocated already, less the part that is kept free.
+    That is the memory that is free, plus what torch's allocator has reserved but not allocated,
+    plus what the step itself has allocated already, minus the part that is kept free.
 
     Args:
         device_type: where the step runs, `cpu` or `cuda`.
@@ -71,7 +71,7 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
 
 
 def library_bytes(device_type: str) -> int:
-    """Returns the bytes that cuBLAS holds on the current GPU after a first forward and backward.
+    """Returns the bytes that cuBLAS holds on the GPU after a first forward and backward.
 
     It holds a workspace for each thread's handle and each stream, and autograd runs the backward in
     a thread of its own. Measured once per process and GPU; 0 on a CPU.

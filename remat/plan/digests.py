@@ -1,4 +1,4 @@
-"""Digests of a captured step: of all that its plan depends on, and of its structure alone."""
+"""Digests of a captured step: of all its plan depends on, and of its structure alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from remat.core.graph import Graph
 
 
 def computation_of(graph: Graph) -> str:
-    """Returns a digest of all that a plan depends on: a graph without its names.
+    """Returns a digest of everything a plan depends on: a graph without its names.
 
-    Names change where a number became an input of the step, and the plan stays the same.
+    Names change when a number becomes an input of the step, but the plan stays the same.
     """
     sizes = [(value.size_bytes, value.kind) for value in graph.values]
     costs = [(op.cost_s, op.workspace_bytes) for op in graph.operators]

@@ -1,10 +1,9 @@
-"""Plans on disk: one file per plan in the user's cache folder, so that a job that starts again
-need not solve again.
+"""Plans on disk, one file per plan, so that a restarted job need not solve again.
 
-A file is written whole or not at all, and any number of processes may read and write. A plan that
-was read is checked: it is used only if it was made for this graph and is valid within the budget.
-The cache never makes a step fail: a plan that can't be read is made again, and a plan that can't be
-written stays in memory, each with a warning.
+The files are in the user's cache folder. A file is written whole or not at all, and any number of
+processes may read and write. A plan that was read is checked: it is used only if it was made for
+this graph and is valid within the budget. The cache never makes a step fail: a plan that can't be
+read is made again, and a plan that can't be written stays in memory, each with a warning.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ class PlanCache:
     def _trim(self, fresh: Path) -> None:
         """Removes the least recently used plans, and partial files that killed writers left.
 
-        The plan just written stays: where machines share the folder, their clocks may disagree, so
-        that its date is the oldest.
+        The plan just written stays, even if its date is the oldest: the clocks of machines that
+        share the folder may disagree.
         """
         files = sorted(self.files(), key=lambda item: item[1].st_mtime)
         total = sum(status.st_size for _, status in files)
@@ -119,7 +118,7 @@ class PlanCache:
 
 
 def key_of(graph: Graph, budget_bytes: int, how: str) -> str:
-    """Returns the name of a plan's file: a digest of all that the plan depends on."""
+    """Returns the name of a plan's file: a digest of everything the plan depends on."""
     arrays = graph.arrays
     digest = hashlib.sha256(
         f"{_FORMAT} {_source_digest()} {graph.fingerprint} {graph.device} {budget_bytes} "

@@ -38,7 +38,7 @@ from remat.torch_border.sharded import (
 
 _BEAT_S, _POLL_S = 1.0, 0.1
 _SILENT_S = 60.0  # a planning rank without a heartbeat for this long counts as lost
-# how long to wait at most, in time limits of the solver, if the process group's timeout is shorter
+# longest wait, in time limits of the solver; the process group's timeout, if that is longer
 _MOST_LIMITS = 2.0
 
 
@@ -55,7 +55,7 @@ class _Answer:
 
 
 def is_distributed() -> bool:
-    """True where this process is one of several that were initialised to train together."""
+    """True if this process is one of several that were initialised to train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -68,13 +68,13 @@ def solve_once(
     solves again.
 
     Args:
-        graph: the step. Ranks share an answer if their graphs differ in measured costs at most.
-        asked: the budget and all else that the answer depends on.
+        graph: the step. Ranks share an answer if their graphs differ in nothing but measured costs.
+        asked: the budget and everything else that the answer depends on.
         solve: makes the plan.
         time_limit_s: time limit of the solver.
 
     Raises:
-        BudgetError: there is no plan, on every rank that asks.
+        BudgetError: there is no plan; raised on every rank that asks.
         SolverError: the rank that solves failed, was killed or does not answer, or the ranks' store
             can't be reached.
     """
@@ -123,7 +123,7 @@ def _counts_of(store: Any) -> dict[str, int]:
 
 
 def least_of_all_ranks(own: int) -> int:
-    """Waits for the number of each rank and returns the least; `own` without other ranks.
+    """Waits for each rank's number and returns the smallest; `own` without other ranks.
 
     Raises:
         SolverError: a rank gave no number within the process group's timeout.
@@ -143,7 +143,7 @@ def least_of_all_ranks(own: int) -> int:
                 raise SolverError(
                     f"{num_ranks - len(said)} of {num_ranks} ranks did not report what their GPU "
                     "has; with budget=None all ranks have to plan their first step at the same "
-                    "time; give a budget where they don't"
+                    "time; give a budget if they don't"
                 )
             time.sleep(_POLL_S)
         return min(map(int, said))
@@ -254,7 +254,7 @@ class Agreement:
     reads.
 
     Attributes:
-        name: the same on all ranks that are to agree.
+        name: must be the same on all ranks that have to agree.
     """
 
     name: str
@@ -266,7 +266,7 @@ class Agreement:
         return self._asked > 1 or not is_distributed()
 
     def of_all_ranks(self, own: int) -> int:
-        """Returns the largest size at the second call, 0 at the others.
+        """Returns the largest size at the second call, and 0 at any other.
 
         Without other ranks it returns `own` at every call.
         """
@@ -291,7 +291,7 @@ def planned_part(model: nn.Module) -> nn.Module:
     Raises:
         TraceError: it is wrapped in a way that can't be planned; the message says what to do.
     """
-    model = original_module(model)  # the module inside of what torch.compile returned
+    model = original_module(model)  # the module inside a compiled one
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
 
@@ -314,7 +314,7 @@ def planned_part(model: nn.Module) -> nn.Module:
 def run_around_ddp(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs a step that calls modules wrapped in `DistributedDataParallel` somewhere inside.
 
-    What DDP does around its module's forward, it does here once, around the whole step.
+    DDP's work around its module's forward is done once, around the whole step.
     """
     ddps = ddps_in(module)
     for ddp in ddps:

@@ -1,4 +1,4 @@
-"""A plan that was made before, for one graph."""
+"""A plan that was made earlier for one graph."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class FixedPlan:
     ) -> Solution:
         """Returns the solution if it was made for this step, with its numbers computed again.
 
-        Accumulated gradients are not checked: whoever solved has to leave room for them.
+        Accumulated gradients are not checked: the solution's budget has to leave room for them.
 
         Raises:
             ScheduleError: it has no schedule, is for another step or is invalid.
-            BudgetError: it leaves no room for what is held beside the plan.
+            BudgetError: it leaves no room for what is held besides the plan.
         """
         if self.solution.schedule is None:
             raise ScheduleError(
@@ -43,9 +43,9 @@ class FixedPlan:
         if unplanned_bytes > left_bytes:
             raise BudgetError(
                 f"this plan leaves {describe_bytes(left_bytes)} of its budget unused, and "
-                f'on_unsupported="plain" needs {describe_bytes(unplanned_bytes)} more, for copies '
-                "of random state and of buffers that the step changes; solve for a budget that is "
-                "smaller by that",
+                f'on_unsupported="plain" needs {describe_bytes(unplanned_bytes)}, for copies '
+                "of random state and of buffers that the step changes; solve for a budget that "
+                "is smaller by the difference",
                 budget_bytes=solution.budget_bytes,
                 minimum_bytes=solution.peak_bytes + unplanned_bytes,
                 is_proved=False,
@@ -55,7 +55,7 @@ class FixedPlan:
             raise BudgetError(
                 f"this plan's peak is {describe_bytes(solution.peak_bytes)}, and between its "
                 f"compiled pieces the step holds {describe_bytes(gap_bytes)} more, together above "
-                "its budget; solve for a budget that is smaller by that",
+                "its budget; solve for a budget smaller by that much",
                 budget_bytes=solution.budget_bytes,
                 minimum_bytes=solution.peak_bytes + gap_bytes,
                 is_proved=False,

@@ -1,4 +1,4 @@
-"""Finds the plan of a captured step: in memory, on disk, of another shape, or by a solver."""
+"""Finds a captured step's plan: in memory, on disk, from another shape, or by a solver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
-_SHARE_OF_TIME = 0.1  # of the time limit, where the plan of another shape fits the step already
+_SHARE_OF_TIME = 0.1  # of the time limit, if the plan of another shape already fits the step
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Options:
         solver: name of a solver, or a solver.
         costs: name of a cost model, or a cost model.
         time_limit_s: time limit of the solver.
-        gap: the solver stops as soon as it proved this gap.
+        gap: the solver stops as soon as it has proved this gap.
         executor: "eager" runs the rewritten step operator by operator, "inductor" compiles it to
-            fused kernels, "auto" is one of them.
+            fused kernels, "auto" chooses one of them.
         differentiate: "scalars" or "all", see `make_backend`.
-        plan_cache: plans are read from and written to the user's cache folder.
-        is_accumulating: gradients of earlier micro-steps are held while a step runs, in all but the
-            first of each training step.
+        plan_cache: whether plans are read from and written to the user's cache folder.
+        is_accumulating: whether gradients of earlier micro-steps are held while a step runs, in all
+            but the first micro-step of each training step.
         on_unsupported: "error" or "plain", for steps whose backward no plan can run.
     """
 
@@ -79,7 +79,7 @@ class Options:
 class Plans:
     """Plans by graph.
 
-    A step that is captured again is not solved again, in this process or, where plans are cached on
+    A step that is captured again is not solved again, in this process or, if plans are cached on
     disk, in another one. For a new shape of a step that has a plan, such as the last batch of an
     epoch, the solver gets a tenth of its time limit if that plan's schedule fits, and the cheaper
     of the two schedules is used.
@@ -87,10 +87,10 @@ class Plans:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        # digest of all that a plan depends on, bytes reserved for this step -> its plan
+        # digest of everything a plan depends on, bytes reserved for this step -> its plan
         self._known: dict[tuple[str, int], tuple[Graph, Solution, Room]] = {}
         self._has_largest = False
-        self._card_bytes = 0  # what the GPU had for the first step, where no budget was given
+        self._card_bytes = 0  # what the GPU had for the first step, if no budget was given
         self._library_bytes = 0  # what cuBLAS holds on the GPU
         # what the largest step so far needs to keep everything: "60%" is a percentage of it
         self._keep_all_bytes = 0
@@ -102,9 +102,9 @@ class Plans:
         )
 
     def look_at_card(self, device_type: str, step_bytes: Callable[[], int]) -> None:
-        """Measures what cuBLAS holds on the GPU and, without a budget, how much memory the GPU has.
+        """Measures what cuBLAS holds on the GPU and, without a budget, the GPU's memory.
 
-        To be called before a step is captured, not during a capture.
+        Call it before a step is captured, not during a capture.
 
         Args:
             device_type: where the step runs, `cpu` or `cuda`.
@@ -139,8 +139,9 @@ class Plans:
             gradient_bytes: size of the gradients that earlier micro-steps left.
             unplanned_bytes: reserved for memory that exists only because of the plan; percentages
                 do not count it.
-            gap_bytes: reserved for what runs between pieces, with any plan; percentages count it.
-            is_largest: use its schedule for all smaller shapes, without solving for them.
+            gap_bytes: reserved for code that runs between pieces, with any plan; percentages count
+                it.
+            is_largest: whether all smaller shapes use its schedule, without being solved.
         """
         graph, others = step.graph, (unplanned_bytes, gap_bytes)
         accumulated_bytes = self._accumulated_bytes(graph)
@@ -202,9 +203,9 @@ class Plans:
         )
 
     def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:
-        """Returns the plan of the largest shape, if declared, or else the one that all ranks share.
+        """Returns the plan of the largest shape, if declared, or else the ranks' common plan.
 
-        Where there is none, the first micro-step's plan, if that may be used.
+        If there is neither, it returns the first micro-step's plan, if that may be used.
         """
         known = self._of_another_shape(graph, room.plan_bytes)
         if known and self._has_largest:
@@ -221,7 +222,7 @@ class Plans:
     def _of_all_ranks(self, graph: Graph, room: Room, known: Solution | None) -> Solution:
         """Returns the plan that one rank finds, in the cache or by a solver, for all of them."""
         options = self.options
-        # without the share of time: a rank that has the plan of another shape shares it as well
+        # without the share of time: ranks with and without another shape's plan share an answer
         asked = (
             f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
             f"{options.time_limit_s}"
@@ -243,7 +244,7 @@ class Plans:
     def _of_a_solver(
         self, graph: Graph, room: Room, known: Solution | None, time_limit_s: float
     ) -> Solution:
-        """Returns the solver's schedule, or `known` where that is cheaper or the only one."""
+        """Returns the solver's schedule, or `known` if that is cheaper or the only one."""
         solver, gap = self.options.solver, self.options.gap
         try:
             solved = solve_in(room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap)
@@ -254,9 +255,9 @@ class Plans:
         return _better(solved, known) if known else solved
 
     def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
-        """Returns the plan of the first micro-step, where gradients accumulate unannounced.
+        """Returns the first micro-step's plan, if gradients accumulate without `is_accumulating`.
 
-        It does so for percentages only: the gradients are added to the budget, with a warning.
+        Only for a percentage: the gradients are added to its budget, with a warning.
         """
         if not (is_percentage(room.asked) and room.gradient_bytes) or self.options.is_accumulating:
             return None
@@ -266,7 +267,7 @@ class Plans:
 
         _, solution, before = entry
         _LOG.warning(
-            "the budget of %s leaves no room for a plan beside %s of gradients that accumulate: "
+            "the budget of %s leaves no room for a plan and %s of accumulated gradients: "
             "the first micro-step's plan stays in use, and the gradients come on top of its "
             "budget; give is_accumulating=True for one budget for all micro-steps",
             room.budget_text(),
@@ -307,7 +308,7 @@ class Plans:
 
 
 def _better(solved: Solution, known: Solution) -> Solution:
-    """Returns the cheaper one, cut short if either search was and it is not proved optimal."""
+    """Returns the cheaper one; it is cut short if either search was, unless proved optimal."""
     found = min((solved, known), key=lambda s: s.cost_s)
     is_proved = found.status is Status.OPTIMAL
     return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
@@ -319,6 +320,6 @@ def _plan_text(graph: Graph, solution: Solution, room: Room) -> str:
     asked = room.asked if isinstance(room.asked, str) else format_bytes(room.budget_bytes)
     return (
         f"planned for {asked}: the step holds {format_bytes(solution.peak_bytes)} of "
-        f"{format_bytes(solution.budget_bytes)}, where keeping everything takes "
+        f"{format_bytes(solution.budget_bytes)}; keeping everything takes "
         f"{format_bytes(keep_all_bytes)}; {solution.verdict}"
     )

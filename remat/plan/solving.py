@@ -1,4 +1,4 @@
-"""Solves for a graph within a budget, with its progress on stderr and in the log."""
+"""Solves a graph for a budget, and shows progress on stderr and in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat.narration.stages import stage
 from remat.solvers import Solver, make_solver
 
 _LOG = logging.getLogger(__name__)
-_LEAST_LIMIT_S = 10.0  # of the search for the least budget, where no plan fits
+_LEAST_LIMIT_S = 10.0  # limit of the search for the least budget, if no plan fits
 
 
 def solve_in(
@@ -51,8 +51,8 @@ def solve_in(
 
 def _solved(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
     """Solves, and reports progress on stderr and in the log."""
-    what = f"{graph.num_operators:,} operators in {Units.of(graph).size_text(budget_bytes)}"
-    _LOG.info("solving %s by %s", what, method)
+    what = f"{graph.num_operators:,} operators within {Units.of(graph).size_text(budget_bytes)}"
+    _LOG.info("solving %s with %s", what, method)
     with stage(f"planning {what}") as progress:
         telling = method.telling(lambda moment: progress.say(moment.text(graph.cost_s)))
         solution = telling.solve(graph, budget_bytes=budget_bytes)
@@ -67,7 +67,7 @@ def _budget_error(graph: Graph, solution: Solution, room: Room) -> BudgetError:
     minimum_bytes = (solution.minimum_bytes or _minimum_bytes(graph)) + room.held_bytes
     what = "no schedule fits" if is_proved else f"{solution.solver} found no schedule that fits"
     what += f" ({solution.cut_short})" if solution.cut_short else ""
-    kept_free = f" (of which: {room.held_text()})" if room.held_bytes else ""
+    kept_free = f" (kept free: {room.held_text()})" if room.held_bytes else ""
     held = (
         f"; parameters, buffers and inputs alone hold {describe_bytes(graph.resident_bytes)}"
         if graph.resident_bytes

@@ -60,10 +60,10 @@ class Step(Protocol):
 
 
 class FusedOperators(Step, Protocol):
-    """A step whose operators are kernels of several."""
+    """A step whose operators are kernels of several operators."""
 
     def unfused(self, schedule: Schedule) -> Schedule:
-        """Returns the schedule of operators that a schedule of kernels is."""
+        """Returns a schedule of kernels as a schedule of operators."""
 
 
 # step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step
@@ -75,13 +75,14 @@ class PlannedStep:
     """A step that was captured as one graph, with its plan and its halves.
 
     Attributes:
-        step: what was captured.
+        step: the captured step.
         solution: its plan.
         split: its halves.
         meter: measures its first run.
         kernels: the graph that was planned, where operators are fused.
-        kernels_peak_bytes: what fused kernels hold, known before they run.
-        kernels_room_bytes: what of the budget was kept from the plan, as kernels hold more than it.
+        kernels_peak_bytes: the peak of fused kernels, known before they run.
+        kernels_room_bytes: how far the plan's budget is below the step's, because kernels hold more
+            than planned.
     """
 
     step: TracedStep
@@ -113,7 +114,7 @@ class PlannedStep:
         """Plans a captured step and cuts it into its halves.
 
         Args:
-            step: what was captured.
+            step: the captured step.
             plan: step -> solution.
             plain: can run the step as plain PyTorch, for which the plan leaves room.
             kernels: what is planned in its place, where operators are fused.
@@ -152,7 +153,7 @@ def make_backend(
     model_bytes: Callable[[], int] = lambda: 0,
     plain_steps: PlainSteps | None = None,
 ) -> Any:
-    """Returns a `torch.compile` backend that runs each captured step by the plan of `plan`.
+    """Returns a `torch.compile` backend that runs each captured step as `plan` plans it.
 
     Args:
         plan: step -> solution.
@@ -236,7 +237,7 @@ def compiled_by_aot(
     compile_backward: Callable[[fx.GraphModule, Any], Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
 ) -> Callable[..., Any]:
-    """Returns a dynamo graph compiled by AOTAutograd, its joint graph split by `partition`."""
+    """Compiles a dynamo graph with AOTAutograd; `partition` splits its joint graph."""
     trace_and_compile = aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
@@ -259,7 +260,7 @@ def cut_at_sizes(module: fx.GraphModule) -> None:
         line = source_of(node).split(": ")[0]
         raise GraphBreak(
             f"data decides the size of what {named(node)} returns, so this step can't be one graph "
-            "with sizes known beforehand; pad to a size that is known, such as by torch.where, or "
+            "with sizes known beforehand; pad to a known size, for example with torch.where, or "
             "let remat.checkpoint plan the pieces before and after it",
             f"Dynamic shape operator ({line})",  # in the words of dynamo's graph breaks
         )
@@ -303,8 +304,8 @@ def runs_once(
         """Raises our own error, before autograd's, which advises retain_graph=True."""
         if any(gradient is not None for gradient in gradients):
             raise TraceError(
-                "a second backward runs through one planned step, and what it saved was freed in "
-                "the first: a planned step runs its backward once; add its losses up and call "
+                "a second backward runs through one planned step, but the first freed what the "
+                "step saved: a planned step runs its backward once; add its losses up and call "
                 "backward once, or plan a function that returns their sum, or use "
                 f"remat.unwrap(model){_advice(step, plain)}"
             )
@@ -316,8 +317,8 @@ def runs_once(
 def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
     if step is None:
         return (
-            '; on_unsupported="plain" works for a step that is one graph, and this one runs in '
-            "pieces: remat.report shows where it is cut"
+            '; on_unsupported="plain" works only for a step that is one graph, but this one runs '
+            "in pieces: remat.report shows where it is cut"
         )
     if plain is None:
         return ', or use on_unsupported="plain", which runs such a step as plain PyTorch'
@@ -329,9 +330,9 @@ def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
 def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Callable[..., Any]:
     """Returns `compiled`, whose backward gets None for gradients that did not arrive.
 
-    Autograd would put zeros in their place. Parameters that depend on them alone would then get
-    gradients of zeros, to which an optimizer applies its weight decay; in plain PyTorch these stay
-    None.
+    Autograd would put zeros in their place. Parameters whose gradients are computed from these
+    alone would then get gradients of zeros, and an optimizer would still apply its weight decay to
+    them. In plain PyTorch their gradients stay None.
     """
     if Tangents(step.module, step.num_forward_outputs).num < 2:
         return compiled
@@ -341,7 +342,7 @@ def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Ca
         keep_missing_gradients(results)
         return results
 
-    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
+    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
@@ -352,7 +353,7 @@ def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def device_type(module: nn.Module) -> str:
-    """Returns the device type of a module's parameters and buffers, `cuda` where any is there.
+    """Returns the device type of a module's parameters and buffers, `cuda` if any is on a GPU.
 
     Raises:
         TraceError: the module is on a device that can't be planned for, or on several GPUs.

@@ -31,7 +31,7 @@ class CudaMark:
         )
 
     def peaks(self) -> CudaPeaks:
-        """Returns the peaks since then, less what was held then."""
+        """Returns the peaks since the measurement began, less what was held at that time."""
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         return CudaPeaks(

@@ -1,6 +1,6 @@
 """Measures memory: the peak and timeline of a callable, and the peak of a first planned step.
 
-It counts on the CPU's allocator or on that of a CUDA device.
+It reads the CPU's allocator or that of a CUDA device.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
         device: "cpu" or "cuda"; by default CUDA where it is available.
 
     On the CPU every allocation of torch is counted to the byte. Memory that libraries allocate
-    themselves, such as oneDNN's scratch memory, is not seen. On CUDA allocations are read from the
-    memory history, in the allocator's rounded sizes; cached memory that is unused is released
-    before.
+    themselves, such as oneDNN's scratch memory, is not seen. On CUDA, allocations are read from the
+    memory history, in the allocator's rounded sizes; unused cached memory is released before `fn`
+    runs.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -78,7 +78,7 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
 def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
     """Measures `fn`, and planned steps that run inside of it for the first time.
 
-    Those can't be profiled on their own, since one profiler runs already.
+    Such steps can't be profiled on their own, since a profiler is already running.
     """
     outer, _MEASURED.now = _MEASURED.now, _Measured()
     measured = _MEASURED.now
@@ -158,10 +158,10 @@ _MEASURED = _OfThread()
 class FirstStepMeter:
     """Measures the first planned step: a forward, and the backward that belongs to it.
 
-    Each forward is measured until one of them has had its backward, since the profiler only sees
+    Each forward is measured until the backward of one of them has run, since the profiler only sees
     the release of memory whose allocation it saw. A backward belongs to the forward that saved its
     inputs. So there is no number, rather than a wrong one, after a forward without a backward,
-    several forwards before one, or an error or Ctrl-C in either half.
+    after several forwards before a backward, or after an error or Ctrl-C in either half.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -190,7 +190,7 @@ class FirstStepMeter:
     def tensor_bytes(self) -> int:
         """What tensors held at the peak, as plans count them; 0 if it was not measured.
 
-        On CUDA the allocator's blocks are larger: 0.02 % for GPT-2 medium, 0.7 % for GPT-2 XL.
+        On CUDA the allocator's blocks are larger: by 0.02 % for GPT-2 medium, 0.7 % for GPT-2 XL.
         """
         return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes or 0
 

@@ -47,13 +47,13 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
 
 @dataclass(eq=False)
 class MeasuredForward:
-    """A forward that was measured, and whose backward did not run yet.
+    """A forward that was measured, and whose backward has not run yet.
 
     Attributes:
         args: storages of its inputs.
         mark: on CUDA, what was held when it began.
-        peak_bytes: its peak. On CUDA the most that tensors held while it or its backward ran.
-        outside_bytes: on CUDA, the most that they held since, while neither ran.
+        peak_bytes: its peak. On CUDA, the most that tensors held while it or its backward ran.
+        outside_bytes: on CUDA, the most that tensors held since then, while neither ran.
         held_bytes: what it held at its end.
         saved: storages that it saved for its backward.
         results: storages that it returned or saved, without those of its inputs.
@@ -96,8 +96,8 @@ class WholeStep:
     """A step that was measured from its first planned forward to the end of the backward.
 
     Attributes:
-        planned_bytes: the most it held while a planned forward or backward ran, the module's
-            parameters, buffers and inputs included.
+        planned_bytes: the most it held while a planned forward or backward ran, including the
+            module's parameters, buffers and inputs.
         outside_bytes: the most it held at other times, without `saved_bytes`.
         saved_bytes: what the first planned forward saved.
         num_calls: number of planned forwards in the step.
@@ -126,11 +126,11 @@ def note_peak(planned: MeasuredForward | None = None) -> None:
     """Notes a new peak of CUDA's allocator in the forwards that wait for their backward.
 
     The sizes of tensors are counted, as plans count them, and not the blocks that hold them. The
-    allocator's statistics are reset only where a forward begins, since others read them too. So a
-    peak below an earlier one is not known, and not needed.
+    allocator's statistics are reset only where a forward begins, since other code reads them too.
+    So a peak below an earlier one is not known, and not needed.
 
     Args:
-        planned: the forward that ran since the last call, itself or its backward.
+        planned: the forward that ran, or whose backward ran, since the last call.
     """
     peak_bytes = torch.cuda.memory_stats().get("requested_bytes.all.peak", 0)
     for forward in _ON_CUDA:

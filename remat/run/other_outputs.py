@@ -1,4 +1,4 @@
-"""Outputs beside the losses: they get no gradient, and asking for one is an error."""
+"""Outputs other than the losses: they get no gradient, and asking for one is an error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from remat.core.errors import TraceError
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     """Detaches every output that is not a scalar, if there are scalar outputs with a gradient.
 
-    Returns pairs (index of a detached output, index of a scalar). Otherwise AOTAutograd would fill
-    the missing gradient of, say, logits with zeros, and run their backward.
+    Returns pairs (index of a detached output, index of a scalar). Without this, AOTAutograd would
+    fill the missing gradient of, say, logits with zeros, and run their backward.
     """
     output = module.graph.output_node()
     results = output.args[0]
@@ -59,7 +59,7 @@ class _RefuseGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape = tuple(gradients[0].shape)
         raise TraceError(
-            f"a gradient arrived for an output of shape {shape}, and only gradients of scalar "
+            f"a gradient arrived for an output of shape {shape}, but only gradients of scalar "
             'outputs are planned; pass differentiate="all" to remat.checkpoint, or call backward '
             "on the loss that the model returns"
         )
@@ -80,4 +80,4 @@ def refuse_gradients(
                 results[place] = _refuse(results[place], results[anchor])
         return tuple(results)
 
-    return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
+    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]

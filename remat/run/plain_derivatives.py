@@ -1,9 +1,9 @@
 """Derivatives whose formula depends on the data, traced as one operator that decides at run time.
 
 The backward of a product has a short formula for factors without zeros, and a general one. Plain
-PyTorch counts the zeros. The tensors of a trace have no data, so torch (2.13) traces the general
-formula: `prod` rounds differently, and `cumprod` becomes a loop over its n elements that holds n^2
-of them. Here such a backward is one operator, which looks at the data when it runs.
+PyTorch counts the zeros to choose one. The tensors of a trace have no data, so torch (2.13) traces
+the general formula: `prod` rounds differently, and `cumprod` becomes a loop over its n elements
+that holds n^2 values. Here such a backward is one operator, which looks at the data when it runs.
 
 It computes the forward again instead of saving its result. Its memory is planned for factors with
 zeros, which need the most.

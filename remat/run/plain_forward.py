@@ -1,8 +1,8 @@
 """A captured forward that can be run again as plain PyTorch, with autograd.
 
 Dynamo captures the calls of plain PyTorch, before AOTAutograd turns them into operators. To run
-them again, everything has to be as in the first run: inputs that it changed, which are copied
-before; the states of random generators; autocast.
+them again, everything has to be as in the first run: the inputs that it changed (they are copied
+before it), the states of random generators, and autocast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restores this state inside of a `with` block, and the present state after it."""
+        """Restores this state inside of a `with` block; the present state comes back after it."""
         gpus = [device for device in self.states if device.type == "cuda"]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(gpus, enabled=bool(self.states)))
@@ -90,8 +90,8 @@ class PlainForward:
     def room_beside(self, step: TracedStep) -> dict[str, int]:
         """Returns how much memory the copies for another run take, as an argument of the planner.
 
-        Finds which inputs the step changes, which generators it draws from, and which inputs its
-        results depend on.
+        It also finds which inputs the step changes, which generators it draws from, and which
+        inputs its results depend on.
         """
         nodes = list(step.module.graph.nodes)
         places = {node: _place_of(node, "PlainAOTInput") for node in nodes}

@@ -40,8 +40,8 @@ _KEPT = frozenset({
     aten.tensor_split.tensor_indices_or_sections, aten.unsafe_chunk.default,
     aten.stft.center, aten.istft.default, aten.matmul.out,
 })  # fmt: skip
-# Operators that copy all memory of their first argument, a view's as well (`clone_preserve_strides`
-# in TensorShape.cpp and functionalization's inverses of views, 2.13).
+# Operators that copy all memory of their first argument, even if it is a view
+# (`clone_preserve_strides` in TensorShape.cpp and functionalization's inverses of views, 2.13).
 _COPY_ALL_MEMORY = frozenset({
     aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter,
     aten.as_strided_scatter,
@@ -87,7 +87,8 @@ def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -
         return result
 
     found = layouts_of(Call.made(operator, args, kwargs, result))
-    if found is None or len(found) != len(_tensors(result)):  # it can't be run, or returns others
+    # the call can't be run, or returns another number of tensors
+    if found is None or len(found) != len(_tensors(result)):
         return result
     layouts = iter(found)
     return tree_map_only(torch.Tensor, lambda t: _laid_out(t, next(layouts)), result)
@@ -125,7 +126,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _in_all_memory(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Returns the result in a copy of all memory of `source`, at the same place.
 
-    Unchanged where elements of the source overlap.
+    It is unchanged if elements of the source overlap.
     """
     shape, stride, offset = source.shape, source.stride(), source.storage_offset()
     is_overlapping = any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True))
@@ -140,8 +141,8 @@ def _in_all_memory(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Returns the tensor in that layout, or unchanged where this makes no difference.
 
-    A result with gaps between its elements is left alone as well where shape and strides agree: it
-    lies in a copy of all its input's memory, which a layout does not describe.
+    A result with gaps between its elements also stays unchanged if shape and strides agree: it lies
+    in a copy of all its input's memory, which a layout does not describe.
     """
     promised = Layout.of(tensor)
     is_same = replace(promised, size_bytes=layout.size_bytes) == layout

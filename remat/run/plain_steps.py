@@ -1,10 +1,10 @@
-"""Runs steps as plain PyTorch whose backward no plan can run (`on_unsupported="plain"`).
+"""Runs a step as plain PyTorch if no plan can run its backward (`on_unsupported="plain"`).
 
-A planned step runs its backward once, and what it saved is freed. Whether a backward keeps its
-graph, is differentiated itself, or is a second one, is known only when it runs, after the forward.
-So then the forward that dynamo captured runs again, with autograd, on the inputs of the planned
-one: inputs that it changed are copied before, random generators and autocast are restored. From
-there on everything is plain PyTorch.
+A planned step runs its backward once, and what it saved is freed. Some backwards keep their graph,
+are differentiated themselves, or are a second one; this is known only when they run, after the
+forward. The forward that dynamo captured then runs again, with autograd, on the inputs of the
+planned one. Inputs that it changes were copied before; random generators and autocast are restored.
+From there on, everything is plain PyTorch.
 
 An autograd node around the planned step decides between the two; a backward that the plan can run
 gets its gradients unchanged.
@@ -45,7 +45,7 @@ def check_on_unsupported(given: str) -> None:
 
 
 class PlainSteps:
-    """Runs the steps of one planned model plain where no plan can; warns once."""
+    """Runs steps of a planned model as plain PyTorch where no plan can run them; warns once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,12 +53,12 @@ class PlainSteps:
 
     @classmethod
     def asked(cls, on_unsupported: str, name: str) -> PlainSteps | None:
-        """Returns None where the option makes such a backward an error."""
+        """Returns the plain steps of a model; None where the option makes them an error."""
         check_on_unsupported(on_unsupported)
         return cls(name) if on_unsupported == "plain" else None
 
     def warn(self, why: str) -> None:
-        """Warns that a step runs plain, the first time."""
+        """Warns, the first time, that a step runs plain."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
@@ -82,7 +82,7 @@ class PlainSteps:
             given.watch(results)
             return tuple(results)
 
-        return torch._dynamo.disable(run, reason="runs what is compiled already")  # type: ignore[no-any-return]
+        return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -95,11 +95,12 @@ class _Given:
         args: the inputs themselves.
         kept: aliases of the inputs, and copies of those that the forward changes.
         versions: versions of the aliases; None for tensors without a version.
-        surroundings: what the forward depends on besides them.
+        surroundings: what the forward depends on besides its inputs.
         places: indices of the results that are differentiated.
         inputs: indices of the inputs that need a gradient.
         spent: indices of results whose backward ran without keeping the graph.
-        is_planned_spent: a backward ran without keeping the graph, so the plan's may not run.
+        is_planned_spent: a backward ran without keeping the graph, so the plan's backward may no
+            longer run.
     """
 
     forward: PlainForward

@@ -43,7 +43,7 @@ def draw(
 ) -> Any:
     """Runs `operator` for the first time, from the state just taken.
 
-    The default generator ends where the operator ends.
+    Afterwards the default generator is in the state where the operator ended.
     """
     if device.type != "cpu":
         return operator(*args, **kwargs)
@@ -76,7 +76,7 @@ def _drawn(
 ) -> Any:
     """Runs `operator` with a generator in `state`, in place of the `generator=None` it may have.
 
-    One of the user's own ends the captured graph.
+    A user's own generator never arrives here, since it ends the captured graph.
     """
     given = {**kwargs, "generator": _generator_in(state), "move_on": move_on}
     return _with_generator(operator)(*args, **given)

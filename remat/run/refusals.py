@@ -1,6 +1,6 @@
 """Errors for steps that can't be planned, raised at capture, with the line of code.
 
-A plan needs every size beforehand. It is not known where data decides a size, for sparse and nested
+A plan needs every size beforehand. A size is not known where data decides it, for sparse and nested
 tensors, and for memory that a library allocates itself.
 """
 
@@ -48,7 +48,7 @@ def refuse_scans(module: fx.GraphModule) -> None:
 def refuse_cudnn_rnns(module: fx.GraphModule) -> None:
     """Refuses recurrent layers in cuDNN, on a GPU or as a GPU would run them.
 
-    It keeps a reserve for the backward of which fake tensors say that it has no bytes.
+    cuDNN keeps a reserve for the backward, which has no bytes according to fake tensors.
     """
     for node in module.graph.nodes:
         if node.target not in _RNNS or not torch.backends.cudnn.enabled:
@@ -63,8 +63,8 @@ def refuse_cudnn_rnns(module: fx.GraphModule) -> None:
 _RNNS = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
 _CUDNN = (
     "{name} on a GPU runs in cuDNN, which keeps memory for the backward whose size is not known "
-    "before it runs; train with `torch.backends.cudnn.enabled = False`, or leave the layer outside "
-    "of what is planned"
+    "before it runs; train with `torch.backends.cudnn.enabled = False`, or keep the layer outside "
+    "of the planned part"
 )
 
 
@@ -120,13 +120,14 @@ def _no_storage(joint: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> s
     if sparse:
         return (
             f"the gradient of {sparse[0]} is sparse, and its memory can't be planned: data decides "
-            "its size; build the embedding with sparse=False, or keep it outside of what is planned"
+            "its size; build the embedding with sparse=False, or keep it outside of the planned "
+            "part"
         )
 
     layout = str(tensor.layout).removeprefix("torch.")
     return (
         f"{named(node)} is a {layout} tensor, whose memory can't be planned; make it dense "
-        "(.to_dense()), or keep it outside of what is planned"
+        "(.to_dense()), or keep it outside of the planned part"
     )
 
 
@@ -143,7 +144,7 @@ def _has_sparse_gradient(node: fx.Node) -> bool:
 def _no_size(node: fx.Node, tensor: torch.Tensor) -> str:
     return (
         f"data decides the size of {named(node)}, {tuple(tensor.shape)}, and a plan needs it "
-        "beforehand; pad to a size that is known, or keep it outside of what is planned"
+        "beforehand; pad to a known size, or keep it outside of the planned part"
     )
 
 

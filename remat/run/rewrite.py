@@ -1,8 +1,8 @@
 """Turns a schedule into two `torch.fx` graphs: a forward that saves, a backward that recomputes.
 
 Both run the operators in exactly the schedule's order. Views are made again from their storage,
-right before the operator that reads them. What the backward reads from the forward is saved as
-whole storages; parameters and inputs are saved as they are.
+right before the operator that reads them. Values that the backward reads from the forward are saved
+as whole storages; parameters and inputs are saved as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SplitStep:
         backward: takes the numbers among the inputs (AOTAutograd passes them first), what is saved,
             then the gradients that arrive; returns the gradients.
         saved: what is saved, in order: nodes of the joint graph, and values of snapshots. The
-            numbers follow it.
+            numbers follow them.
     """
 
     forward: fx.GraphModule
@@ -214,7 +214,7 @@ class _Writer:
         return made
 
     def _is_view(self, node: fx.Node) -> bool:
-        """True for nodes that are made again from a storage: no operator, and no part of one."""
+        """True for a node that is made again from a storage: no operator, nor a part of one."""
         operators = self.step.operator_of
         return node not in operators and not (is_part(node) and node.args[0] in operators)
 

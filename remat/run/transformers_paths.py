@@ -83,7 +83,7 @@ def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _never_tracing_nothing(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Without a padding mask there is nothing to trace, but transformers before 5.23 says it is."""
+    """Without a padding mask no tensor is traced, but transformers before 5.23 says one is."""
 
     def is_tracing(tensor: Any = None) -> bool:
         if tensor is None and torch.compiler.is_dynamo_compiling():
@@ -96,9 +96,9 @@ def _never_tracing_nothing(plain: Callable[..., bool]) -> Callable[..., bool]:
 def _packed_where_plain_finds_any(
     plain: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Plain PyTorch checks by the positions whether several sequences share a row.
+    """Plain PyTorch tells from the positions whether several sequences share a row.
 
-    A captured step can check it as well, where the positions don't depend on an input.
+    A captured step can do the same where the positions don't depend on an input.
     """
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -1,10 +1,10 @@
-"""Measures a whole step, with what it holds outside of the planned call: its loss, other calls.
+"""Measures a whole step, including what the loss and other calls hold outside of the plan.
 
 A planned forward waits for the backward of its step. While one waits, backwards are intercepted
-(`watch_backwards`): if one runs through the forward's node, all that its graph holds is counted,
-and the backward is measured, on the CPU node by node. No profiler runs between the calls, and none
-after the step was measured. A step with calls of several plans is not measured, since each plan has
-its own budget.
+(`watch_backwards`): if a backward runs through the forward's node, all that its graph holds is
+counted, and the backward is measured, on the CPU node by node. No profiler runs between the calls,
+and none after the step was measured. A step with calls of several plans is not measured, since each
+plan has its own budget.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_PASSES = 64  # backwards of other steps, after which a forward no longer w
 
 @dataclass(eq=False)
 class _Waiting:
-    """A planned forward whose backward did not run yet.
+    """A planned forward whose backward has not run yet.
 
     Attributes:
         meter: meter of the planned step.
@@ -59,7 +59,7 @@ class _Waiting:
         node: its node in autograd's graph, which is freed with the graph.
         number: sequence number of the node, which rises along forwards.
         owner: identifies the planned call.
-        num_passes: number of backwards of other steps since.
+        num_passes: number of backwards of other steps since then.
     """
 
     meter: FirstStepMeter
@@ -161,7 +161,7 @@ def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], An
 def _met_by(nodes: set[Any]) -> list[_Waiting]:
     """Returns the waiting forwards in a backward's graph, in the order in which they ran.
 
-    For the others it counts one more backward of another step.
+    For each other forward, it counts one more backward of another step.
     """
     with _LOCK:
         met = [waiting for waiting in _WAITING if waiting.node() in nodes]
@@ -224,11 +224,11 @@ class _Step:
 class _Held:
     """What a step holds on the CPU during its backward, without what it holds throughout.
 
-    At first that is what autograd's graph holds, and what the planned forwards returned. In each
-    node allocations are counted; weak references show what was freed between two nodes. Left out
-    are the first forward's parameters and inputs, which the step holds throughout, parameters of
-    other modules, and gradients that existed before. What nodes from before that forward saved is
-    subtracted as well, so that only its release counts.
+    At first, this is what autograd's graph holds and what the planned forwards returned. Then the
+    allocations in each node are counted; weak references show what was freed between two nodes. The
+    first forward's parameters and inputs are left out, since the step holds them throughout. So are
+    parameters of other modules, and gradients that existed before. What nodes from before the first
+    forward saved is subtracted, so that only its release counts.
 
     Attributes:
         planned_bytes: the most so far in planned forwards, and in their nodes.
@@ -303,7 +303,7 @@ class _Held:
         self.outside_bytes = max(self.outside_bytes, self._ended_bytes(made))
 
     def _ended_bytes(self, made: Sequence[Any]) -> int:
-        """Returns the most that was held in the node that ends."""
+        """Returns the most that was held during the node that ends."""
         counted = from_events(stop_counting_node(), "cpu")
         self._counted |= storages_of(made).keys()
         self._follow(storages_of(made))
@@ -333,7 +333,7 @@ class _Held:
                 self._followed.setdefault(key, storage)
 
     def _bytes_born(self, first: int, last: int) -> int:
-        """Returns the bytes, still held, that nodes from `first` to before `last` brought."""
+        """Returns the bytes still held that nodes from `first` to before `last` held first."""
         return sum(
             storage.size_bytes
             for key, storage in self._followed.items()

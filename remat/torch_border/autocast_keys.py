@@ -56,7 +56,7 @@ def with_cpu_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Itera
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch's own are overridden
+            warnings.simplefilter("ignore")  # warnings that torch's own kernels are overridden
             for name, kernel in kernels.items():
                 library.impl(name, kernel or torch.library.fallthrough_kernel, allow_override=True)
         yield

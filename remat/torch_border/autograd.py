@@ -112,8 +112,8 @@ def metadata_of_compilation() -> Any:
 class SavedTensors:
     """How many tensors AOTAutograd expects a forward to save; made while one is compiled.
 
-    From 2.14 on, a list (`saved_tensor_is_graph_input`) says for each whether it is an input, as
-    views that the graph makes itself are detached; before, all views were.
+    From 2.14 on, a list (`saved_tensor_is_graph_input`) says for each saved tensor whether it is an
+    input, since only views that the graph makes itself are detached. Before, all views were.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class SavedTensors:
             self._is_input[:] = [False] * len(self._is_input)
 
     def expect(self, count: int) -> None:
-        """Makes room for as many as a forward saves from now on."""
+        """Makes room for the `count` tensors that the forward saves from now on."""
         if self._is_input is not None and len(self._is_input) < count:
             self._is_input.extend([False] * (count - len(self._is_input)))
 
@@ -201,8 +201,8 @@ def gradient_node(tensor: torch.Tensor) -> Any:
 def is_wanted(tensor: torch.Tensor) -> bool:
     """True where the running backward needs the gradient of `tensor`.
 
-    It continues to what made the tensor, or returns the gradient (`_will_engine_execute_node`,
-    2.13, which fails for a leaf in `autograd.grad`).
+    That is where it continues to what made the tensor, or returns the gradient
+    (`_will_engine_execute_node`, 2.13, which fails for a leaf in `autograd.grad`).
     """
     try:
         return bool(torch._C._will_engine_execute_node(gradient_node(tensor)))

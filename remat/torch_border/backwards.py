@@ -17,7 +17,7 @@ Around = Callable[[Sequence[Any], Sequence[Any], Callable[[], Any]], Any]
 
 
 def watch_backwards(around: Around) -> None:
-    """Runs every backward that is called from Python by `around(roots, gradients, run)`.
+    """Makes each backward called from Python run inside of `around(roots, gradients, run)`.
 
     `torch.autograd.backward` and `grad` call the engine through a function of their module
     (`_engine_run_backward`, 2.13), which is replaced until `stop_watching_backwards`.
@@ -62,7 +62,7 @@ def is_compiled_autograd_on() -> bool:
 
 
 def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes that a backward from `roots` may run: tensors, or edges of the graph."""
+    """Yields the nodes that a backward from `roots` (tensors or edges of the graph) may run."""
     waiting: list[Any] = [
         root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots
     ]

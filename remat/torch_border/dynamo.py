@@ -132,8 +132,8 @@ def compile_frame(
 ) -> Callable[..., Any]:
     """Compiles a function as `torch.compile` does, through `optimize` (2.13).
 
-    It is one graph where `is_whole`, but without counting frames as `fullgraph=True` does. While a
-    function with `fullgraph=True` runs, dynamo counts the frames it compiled, with one count for
+    With `is_whole` it is one graph, but frames are not counted, unlike with `fullgraph=True`. While
+    a function with `fullgraph=True` runs, dynamo counts the frames it compiled, with one count for
     all threads, and compiles none below them. So steps in pieces would run plain in other threads,
     and functions there could fail when the count ends ("found no compiled frames").
 
@@ -158,7 +158,7 @@ def compile_frame(
 def without_leaf_warnings() -> Iterator[None]:
     """Hides a warning that dynamo causes and the model can't avoid (2.13).
 
-    Dynamo reads `.grad` of tensors passed from one piece to the next, which are no leaves.
+    Dynamo reads `.grad` of tensors passed from one piece to the next, which are not leaves.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -312,7 +312,7 @@ SIZE_CHECK: Any = torch.ops.aten._assert_scalar.default  # dynamo adds it where 
 
 
 def is_decided_by_data(value: Any) -> bool:
-    """True for a tensor whose shape is known only at run time, and for such an int.
+    """True for a tensor whose shape is known only at run time, and for an int known only then.
 
     An int may be a size; a float can't, and is read again in each step (`free_unbacked_symbols`,
     2.13).

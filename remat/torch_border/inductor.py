@@ -17,7 +17,7 @@ from torch import fx
 
 from remat.torch_border.autograd import metadata_of_compilation
 
-_MANY_OPERATORS = 200  # that may be inlined: the gradient of a cross entropy has some 50
+_MANY_OPERATORS = 200  # may be inlined; the gradient of a cross entropy has some 50
 
 
 def inductor_compilers() -> tuple[Any, Any]:
@@ -44,10 +44,10 @@ def halves_compiled_at_once() -> Any:
 
 
 def leave_kept_graphs_to_the_backward() -> None:
-    """Makes AOTAutograd call a backward that keeps its graph; ours then refuses in our words.
+    """Makes AOTAutograd call our backward even if its graph is kept; ours raises the error.
 
-    AOTAutograd's own check is on where `bw_donated_idxs` (2.13) is not empty; Inductor has read it
-    once a backward is compiled.
+    AOTAutograd's own check is on where `bw_donated_idxs` (2.13) is not empty. It can be emptied
+    once a backward is compiled, since Inductor has read it then.
     """
     metadata = metadata_of_compilation()
     if hasattr(metadata, "bw_donated_idxs"):
@@ -79,7 +79,7 @@ def compile_options(*, keeps_layouts: bool, pads_products: bool) -> Any:
 def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """Allows compiling a graph that AOTAutograd does not compile itself.
 
-    Yields a list that gets the strides of its results, None for what is no tensor
+    Yields a list that gets the strides of the graph's results, None for a result that is no tensor
     (`TracingContext.report_output_strides`, 2.13). Inductor chooses the strides of results that are
     not returned to the user.
     """
@@ -93,7 +93,7 @@ def reporting_strides(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph that dynamo captured, as Inductor changes what it compiles.
+    """Returns a copy of a graph that dynamo captured, since Inductor changes what it compiles.
 
     A plain copy lacks `_dynamo_source` and `_param_name_to_source` (2.13), which distinguish
     parameters from inputs.
@@ -113,7 +113,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inductor_partitioner(cut: Callable[..., Any]) -> Any:
-    """Returns `cut` as Inductor wants it (`CustomPartitionerFn`, 2.13).
+    """Returns `cut` in the form that Inductor expects (`CustomPartitionerFn`, 2.13).
 
     It has no key: each half is cached by its own graph.
     """
@@ -148,7 +148,7 @@ class LaterKernel:
             self._compiled = self._compile()
 
     def ready(self) -> Callable[..., Any]:
-        """Returns the function, compiled."""
+        """Returns the compiled function."""
         self.start()
         compiled = self._compiled
         is_running = hasattr(compiled, "result")  # not where Inductor compiles in this process
@@ -164,7 +164,7 @@ class LaterKernel:
 def kernels_later() -> Iterator[None]:
     """Makes C++ functions of modules `LaterKernel`s (`AsyncCompile.cpp_pybinding`, 2.13).
 
-    Triton's kernels are not: they are part of what Inductor's cache keeps of a module.
+    Triton's kernels are left as they are, since Inductor's cache stores them with the module.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -19,16 +19,16 @@ _LIBRARY: list[Any] = []  # an operator exists as long as the library that defin
 
 @dataclass(frozen=True)
 class Part:
-    """What Inductor fuses with others, or an operator of a library.
+    """A loop that Inductor may fuse with others, or a library operator.
 
     Attributes:
-        name: its own.
+        name: its name.
         origins: nodes of the lowered graph that it computes.
-        after: names of the parts that run before it.
-        reads: buffers, by name, and their bytes.
-        writes: new buffers, by name, and their bytes.
+        after: names of the parts that must run before it.
+        reads: the buffers that it reads, by name, and their bytes.
+        writes: the new buffers that it writes, by name, and their bytes.
         overwrites: buffers whose memory it may take for a result, if it is the last to read them.
-        is_loop: Inductor writes its code.
+        is_loop: whether it is a loop, whose code Inductor writes.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Parts:
     """All parts of a half.
 
     Attributes:
-        parts: in an order that computes before it reads.
+        parts: in an order in which each buffer is written before it is read.
         inputs: buffers that the half frees after their last use.
         outputs: buffers that it returns.
-        nodes: of the lowered graph, in order.
+        nodes: the nodes of the lowered graph, in order.
     """
 
     parts: tuple[Part, ...]
@@ -72,11 +72,11 @@ def scheduled(
     """Makes Inductor run kernels in an order of ours, and allocate each buffer separately.
 
     Args:
-        order: fused kernels -> the same in their order.
+        order: fused kernels -> the same kernels in the order in which to run them.
         can_fuse: says whether parts, given by name, may share a kernel.
         keep_apart: changes a graph before Inductor looks for patterns in it.
         realize: changes a graph before it is lowered.
-        key: stands for all that these do, in the key of Inductor's cache.
+        key: identifies what these functions do, in the key of Inductor's cache.
     """
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.choices import InductorChoices
@@ -94,7 +94,7 @@ def scheduled(
     patches = {
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
-        "allow_buffer_reuse": False,  # no quicker, measured on a CPU
+        "allow_buffer_reuse": False,  # reuse was no faster, measured on a CPU
         "custom_partitioner_fn": None,  # already called; its type can't be part of a key
         "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
         "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),
@@ -105,7 +105,7 @@ def scheduled(
 
 
 def _named(base: Any, run: Callable[[Any], Any], key: str) -> Any:
-    """Returns a pass as Inductor wants it, with the key that its cache knows it by."""
+    """Returns a pass in the form that Inductor expects, with its key for Inductor's cache."""
 
     class Pass(base):  # type: ignore[misc]  # of either kind
         def __call__(self, argument: Any) -> Any:
@@ -126,7 +126,7 @@ def part_names(kernel: Any) -> list[str]:
 
 
 def fused_again(kernels: Sequence[Any]) -> list[Any]:
-    """Takes kernels apart and returns what Inductor makes of their parts now."""
+    """Takes kernels apart and returns the kernels into which Inductor fuses their parts now."""
     parts = [part for kernel in kernels for part in kernel.get_nodes()]
     scheduler = parts[0].scheduler
     scheduler.name_to_fused_node = {part.get_name(): part for part in parts}
@@ -137,7 +137,7 @@ def fused_again(kernels: Sequence[Any]) -> list[Any]:
 def end_functions_after(kernels: Sequence[Any], first_parts: Set[str]) -> None:
     """Makes Inductor end a function on a CPU after some kernels, named by their first parts.
 
-    Otherwise it writes all kernels between two operators of libraries as one function.
+    Otherwise it writes all kernels between two library operators as one function.
     """
     scheduler = kernels[0].scheduler
     backend = scheduler.get_backend(torch.device("cpu"))
@@ -150,10 +150,10 @@ def end_functions_after(kernels: Sequence[Any], first_parts: Set[str]) -> None:
 
 
 def parts_of(kernels: Sequence[Any], resident: Set[str]) -> Parts:
-    """Reads what the scheduler knows of the parts of kernels.
+    """Returns the parts of kernels, as the scheduler knows them.
 
     Args:
-        kernels: of a half.
+        kernels: the kernels of a half.
         resident: names of inputs that exist throughout; the result leaves them out.
     """
     from torch._inductor.virtualized import V
@@ -204,7 +204,7 @@ class _Reader:
         )
 
     def _may_overwrite(self, node: Any, name: str) -> bool:
-        """True where a node reads each element of a buffer when it writes the same of a result."""
+        """True where a node may write each element of a result over the one it reads there."""
         from torch._inductor.codegen.wrapper import can_match_buffer_size
 
         donated = self._scheduler.name_to_donated_buffer

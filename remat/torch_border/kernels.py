@@ -53,7 +53,7 @@ def with_kernel(
 
 @contextmanager
 def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Traces `kernel` in place of that of an operator with a derivative (`py_kernels`, 2.13).
+    """Traces `kernel` in place of an operator's own autograd kernel (`py_kernels`, 2.13).
 
     Inside of `torch.func.grad` and similar functions torch's own kernel runs.
     """
@@ -154,8 +154,8 @@ def with_python_kernels(
 def corrected_fakes(correct: Callable[[OpOverload, Any, Any, Any], Any]) -> Iterator[None]:
     """Corrects the layouts of operators' results on fake tensors (`FakeTensorMode.dispatch`, 2.13).
 
-    A result whose storage is larger than what it reads is not put into the cache of fake tensors,
-    since the cache does not store that size.
+    A result whose storage is larger than its elements need is not put into the cache of fake
+    tensors, since the cache does not store that size.
 
     Args:
         correct: function of an operator, its result and its arguments that returns the result to

@@ -66,7 +66,7 @@ def get_call(module: nn.Module) -> Any:
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Returns a module's forward hooks by number, which may be changed (`_forward_hooks`, 2.13)."""
+    """Returns a module's own dict of forward hooks, by number (`_forward_hooks`, 2.13)."""
     return module._forward_hooks
 
 

@@ -55,7 +55,7 @@ def hint_of(value: Any) -> Any:
 
 @contextmanager
 def fixed_sizes() -> Iterator[None]:
-    """Makes numbers but not sizes inputs of what this thread captures in a `with` block.
+    """Makes numbers, but not sizes, inputs of what this thread captures in a `with` block.
 
     It uses `builder.process_automatic_dynamic` (2.13).
     """
@@ -142,8 +142,8 @@ def _decides_by_itself(plain: Any) -> Any:
 def _falls_back_to_constants(plain: Any) -> Any:
     """Returns dynamo's capture of a frame (`trace_frame`, 2.13) with a second attempt.
 
-    Dynamo gives up a frame for code that works with a constant but not with a symbol, such as
-    `"%.2f" % number`. Where numbers became inputs, the frame is captured again with constants.
+    Dynamo gives up on a frame with code that works for a constant but not for a symbol, such as
+    `"%.2f" % number`. If numbers became inputs, the frame is captured again with constants.
     """
 
     def trace(*args: Any, **kwargs: Any) -> Any:

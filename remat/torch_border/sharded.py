@@ -61,7 +61,7 @@ def rank_store(prefix: str) -> Any:
 
 
 def active_ddps() -> list[nn.Module]:
-    """Returns each `DistributedDataParallel` whose forward runs now or wraps a step function.
+    """Returns each `DistributedDataParallel` running its forward or wrapping a step function.
 
     It uses `_get_active_ddp_module` (2.13).
     """
@@ -80,7 +80,7 @@ def ddps_in(module: nn.Module) -> list[DistributedDataParallel]:
 
 @contextmanager
 def called_directly(ddps: list[DistributedDataParallel]) -> Iterator[None]:
-    """Makes each call its wrapped module directly, so that it is captured with its surroundings."""
+    """Makes each call its module directly: dynamo captures that with the code around it."""
     for ddp in ddps:
         vars(ddp)["forward"] = MethodType(_forward_alone, ddp)
     try:

@@ -1,4 +1,4 @@
-"""The product's solver: which bounds and searches run when.
+"""The default solver, `auto`: which bounds and searches run when.
 
-Least budgets and frontiers, made of the same parts.
+Least budgets and frontiers are built from the same parts.
 """

@@ -6,10 +6,10 @@ for a share of the time limit. So a budget has a schedule from smaller budgets a
 larger ones before it is solved, and is skipped where these are within the gap. Then the budgets
 whose gaps are still open share one more time limit evenly, the narrowest gap first, as it closes
 soonest and leaves its time to the others. The search also starts from schedules of the next larger
-budgets, which need a little too much; closed-form schedules are built once, and models start from
-the stages of the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of that
-where gaps close early: the time of a few solves at a tight budget. Before that, the search for the
-least budget takes one limit at most. Ctrl-C ends the curve with the budgets solved so far.
+budgets, which exceed this budget a little; closed-form schedules are built once, and models start
+from the stages of the nearest budget (`reuse`). So 20 budgets take at most 3.5 limits, and half of
+that where gaps close early: the time of a few solves at a tight budget. Before that, the search for
+the least budget takes one limit at most. Ctrl-C ends the curve with the budgets solved so far.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
 
 _POINT_LIMIT_S = 6.0
 _SHARE = 1 / 8  # of the time limit, for the first solve of a budget
-# of the time limit: for the second solves of all budgets with open gaps, and at least for one
+# shares of the time limit: for all second solves together, and the least for one of them
 _SECOND_SHARE, _LEAST_SHARE = 1.0, 1 / 5
 _NUM_NEAR = 2  # schedules slightly over a budget to start from
 
@@ -57,7 +57,7 @@ def frontier_solutions(
 
     Args:
         graph: any graph.
-        budgets: in bytes, resident bytes included; or how many, spread evenly from the least
+        budgets: in bytes, resident bytes included; or their number, spread evenly from the least
             budget found to the peak of keeping everything.
         solver: by default `Auto` with a modest time limit per budget; any solver works, but only
             `Auto` shares its time between budgets.
@@ -74,7 +74,7 @@ def frontier_solutions(
         for count, budget in enumerate(_by_halves(sorted(set(asked)))):
             told.say(f"{count} done")
             curve.solve(budget, share=_SHARE)
-        told.say("those with an open gap once more")
+        told.say("solving those with an open gap again")
         curve.look_again(_SECOND_SHARE)
 
     return [curve.solution(budget, heeded.cut_short) for budget in asked]

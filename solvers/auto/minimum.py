@@ -4,9 +4,9 @@ The bound is the larger of the largest working set (an operator's reads, writes 
 memory together) and the LP relaxation of the window model with the peak as objective. The
 candidates for the schedule are: keep nothing; one segment per block (`per_block`); the other
 closed-form families (`families`); and greedy eviction under the smallest budget at which it does
-not get stuck: each of its rules tries ever finer budgets, at a cost of at most `MAX_FACTOR` times
-that of keeping everything. The candidates with the lowest peaks are annealed, and the lowest result
-is taken.
+not get stuck. Each eviction rule tries ever finer budgets, and its schedules may cost at most
+`MAX_FACTOR` times as much as keeping everything. The candidates with the lowest peaks are annealed,
+and the one with the lowest peak is returned.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
 Tarjan, 1980). Only graphs of a few operators are solved exactly, by exhaustive search
@@ -43,7 +43,8 @@ from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, 
 
 MAX_FACTOR = 8.0
 _PRECISION = 1 / 1_000  # of the lowest peak so far; the search over budgets ends there
-_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15  # operators times budgets per round; budgets at most
+# per round: operators times budgets, and the most budgets
+_OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15
 _LIMIT_S = 1.0  # for the bound
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # annealing tries to lower the peak by this share
 # passes over the graph (`pace`) of the longest part that does not check the clock
@@ -89,7 +90,7 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
         return exact
 
     keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    # parts that do not check the clock are not started later
+    # no part that does not check the clock is started after this
     deadline -= _BLIND_PASSES * pace_s(graph)
     left_s = deadline - time.perf_counter()
 
@@ -158,7 +159,8 @@ def _leanest_evicted(
 def _leanest_simple(graph: Graph, families: Families, deadline: float) -> list[tuple[int, Ints]]:
     """Returns peaks and steps of schedules that need no search.
 
-    First the lowest peak of the simplest schedules, then still lower ones of the families.
+    The first is the one of lowest peak among the simplest schedules; schedules of the families with
+    ever lower peaks follow.
     """
     others = chain([()], block_schedules(graph))
     simple = (steps or steps_on_demand(graph, ()) for steps in until(others, deadline))

@@ -69,7 +69,7 @@ def refine(solve: Solve, *, deadline: float = math.inf, is_relaxed: bool = False
     search.raise_bound(step.bound_s)
     if step.steps is not None and not search.offer(step.steps) and solve.is_large and is_compiled():
         with search.by("eviction"):
-            evict(search, step.kept)  # small graphs find better ones by search
+            evict(search, step.kept)  # on small graphs, search finds better schedules
 
 
 def refute(search: Search) -> None:
@@ -123,7 +123,7 @@ class Relaxations(Technique):
     Tuned on traced steps.
 
     Attributes:
-        most, most_if_wide: relaxations at most; the second where the gap is very wide.
+        most, most_if_wide: limit on the relaxations, in general and while the gap is very wide.
         fruitless_work: ends once the number of relaxations in a row without a better bound, times
             the number of operators, reaches this.
         share: of the time left, for each relaxation.
@@ -176,7 +176,7 @@ class Relaxations(Technique):
         refinement.return_to_best_relaxed()
 
     def _crowded_s(self, solve: Solve) -> float:
-        """Returns the bound by stages around the operators that leave least room.
+        """Returns the bound from stages around the operators that leave least room.
 
         -inf where they are not tried.
         """
@@ -246,7 +246,8 @@ class Refinements(Technique):
     Attributes:
         gives_way: stops for Benders decomposition once the gap is narrow and its share is over.
         narrow_gap: as a fraction of the cost.
-        share, most_s: it gives way after this share of the time for bounds, or this many seconds.
+        share, most_s: it gives way after this share of the time for bounds, or after this many
+            seconds if that is earlier.
         most_of_a_model_s: time limit of one model in a narrow gap, in seconds.
         models_without_clock: models after which it gives way in single-threaded solves.
     """
@@ -283,7 +284,7 @@ class Refinements(Technique):
         return min(half_s, self.most_of_a_model_s) if solve.by_clock else half_s
 
     def _is_late(self, solve: Solve, count: int, took_s: float) -> bool:
-        """True once a model that takes as long as the last would end after the share."""
+        """True where the next model, taking as long as the last, would end after the share."""
         if not solve.by_clock:
             return count >= self.models_without_clock
         enough_s = min(self.share * solve.span.seconds, self.most_s)

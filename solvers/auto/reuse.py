@@ -43,7 +43,7 @@ class Shared:
         return self._least
 
     def refinement(self, budget_bytes: int) -> Refinement:
-        """Returns a refinement for a budget; it starts from the stages of the nearest one."""
+        """Returns a refinement for a budget; it starts from the stages of the nearest budget."""
         refinement = Refinement(self.graph, budget_bytes=budget_bytes)
         near = min(
             self._refinements,

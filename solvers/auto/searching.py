@@ -36,7 +36,7 @@ def num_moves(graph: Graph, most: int = _MOST_MOVES) -> int:
 
 
 def can_anneal(search: Search, local: LocalSearch) -> bool:
-    """True where the loops are compiled, or can be in the time left; else notes the cut."""
+    """True where the loops are compiled or there is time for it; else notes why not."""
     is_ready = local.is_ready or search.left_s >= COMPILER_S
     if not is_ready:
         search.note_cut(NOT_COMPILED)
@@ -238,7 +238,7 @@ class Neighbourhoods(Technique):
 
     Attributes:
         most: neighbourhoods of each kind at most.
-        limit_s: time limit of one, in seconds.
+        limit_s: time limit of one neighbourhood, in seconds.
     """
 
     name: ClassVar[str] = "neighbourhoods"

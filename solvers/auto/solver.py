@@ -80,7 +80,7 @@ FIRST: tuple[Technique, ...] = (
 TECHNIQUES = (
     *STARTING, *FITTING, RELAXING, *BESIDE_RELAXING, *FIRST, *BOUNDING, *IMPROVING, OtherSeeds(),
 )  # fmt: skip
-# parts that can be switched off too, and the techniques that have them
+# parts that can be switched off too, and the techniques that contain them
 PARTS = {
     "margins": ("relaxations",),
     "rounding-cuts": ("relaxations", "window", "refinement"),
@@ -125,7 +125,7 @@ class Auto(Solver):
 
         given: object = self.without
         if isinstance(given, str):
-            raise TypeError(f"without {given!r} is one text; give names, as in ('window',)")
+            raise TypeError(f"without {given!r} is a string; give names, as in ('window',)")
 
         unknown = [name for name in self.without if name not in NAMES]
         if unknown:
@@ -175,7 +175,7 @@ class Auto(Solver):
         with heeding_interrupts() as heeded:
             self._run(search, shared)
 
-        # where nothing fits yet, the least budget is looked for even after Ctrl-C
+        # where nothing fits yet, the least budget is searched for even after Ctrl-C
         least = partial(shared.least, time_limit_s=max(search.left_s, _LEAST_TIME_FOR_MINIMUM_S))
         if search.steps is None:
             with search.by("least-budget"):

@@ -65,7 +65,7 @@ class Exhaustive(Technique):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Families(Technique):
-    """The field's closed-form heuristics, so that `auto` never costs more than one of them."""
+    """The strongest closed-form heuristics, so that `auto` never costs more than any of them."""
 
     name: ClassVar[str] = "families"
 
@@ -82,7 +82,7 @@ class Families(Technique):
 class Segments(Technique):
     """The best persistent schedule of segments, then close runs of annealing from it.
 
-    It is annealed even where another schedule is cheaper, as it lies in another basin. Tuned on
+    This schedule is annealed even where another is cheaper, as it lies in another basin. Tuned on
     traced steps.
 
     Attributes:
@@ -160,8 +160,9 @@ class Repair(Technique):
     Tuned on traced steps.
 
     Attributes:
-        share: of the time left, at most; most searches end before.
-        most_work: sum of the squared lengths of the schedules repaired; some three seconds.
+        share: of the time left, at most; most searches end earlier.
+        most_work: limit on the sum of squared lengths of the repaired schedules; some three
+            seconds.
     """
 
     name: ClassVar[str] = "repair"

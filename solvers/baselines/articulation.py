@@ -69,7 +69,7 @@ def articulation_points(neighbours: Sequence[Sequence[int]]) -> set[int]:
     {1}
     """
     order = [-1] * len(neighbours)  # when a node was discovered
-    low = [0] * len(neighbours)  # the earliest node that its subtree reaches by one edge back
+    low = [0] * len(neighbours)  # the earliest node that its subtree reaches by one back edge
     points: set[int] = set()
     clock = 0
 

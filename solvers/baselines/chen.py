@@ -58,7 +58,11 @@ class ChenGreedy(Family):
 
 
 def stage_ends(graph: Graph) -> list[int]:
-    """Returns the operators after which the forward reads no older droppable values but theirs."""
+    """Returns the operators that end a stage.
+
+    Of the droppable values written so far, the forward then reads only those that the operator
+    itself wrote.
+    """
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
 

@@ -1,6 +1,6 @@
-"""The schedules of the strongest closed-form heuristics, in seconds at 20,000 operators.
+"""The schedules of the strongest closed-form heuristics, in seconds for 20,000 operators.
 
-`auto` starts from those that fit, so its cost is never above theirs; `minimum` takes those of the
+`auto` starts from those that fit, so its cost is never above theirs; `minimum` takes those with the
 lowest peak. Deep networks near their least budget need segments of several blocks, which neither
 relaxations nor local search find. Most families' schedules do not depend on the budget: they are
 built and simulated once for all solves of a graph.
@@ -38,8 +38,8 @@ FAMILIES: tuple[Solver, ...] = (
     LinearizedGreedy(),
     KNAPSACK,
 )
-# not used by `leanest`: greedy eviction finds lower peaks, but fewer of them when it has to start
-# from below the peaks of these
+# not used by `leanest`: greedy eviction finds lower peaks, but finds fewer when it has to start
+# below the peaks of these schedules
 NESTED = Nested()
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
@@ -77,8 +77,8 @@ class Families:
     def cheapest(self, budget_bytes: int, *, deadline: float = math.inf) -> Iterator[list[int]]:
         """Yields each family's cheapest schedule that fits, of those built by the deadline.
 
-        Families that do not apply to the graph are skipped, and so are all of them above
-        `MOST_OPERATORS`.
+        Families that do not apply to the graph are skipped. Graphs of more than `MOST_OPERATORS`
+        have none.
         """
         for solver in self._solvers:
             if isinstance(solver, Family):
@@ -100,7 +100,7 @@ class Families:
     ) -> Iterator[tuple[float, list[int]]]:
         """Yields cost and steps of the schedules that don't fit.
 
-        Those come first that cost little and are little above the budget.
+        Those that cost little and exceed the budget little come first.
         """
         members = [
             member

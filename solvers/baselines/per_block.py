@@ -83,7 +83,7 @@ def _segments(graph: Graph, depth: int) -> dict[int, int]:
     for index, op in enumerate(graph.operators[: forward_length(graph)]):
         block = block_of(op.module, depth)
         if op.is_snapshot or (not block and not op.module):
-            continue  # neither belongs to a block nor ends one
+            continue  # it neither belongs to a block nor ends one
         if block != latest:
             segment, latest = segment + 1, block
         if block:

@@ -40,13 +40,13 @@ _NUM_FRACTIONS = 32
 _NUM_BISECTIONS = 5  # down to a thousandth of the saved bytes
 
 Knapsack = Callable[[float], Collection[int]]
-"""Maps a fraction of all bytes to the items that are saved."""
+"""Maps a fraction of all bytes to the items to save."""
 
 
 @final
 @dataclass(frozen=True)
 class PyTorchKnapsack(Solver):
-    """Saves the forward values that are worth most recomputation within a fraction of their bytes.
+    """Saves the forward values that cost most to recompute, within a share of their bytes.
 
     Attributes:
         method: `dp`, PyTorch's default solver, or `ilp`.

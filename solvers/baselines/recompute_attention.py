@@ -7,8 +7,8 @@ Optimal: never proved; it drops the values of a transformer with long sequences 
 cheap to recompute.
 Complexity: O(E); one schedule.
 Imperfections: only for transformers whose attention is written out; a fused kernel has no inside.
-The inside is recognised by its operators: the batched matrix products before and after a softmax
-and all between; without targets, by the modules named attention.
+The inside is recognised by its operators: the batched matrix products before and after a softmax,
+and everything between them; without targets, by the modules named attention.
 """
 
 from __future__ import annotations

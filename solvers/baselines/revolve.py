@@ -4,10 +4,10 @@ Other names: revolve, treeverse, Griewank's log n.
 Papers: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000, proposition 1;
 A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
 differentiation", 1992.
-Optimal: on a chain of equal costs and sizes, it recomputes the fewest forward operators with which
-a given number of slots can yield the values in reverse order. The theory leaves out the memory of
-gradients, and of a backward operator that also reads its layer's output.
-Complexity: r l steps; about forty numbers of slots are tried, few slots only while r l stays below
+Optimal: on a chain of equal costs and sizes, it yields the values in reverse order with the fewest
+recomputed forward operators that a given number of slots allows. The theory leaves out the memory
+of gradients, and of a backward operator that also reads its layer's output.
+Complexity: r l steps; about forty numbers of slots are tried, small ones only while r l stays below
 two million.
 Imperfections: chains only; all operators count the same, whatever their cost and size; pinned
 operators are borders that take no slot, and each run between two of them, or within one region, has

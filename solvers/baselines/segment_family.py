@@ -52,7 +52,7 @@ class Family(Solver):
 def cheapest_that_fits(
     graph: Graph, budget_bytes: int, members: Iterable[Sequence[int]], *, solver: str
 ) -> Solution:
-    """Returns the cheapest of some schedules within the budget, of the lowest peak on ties.
+    """Returns the cheapest of some schedules within the budget; on ties, the lowest peak wins.
 
     Args:
         graph: the graph the schedules belong to.
@@ -110,7 +110,7 @@ def forward_operators(graph: Graph) -> list[int]:
 
 
 def sqrt_borders(candidates: Sequence[int]) -> list[int]:
-    """Returns borders that cut `candidates` into about sqrt(n) segments of equally many.
+    """Returns borders that cut the n `candidates` into about sqrt(n) equal segments.
 
     >>> sqrt_borders(range(9))
     [2, 5]
@@ -153,8 +153,9 @@ def greedy_members(graph: Graph, candidates: Sequence[int]) -> Iterator[list[int
 def borders_by_size(
     graph: Graph, candidates: Sequence[int], divisors: Iterable[float]
 ) -> Iterator[list[int]]:
-    """Yields the greedy borders for segments of the forward's bytes over each divisor, no two
-    alike.
+    """Yields greedy borders for segments of the forward's bytes / divisor, for each divisor.
+
+    No borders are yielded twice.
     """
     forward = graph.operators[: forward_length(graph)]
     total_bytes = sum(graph.values[v].size_bytes for op in forward for v in op.writes)
@@ -167,10 +168,10 @@ def borders_by_size(
 
 
 def steps_of_segments(graph: Graph, borders: Sequence[int]) -> Iterator[list[int]]:
-    """Yields two schedules of one segmentation: with the last segment kept, and dropped.
+    """Yields two schedules of one segmentation: one keeps the last segment, one drops it.
 
     The backward begins with the last segment. Keeping it saves its recomputation, and costs memory
-    only where the loss needs much.
+    only where the loss needs much memory.
     """
     kept = {v for border in borders for v in graph.operators[border].writes}
     last_segment = graph.operators[borders[-1] + 1 if borders else 0 : forward_length(graph)]

@@ -1,11 +1,11 @@
-"""Two-level checkpoints: few over the forward's end, more where the backward has arrived.
+"""Two-level checkpoints: few over the forward's end, more where the backward is running.
 
 Other names: recursive, multi-level or divide-and-conquer checkpointing.
 Papers: T. Chen et al., "Training deep nets with sublinear memory cost", 2016, arXiv:1604.06174,
 section 4.3; J. M. Siskind, B. A. Pearlmutter, "Divide-and-conquer checkpointing for arbitrary
 programs with no user annotation", 2018.
 Optimal: never proved; on a chain of equal segments binomial checkpointing (`revolve`) is.
-Complexity: O(E) per schedule, of which there are some 40.
+Complexity: O(E) per schedule; there are some 40.
 Imperfections: two levels only; ignores costs. Helps where one operator, such as the loss, leaves
 room for few checkpoints.
 """
@@ -33,7 +33,7 @@ _MOST_SEGMENTS = 64
 class Nested(Family):
     """Two-level segments that end at Chen's stages.
 
-    Tried are several segment sizes, each with no outer borders and with 1, 2, 4, ... of them.
+    Several segment sizes are tried, each with no outer borders and with 1, 2, 4, ... of them.
     """
 
     def members(self, graph: Graph) -> Iterator[list[int]]:
@@ -82,9 +82,9 @@ def nested_steps(graph: Graph, inner: Sequence[int], outer: Sequence[int], ends:
 
 
 def _ends_in_backward(graph: Graph) -> Ints:
-    """Returns, for each forward operator, where in the backward the values after it are done with.
+    """Returns, by forward operator, where the backward stops reading the values after it.
 
-    That is the first operator from which on no forward value written after it is read; O(E).
+    No forward value written after the operator is read from there on. Complexity: O(E).
     """
     boundary, always, producer = forward_length(graph), values_always_kept(graph), graph.producer
     last = np.full(boundary + 1, boundary - 1, np.int64)  # last reader of what an operator writes

@@ -18,20 +18,21 @@ schedule, and so does the bound of the coarse model with any cuts.
 1. Relaxed: solve the coarse model; cut at a point between its own and the mean of those before
    (which converges faster; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
    algorithms", 2007), then at its own; repeat until the bound hardly rises.
-2. With integers: solve the coarse model to a part of the gap, cut at its point, repeat. If no finer
-   model cuts the point off, further ones are generated: with pairs of the stages that cut most,
-   then with stages of neighbouring operators.
+2. With integers: solve the coarse model to a share of the gap, cut at its point, repeat. If no
+   finer model cuts the point off, further ones are generated: with pairs of the stages that cut
+   most, then with stages of neighbouring operators.
 
 Memory rows of all models get rounding cuts (`rounding_cuts`). They tell the finer models, which
 have no integers, that values are held as a whole. Few finer models are active at one budget; those
 whose cuts are not tight for a while are solved less often.
 
-The finer models have one stage of one operator, evenly spread over the backward, and one has a few
-even stages (`dyadic_windows`). A known schedule's cost bounds the column e, the cost of a schedule
-beyond the first recomputation of each operator.
+At first, each finer model has one stage of one operator, and these are spread evenly over the
+backward; one more has a few even stages (`dyadic_windows`). A known schedule's cost bounds the
+column e, the cost of a schedule beyond the first recomputation of each operator.
 
 The bound is better than refinement's where memory is short at many places far apart, and weaker
-where several stages are needed at once in one finer model. The relaxation shows early which it is.
+where several stages are needed at once in one finer model. The relaxation shows early which case it
+is.
 Complexity: the coarse model has some five columns per forward operator; each cut is a linear
 program of about four times as many. Source: Benders, "Partitioning procedures for solving
 mixed-variables programming problems", 1962; the models are this package's own.
@@ -73,12 +74,12 @@ _ROUNDINGS = 3  # rounds of rounding cuts each time a program is solved
 # a finer model without a tight cut at more than four points in a row is solved at every fourth
 _IDLE = 4
 _REST = 5  # rounds that a finer model is skipped after it gave no cut
-_SHARE = 0.25  # of the gap, to which the coarse model is solved
+_SHARE = 0.25  # share of the gap to which the coarse model is solved
 _LEAST_SHARE = 0.02  # the same, where no finer model cuts any more
 _NODES = 20_000
 _TIGHT = 1e-6  # of a cut's largest coefficient
 _NEW = 12  # finer models generated at a point that no finer model cuts off
-_PAIRED = 5  # stages that cut most, of which pairs are tried
+_PAIRED = 5  # number of stages, those that cut most, whose pairs are tried
 
 
 class _Finer:
@@ -430,9 +431,10 @@ class Benders:
 def raise_bound(
     search: Search, cutoff_s: Callable[[Search], float | None], *, deadline: float
 ) -> None:
-    """Raises the bound of a search that has a schedule as far as the method can.
+    """Raises the bound of a search as far as the method can, and offers schedules to it.
 
-    Offers the schedules of the coarse model's points.
+    The schedules are those of the coarse model's points. A search without a schedule is left as it
+    is.
     """
     known_s = search.cost_s
     if known_s is None:

@@ -72,7 +72,7 @@ class Failures:
         return surplus
 
     def worst_single(self, boundaries: Collection[int]) -> int:
-        """Returns the operator most over the budget that is no stage yet, -1 if none."""
+        """Returns the operator most over the budget that is not a stage yet, -1 if none."""
         known = {*boundaries}
         found = (v for v in sorted(self.worst) if not {v, v + 1} <= known)
         return max(found, key=lambda v: self.worst[v], default=-1)
@@ -85,7 +85,7 @@ class Failures:
 
 
 def repeated_s(graph: Graph, steps: Sequence[int], boundaries: Collection[int]) -> dict[int, float]:
-    """Returns what is paid right before each operator for recomputing again in the same stage.
+    """Returns what is paid right before each operator for what its stage recomputed earlier.
 
     A window counts each operator once.
     """

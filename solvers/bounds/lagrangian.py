@@ -6,16 +6,17 @@ u >= 0
 
     L(u) = sum c_j + min over cuts (R, S) of [ sum c_j R_j + sum_v u_v (row_v(R, S) - B) ]
 
-is a lower bound on every schedule of the fixed order, and the best one is that of the model's
-linear relaxation. Prices are found by Kelley's cutting planes: a small linear program over the cuts
-so far proposes the next prices, and its duals mix the cuts into a point of the relaxation. The
-memory rows that this point violates most are added.
+is a lower bound on every schedule of the fixed order, and the best of these equals the bound of the
+model's linear relaxation. Prices are found by Kelley's cutting planes: a small linear program over
+the cuts so far proposes the next prices, and its duals mix the cuts into a point of the relaxation.
+The memory rows that this point violates most are added.
 
 The point mixes a few cuts, some of which (*heavy*) need more memory than the budget and some
 (*light*) less. A schedule is spliced from a heavy and a light one: the first or last operators
 follow the heavy cut, as many as fit, and the rest follow the light one. Where layers repeat, a cut
 is the same in each of them, so it only remains to find how many layers follow which cut. Where even
-the lightest cut exceeds the budget because of its transients, prices are found for a smaller one.
+the lightest cut exceeds the budget because of its transients, prices are found for a smaller
+budget.
 
 Complexity: some ten cuts of O(V + E) each and as many simulations: seconds for 100,000 operators,
 where the simplex method takes minutes. Sources: Everett (1963) and Geoffrion (1974) for the bound,
@@ -45,10 +46,10 @@ _PRECISION = 1e-5  # of the step's cost; prices this close to the best are good 
 _ROWS_A_ROUND = 3
 _VIOLATED = 1e-4  # of the budget
 _HIGHEST_PRICE = 1e3  # of the whole budget, in costs of the step
-HOPELESS = 10.0  # extra cost, in costs of the step, that no schedule has
+HOPELESS = 10.0  # extra cost, in costs of the step, that no schedule reaches
 _SAFETY = 1e-9  # of the bound, for errors in sums of floats
 _MOST_MIXED = 6  # cuts that are tried as schedules
-_FINEST_SPLICE = 500  # splices are searched down to this fraction of the forward
+_FINEST_SPLICE = 500  # the search for a splice is exact to 1 / 500 of the forward
 _MOST_SHARES = 6  # shares of the budget that prices are found for
 _STEP, _LEAST_STEP = 0.995, 0.01  # factor on a share that failed; smallest distance of two shares
 
@@ -59,8 +60,8 @@ class _Point:
 
     Attributes:
         cut: what is recomputed in the backward, and what is kept.
-        extra: cost of its recomputations, in costs of the step.
-        usage: left sides of the memory rows by operator, in budgets.
+        extra: cost of its recomputations, as a multiple of the step's cost.
+        usage: left sides of the memory rows by operator, as multiples of the budget.
     """
 
     cut: Cut
@@ -70,7 +71,7 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A memory row, in budgets: coefficients of R and of kept values, and a constant."""
+    """A memory row divided by the budget: coefficients of R and kept values, and a constant."""
 
     on_again: Floats
     on_held: Floats
@@ -81,7 +82,7 @@ class Lagrangian:
     """Prices, cuts and bounds for one graph and budget."""
 
     def __init__(self, graph: Graph, *, budget_bytes: int) -> None:
-        """Builds model and network; nothing is solved yet.
+        """Builds the model and the network; nothing is solved yet.
 
         Graphs without a backward have no prices (`is_empty`).
         """
@@ -116,7 +117,7 @@ class Lagrangian:
 
         Where the lightest cut's schedule exceeds the budget because of its transients, it is
         yielded as a start for a search, and prices are found for a smaller budget: at first smaller
-        by the same factor, then closer to the whole one.
+        by the factor of that excess, then closer to the whole budget.
         """
         share, too_much = 1.0, 1.0
         for _ in range(0 if self.is_empty else _MOST_SHARES):
@@ -315,7 +316,7 @@ class Lagrangian:
         return len(chosen)
 
     def _used(self) -> list[_Point]:
-        """Returns the cuts of the mixture, those that keep more first."""
+        """Returns the cuts of the mixture, the cheapest (heaviest) first."""
         used = [
             self._points[k]
             for k in np.argsort(-self._mix, kind="stable")[:_MOST_MIXED].tolist()

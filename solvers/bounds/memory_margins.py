@@ -4,8 +4,8 @@ A relaxation of the window model is solved in milliseconds and says what to keep
 from it needs a little too much memory at a few operators, before which values are recomputed. That
 much is taken off the budget at these operators alone (their *reserve*), and the relaxation is
 solved again, from its last basis. Where a schedule fits, a part of all reserves is given back, so
-the search moves along the edge of what fits. It proves nothing: with reserves the model is no
-relaxation.
+the search moves along the edge of what fits. It proves nothing: with reserves the model is
+not a relaxation.
 
 Complexity per iteration: one relaxation and a few schedules, O(V + E) each. Source: this package's
 own.
@@ -47,7 +47,7 @@ class Reserves:
         Ends when several relaxations in a row yield no cheaper schedule that fits.
 
         Args:
-            deadline: in `time.perf_counter` seconds; most searches end before.
+            deadline: in `time.perf_counter` seconds; most searches end earlier.
         """
         refinement, model = self._refinement, self._lazy.model
         best_s, fruitless = math.inf, 0
@@ -82,7 +82,7 @@ class Reserves:
     def _adapt(self, point: Floats, failures: dict[int, float], *, has_fit: bool) -> None:
         """Raises the reserves by the excess of the cheapest schedule over the budget.
 
-        Raises them by less where another schedule fits.
+        Where another schedule fits, they rise by less.
         """
         model = self._lazy.model
         free = model.budget + model.reserve - self._usage(point)

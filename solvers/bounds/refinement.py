@@ -52,11 +52,11 @@ _GAP = 1e-5
 # cutoff only says where to cut
 _ROUGH_SHARE = 0.02
 _TOLERANCE = 1e-9
-_FEW_COLUMNS = 1_000  # a model of so few is solved at once
-# schedules keep the values whose S exceeds the first; where that schedule fits, the second shows
-# where one that keeps more fails
+_FEW_COLUMNS = 1_000  # a model this small is solved at once
+# schedules keep the values whose S exceeds the first; where that schedule fits, the second gives a
+# schedule that keeps more values, to see where it fails
 _HALF, _LITTLE = 0.5, 0.05
-# an excess at an operator is cut first if it is this share of the worst one before an operator
+# an excess at an operator is cut first if it is at least this share of the worst excess before one
 _HELD_SHARE = 0.5
 
 
@@ -150,8 +150,8 @@ class Refinement:
     def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
         """Returns all unions of neighbouring stages.
 
-        For large or relaxed models only the stages, the whole, and where `is_wide` the stages of
-        earlier relaxations.
+        For large or relaxed models: only the stages, the whole backward and, where `is_wide`, the
+        stages of earlier relaxations.
         """
         boundaries = self.boundaries
         stages = list(pairwise(boundaries))
@@ -208,8 +208,8 @@ class Refinement:
             cutoff_s: only cheaper points count; where there are none, the stages stay as they are,
                 for a larger cutoff.
             is_relaxed: solves the linear relaxation. The stages stay as they are where a limit
-                stopped the solver, or where both schedules fit: the one that keeps the values
-                whose S exceeds a half, and the one that keeps all with more than a little.
+                stopped the solver, or where two schedules fit: the one that keeps the values whose
+                S exceeds `_HALF`, and the one that keeps those whose S exceeds `_LITTLE`.
             is_rounded: adds rounding cuts to a relaxation, which takes several times as long.
         """
         stages = list(pairwise(self.boundaries))
@@ -255,7 +255,7 @@ class Refinement:
     def _cut_relaxation(
         self, model: WindowModel, point: Floats, steps: list[int], *, is_single: bool
     ) -> None:
-        """Cuts where the relaxation's schedule fails, or else where one that keeps more does."""
+        """Cuts where the relaxation's schedule fails, else where one that keeps more fails."""
         boundaries = self.boundaries
         self._cut(steps, boundaries, None, is_single=is_single)
         if self.boundaries == boundaries:
@@ -277,7 +277,7 @@ class Refinement:
         self._drop_useless(before, deadline)
 
     def _close(self, outcome: Outcome, gap: float, num_stages: int, deadline: float) -> None:
-        """Says whether there is a next model, after one with integers solved up to `gap`."""
+        """Decides whether there is a next model, after one with integers solved up to `gap`."""
         has_point = outcome.point is not None
         # the schedule costs what the model says; with a smaller gap the model may say more
         if has_point and self.state is State.DONE and gap > _GAP and outcome.is_finished:
@@ -304,7 +304,7 @@ class Refinement:
     def return_to_best_relaxed(self) -> None:
         """Goes back to the stages whose linear relaxation gave the best bound.
 
-        A relaxation with more stages can have a weaker bound.
+        A relaxation over more stages can have a weaker bound.
         """
         if self._best_relaxed[0] > -math.inf:
             self.stages = self._best_relaxed[1]
@@ -391,7 +391,7 @@ class Refinement:
         """Makes a stage of the operator before which `steps` pay most for repeated recomputations.
 
         A recomputation is repeated where the same stage recomputed its operator before; a window
-        counts each operator once. Without any, the next stage is the one chosen by the last model.
+        counts each operator once. Without any, the stages stay as the last model chose them.
 
         Args:
             steps: a schedule within the budget.

@@ -8,7 +8,7 @@ everywhere, and the one operator whose own stage would raise the bound is found 
   gains little.
 - On large graphs the operators that leave least room are tried: where the working set nearly fills
   the budget (at the loss of a language model), all that is read later is recomputed after it. Then,
-  with the best of them in place, a cut is tried at growing distances behind it: what was recomputed
+  with the best of them in place, a cut is tried at growing distances after it: what was recomputed
   by then cannot all be held either. The only windows are the stages, which makes the relaxations
   ten times as fast.
 
@@ -38,7 +38,7 @@ _TIE = 1e-6
 _LEAST_GAIN = 0.03  # share of the proved overhead that a stage must gain
 _CROWDED = 4  # operators tried on large graphs, those that leave least room
 _APART = 40  # they are at least a fortieth of the backward apart
-_STAGES = 4  # stages with a crowded operator and a cut behind it
+_STAGES = 4  # stages with a crowded operator and a cut after it
 # the first distance of the cut in operators; distances in a row that gain nothing
 _LEAST_DISTANCE, _MOST_FRUITLESS = 2, 2
 

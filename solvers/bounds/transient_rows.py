@@ -45,7 +45,7 @@ from remat.solvers.lp.rounding_cuts import Knapsack
 
 _TOLERANCE = 1e-6
 _LEAST_SHARE = 0.1  # of the budget; operators that need fewer bytes get no moment
-_MOST_TIMES = 4  # how often one operator's moment is added, each time with a larger set
+_MOST_TIMES = 4  # how often one operator's moment may be added, each time with a larger set
 
 Key = tuple[str, int]  # one of S, E (for S'), R, D, T, L, a; the operator or value
 

@@ -28,12 +28,11 @@ bytes:
 Every schedule of the fixed order maps to a feasible point that costs no more: S and R are read off;
 the model pays an operator at most once per priced window; a value that is read again later in w is
 either in memory at v or recomputed after v. So the optimum, and every dual bound of it, is a lower
-bound for all of them. What an operator reuses in place (*reused*) is at most its
-largest candidate that is not read later; a candidate that is read later counts only where it is
-recomputed. Values of snapshots take no memory until no original operator reads them any more. From
-then on they are kept for a recomputed reader, and count
-(`remat.core.schedule.effective_sizes`) where all of them together matter. Outputs are read once
-more at the end.
+bound for all of them. What an operator reuses in place (*reused*) is at most its largest candidate
+that is not read later; a candidate that is read later counts only where it is recomputed. Values of
+snapshots take no memory until no original operator reads them any more. From then on they are kept
+for a recomputed reader, and count (`remat.core.schedule.effective_sizes`) if their total is large
+enough to matter. Outputs are read once more at the end.
 
 Rows (6) are added lazily. Tolerances: rows are solved for B (1 + 1e-6), and 1e-6 of the keep-all
 cost is taken off each bound; where all costs are integers the bound is then rounded up. The bound
@@ -155,7 +154,7 @@ class WindowModel:
     def _size_over(self, boundary: int) -> Floats:
         """Returns the bytes that each value takes at a boundary.
 
-        A snapshot takes some only where all its later readers are recomputed ones.
+        A snapshot takes memory only where all its later readers are recomputed ones.
         """
         if not self._do_snapshots_count:
             return self.accounting.size
@@ -169,9 +168,9 @@ class WindowModel:
 
     @cached_property
     def _do_snapshots_count(self) -> bool:
-        """False where all snapshots take next to nothing of the room that any operator leaves.
+        """False where all snapshots take almost none of the room that any operator leaves.
 
-        They then count as free, and keeping them is no decision.
+        They then count as free and are always kept.
         """
         snapshots = (self.accounting.size_if_repeated - self.accounting.size).sum()
         return bool(
@@ -445,7 +444,7 @@ class WindowModel:
         return written
 
     def set_reserve(self, reserve: Floats) -> None:
-        """Takes bytes off the budget at each operator; the model is then no relaxation."""
+        """Takes bytes off the budget at each operator; the model is then not a relaxation."""
         self.reserve = reserve
         for (_, v), (row, upper) in self._memory_rows.items():
             self.program.change_upper(row, upper - reserve[v] / self.budget)

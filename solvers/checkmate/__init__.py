@@ -1,1 +1,1 @@
-"""The Checkmate MILP and its LP rounding: exact, for small graphs, and an oracle of the tests."""
+"""The Checkmate MILP and its LP rounding: for small graphs, and an oracle for the tests."""

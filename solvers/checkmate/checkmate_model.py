@@ -35,7 +35,7 @@ from remat.solvers.checkmate.stage_form import StageForm
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 
 MAX_NONZEROS = 2_000_000
-# where the total is above it, costs are scaled to a total of 1e4 and not to whole numbers
+# where the total cost exceeds it, costs are scaled to a total of 1e4, not to whole numbers
 _LARGEST_EXACT_TOTAL = 1e7
 
 Terms = list[tuple[int, float]]

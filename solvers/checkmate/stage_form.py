@@ -133,7 +133,7 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
     is_snapshot = [
         producer >= 0 and graph.operators[producer].is_snapshot for producer in graph.producer
     ]
-    # a snapshot of which no reader can run again needs no memory
+    # a snapshot whose readers can never run again needs no memory
     can_repeat = [bool(column.any()) for column in may_recompute.T]
     is_void = [
         is_snapshot[v] and not any(can_repeat[u] for u in users[v])
@@ -183,7 +183,7 @@ def _useful(
     writes: Sequence[tuple[int, ...]],
     num_values: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns where recomputing and keeping can be useful, as something later reads the value.
+    """Returns where recomputing and keeping can be useful: something later reads the value.
 
     Sets of values are bit masks.
     """

@@ -58,7 +58,7 @@ from remat.solvers.lp.backend import Answer, Backend
 
 # relative; HiGHS's tolerances allow no better bound where costs are not integers
 TOLERANCE = 1e-7
-# of the time left: for a solve whose point may give cuts, and for another one if it gave none
+# shares of the time left: for a solve, and for the next one if its point gave no cuts
 _FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75
 _RESERVE = 0.3  # share of the time left that is kept for schedules in the paper's class
 _MAX_STATES = 20_000

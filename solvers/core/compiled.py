@@ -1,8 +1,8 @@
 """Compiles hot loops with numba; without numba the same code runs in plain Python.
 
 Plain Python makes a 270th of the moves, and a warning says so once. This is why numba is a required
-dependency: it takes 208 MB (173 of them llvmlite) beside the 754 of torch for the CPU, and 0.16 s
-to import beside 1.1.
+dependency: it takes 208 MB (173 of them llvmlite), where torch for the CPU takes 754 MB, and 0.16 s
+to import, where torch takes 1.1 s.
 
 Compiled code is cached on disk beside the module, or in `NUMBA_CACHE_DIR`, so only the first call
 on a machine waits for the compiler, and a message says so. Where no such folder is writable, the
@@ -33,7 +33,7 @@ T = TypeVar("T")
 # with less time left, functions not yet compiled on this machine run in plain Python, or not at all
 COMPILER_S = 30.0
 # what `Solution.cut_short` then says
-NOT_COMPILED = "its search was left out, since there was no time to compile it once"
+NOT_COMPILED = "the search was left out, as there was no time to compile it"
 _IS_SWITCHED_OFF = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 _LOGGER = logging.getLogger(__name__)
 
@@ -81,8 +81,9 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
 def copied(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function` as `inner` does, copied into each of its callers.
 
-    For short functions called often, as passing an array takes nine numbers. The annealing makes
-    5 % more moves for it. Large functions with several callers make compiling longer.
+    For short functions that are called often, as every array argument is passed as nine numbers.
+    With it the annealing makes 5 % more moves. Copying large functions into several callers makes
+    compiling slower.
     """
     return _for_compiled_callers(function, forceinline=True)
 
@@ -123,7 +124,7 @@ _compiling: list[tuple[ExitStack, float]] = []
 def _begin(_: object, event: Any) -> None:
     if _is_ours(event):
         stack = ExitStack()
-        stack.enter_context(stage("compiling the search, which is kept for the next time"))
+        stack.enter_context(stage("compiling the search; later runs reuse the compiled code"))
         _compiling.append((stack, time.perf_counter()))
 
 
@@ -171,8 +172,8 @@ def is_ready(function: Callable[P, T]) -> bool:
 def in_time(function: Callable[P, T], left_s: float) -> Callable[P, T]:
     """Returns `function`, or its plain Python version where `left_s` is too short to compile it.
 
-    All compiled functions that it calls must be in its own module, of which a second copy is
-    loaded.
+    All compiled functions that it calls must be in its own module: a second copy of that module is
+    loaded, in which nothing is compiled.
     """
     if is_ready(function) or left_s > COMPILER_S:
         return function
@@ -214,7 +215,7 @@ def _cached(function: Callable[P, T]) -> list[Path]:
 def _files_of(path: Path, name: str) -> frozenset[Path]:
     """Returns a module's file and those it imports from in its own or the enclosing package.
 
-    Compiled code contains the functions and constants of these. The modules are already loaded.
+    Compiled code contains functions and constants of these files. Their modules are already loaded.
     """
     around = name.rsplit(".", 2)[0]
     found = {path}

@@ -60,7 +60,7 @@ def heeding_interrupts() -> Iterator[Heeded]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_interrupted():
             heeded.cut_short = _REASON
-            _LOGGER.warning("interrupted: the solve ended with the best it had")
+            _LOGGER.warning("interrupted: the solve ended with the best schedule so far")
         _NOTE.clear()
 
 

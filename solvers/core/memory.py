@@ -29,7 +29,7 @@ def leaving_out(what: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def is_too_little(error: BaseException) -> bool:
-    """True for errors that mean lack of memory, also for a thread's stack or a shared library."""
+    """True for errors that mean lack of memory, even for a thread's stack or a library."""
     text = str(error).lower()
     words = ("can't start new thread", "cannot allocate memory", "failed to map segment", "libllvm")
     return isinstance(error, MemoryError) or any(word in text for word in words)

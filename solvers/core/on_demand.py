@@ -1,6 +1,6 @@
 """Builds a schedule from the values to keep: recompute on demand, depth first, hold to last use.
 
-All methods that decide only *which values to keep over the forward's end* use it.
+All methods that only decide *which values to keep over the forward's end* use it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def steps_on_demand(
     Args:
         graph: any graph; without phases the forward's end is inferred (`forward_length`).
         kept: values to keep, besides those of `values_always_kept`.
-        later: for some backward operators, which of the values present to keep from there on.
+        later: for some backward operators, which of the values in memory to keep from there on.
 
     Before each backward operator, its missing reads are recomputed, depth first. A recomputed value
     is held to its last use, so without `later` it is computed at most twice. Complexity: O(E).

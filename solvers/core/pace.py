@@ -18,7 +18,7 @@ _SAMPLES = 50_000  # some 8 ms
 
 
 def work_of(graph: Graph) -> float:
-    """Returns the work of a pass over a graph, in operators with few reads."""
+    """Returns the work of a pass over a graph, as a number of operators with few reads."""
     return graph.num_operators + len(graph.arrays.read) / _READS_AN_OPERATOR
 
 

@@ -31,7 +31,7 @@ class Progress:
         'found +5.00 %, at least +2.00 %'
         """
         if not keep_all_cost_s:
-            return "nothing costs anything"
+            return "all costs are zero"
 
         found = (
             "nothing found yet"

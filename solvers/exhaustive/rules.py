@@ -1,6 +1,6 @@
 """A graph as the exhaustive search sees it: sets of values as bits of one integer.
 
-A *state* is the number of operators computed a first time, and the set of values in memory. The
+A *state* is the number of operators computed at least once, and the set of values in memory. The
 bytes of snapshots depend on whether an operator that reads them is ever recomputed. That is decided
 before the first step: each `Ledger` is one such decision.
 """
@@ -25,8 +25,8 @@ class Computation:
     """An operator by its sets of values.
 
     Attributes:
-        index: of the operator in its graph.
-        cost_s: of computing it once.
+        index: the operator's index in its graph.
+        cost_s: cost of computing it once.
         base_bytes: resident values and its workspace.
         reads: values that it reads and that are not resident, as bits.
         writes: values that it writes, as bits.
@@ -42,7 +42,7 @@ class Computation:
 
 
 class Ledger:
-    """Bytes of sets of values and the operators that may be recomputed, for one decision.
+    """One decision about snapshots: the bytes of values, and which operators may run again.
 
     The snapshots written by `unpaid` take no memory, so their readers are not recomputed.
     """
@@ -111,7 +111,7 @@ class Rules:
 
     @cached_property
     def useful(self) -> list[int]:
-        """By number of operators done: the values that may still be useful, as bits."""
+        """For each number of operators done, the values that may still be useful, as bits."""
         accounting = Accounting(self.graph)
         return [
             bits(accounting.relevant(done)[0].nonzero()[0].tolist())
@@ -120,7 +120,7 @@ class Rules:
 
     @cached_property
     def again(self) -> list[list[Computation]]:
-        """By number of operators done: the computations that may be repeated."""
+        """For each number of operators done, the computations that may be repeated."""
         return [
             [
                 self.computations[index]

@@ -1,7 +1,7 @@
 """The cheapest schedule within a budget by exhaustive search, with its proof.
 
 Optimal over all schedules of the fixed order (see `states`): some 14 operators take less than a
-tenth of a second, 20 some seconds. Where a limit ends the search, it has only a bound.
+tenth of a second, 20 take seconds. Where a limit ends the search, only a bound is returned.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Exhaustive(Solver):
     """Exhaustive search over what is in memory.
 
     Attributes:
-        time_limit_s: ends the search.
-        most_states: ends the search too; a million states take some 0.5 GiB.
+        time_limit_s: ends the search after this long.
+        most_states: ends the search at this many states; a million take some 0.5 GiB.
     """
 
     time_limit_s: float = 60.0

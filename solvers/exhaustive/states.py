@@ -1,10 +1,10 @@
 """The search: visits states in order of cost, or of peak, until one is the end of the step.
 
-Other names: uniform-cost search (Dijkstra) over the configurations of a pebble game. A move from a
-state is one computation, of the next operator or of an earlier one again, or the drop of one value.
-A value is dropped only where a computation does not fit beside it; otherwise it can be dropped
-later. First computations cost the same in every schedule, so only recomputations count. The first
-final state visited is the best; where none is reached, no schedule fits.
+Other names: uniform-cost search (Dijkstra) over the configurations of a pebble game. A move
+computes the next operator, recomputes an earlier one, or drops one value. A value is dropped only
+where a computation does not fit beside it; otherwise it can be dropped later. First computations
+cost the same in every schedule, so only recomputations count. The first final state visited is the
+best; where none is reached, no schedule fits.
 
 Optimal over all schedules of the fixed order, in-place work, snapshots and regions included. O(2^n)
 states of n operators, twice as many for each snapshot; in practice some thousands for 14 operators.
@@ -45,7 +45,7 @@ class Found:
     """The result of a search.
 
     Attributes:
-        steps: the best schedule; None where there is none, or a limit ended the search before.
+        steps: the best schedule; None where there is none, or a limit ended the search first.
         is_finished: False where a limit ended the search.
         least: proved lower bound on extra cost in seconds, or on the peak in bytes; infinite where
             no schedule fits.

@@ -1,1 +1,1 @@
-"""Schedules that may leave the graph's order: a number to compare with, never run."""
+"""Schedules that may leave the graph's order: for comparison, never run."""

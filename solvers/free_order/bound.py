@@ -95,7 +95,7 @@ class ForcedMemory:
         return self._mask(self._ancestors[v])
 
     def forced(self, v: int) -> Bools:
-        """Returns a mask of the values held across `v`'s first computation or recomputed after."""
+        """Returns a mask of values held across `v`'s first computation or recomputed after it."""
         arrays, before, after = self.graph.arrays, self.before(v), self._mask(self._descendants[v])
         is_read_after = np.zeros(len(arrays.size_bytes), np.bool_)
         is_read_after[arrays.read[after[self.accounting.reader]]] = True

@@ -1,10 +1,10 @@
 """Random moves of first computations, made among those of `search.moves`.
 
-A first computation moves along with others that have to; it may lie between the slots `lower` and
-`upper`:
+A first computation may lie between the slots `lower` and `upper`; when it moves, others may have to
+move too:
 
-- advance: an operator moves to an earlier slot, and its ancestors behind that slot move before it
-- defer: an operator moves to a later slot, and its descendants before that slot move behind it
+- advance: an operator moves to an earlier slot, and its ancestors after that slot move before it
+- defer: an operator moves to a later slot, and its descendants before that slot move after it
 - follow: after either, operators that waited for the moved one, or were there only for it, come
   along with some chance
 
@@ -40,7 +40,7 @@ from remat.solvers.search.timeline import computed_before
 # columns of `Rules.operators`: places in `Rules.links` of the operators computed before and of
 # those after, and whether the operator keeps its place
 EARLIER_FROM, EARLIER_TO, LATER_FROM, LATER_TO, FIXED = range(5)
-_MOST = 40  # operators that a move takes along
+_MOST = 40  # operators that a move takes along at most
 _SEARCHED = 400  # slots searched for empty ones
 
 
@@ -95,7 +95,7 @@ def upper(state: State, rules: Rules, op: int) -> int:
 def may_move(state: State, rules: Rules, op: int) -> bool:
     """True where the first computation of `op` may change its slot.
 
-    `insert` needs slots not below the number of times.
+    `insert` needs a slot of at least the number of times that `op` is computed.
     """
     times = state.operators[op, TIMES]
     is_free = rules.operators[op, FIXED] == 0
@@ -122,7 +122,7 @@ def relocate(state: State, op: int, place: int, journal: Ints) -> None:
 def collect(state: State, rules: Rules, op: int, q: int, sign: int) -> int:
     """Fills the group with `op` and the operators that have to move to the other side of `q` too.
 
-    With `sign` -1 these are ancestors first computed behind `q`, with +1 descendants first computed
+    With `sign` -1 these are ancestors first computed after `q`, with +1 descendants first computed
     before it. They are sorted by first computation. Returns their number, 0 where one can't move.
     """
     operators, group, count, done = state.operators, rules.group, 1, 0
@@ -160,7 +160,7 @@ def collect(state: State, rules: Rules, op: int, q: int, sign: int) -> int:
 
 @inner
 def find_slots(state: State, rules: Rules, q: int, sign: int, count: int) -> bool:
-    """Writes `count` empty slots from `q` outwards behind the group; False where they are rare."""
+    """Finds `count` empty slots from `q` outwards for the group; False if too few are near."""
     found, place = 0, q
     last = state.operators[len(state.operators) - 1, WHERE]
     while found < count and 0 < place < last and abs(place - q) < _SEARCHED:
@@ -197,8 +197,8 @@ def follow(
 ) -> None:
     """Moves some operators next to the moved ones that they depend on, or that depend on them.
 
-    With `sign` -1 those that waited for a moved operator, with +1 those that were there only for
-    it.
+    With `sign` -1 it moves those that waited for a moved operator, with +1 those that were there
+    only for it.
     """
     slots, done = state.slots, 0
     column = LATER_FROM if sign < 0 else EARLIER_FROM
@@ -226,7 +226,7 @@ def follow(
 
 @inner
 def aimed_slot(state: State, draws: Floats, journal: Ints) -> tuple[int, int]:
-    """Returns an operator and a slot over the budget that gets lighter if it moves past the slot.
+    """Returns an operator and a slot over the budget: moving it past the slot frees bytes.
 
     (-1, -1) if none is hit.
     """

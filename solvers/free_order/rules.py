@@ -6,10 +6,10 @@ First computations of a free-order schedule may come in any order in which
 - the forward comes before the backward, and each compiled piece (a run of operators of one region
   and phase) before the next; with several pieces, the first and last operator of each remain its
   first and last, so that a region may be recomputed in the same places as before;
-- operators with effects keep their order among each other: pinned ones, and those that read a
+- operators with effects keep their relative order: pinned ones, and those that read a
   snapshot (they draw random numbers, or read a buffer that is changed);
-- the readers of a resident value, and of copies of it, stay on their side of a pinned operator that
-  reads it too, as it may change the value.
+- the readers of a resident value, and of copies of it, stay on their side of any pinned operator
+  that reads it too, as that operator may change the value.
 
 The graph does not name effects, only pinned operators, so these rules are stricter than necessary.
 """

@@ -10,13 +10,13 @@ Annealing on sequences with free order: FastSA (2023).
 2. Annealing of the order alone (`moves`). Where the result fits the budget, nothing is computed
    twice, so it is optimal.
 3. Annealing of order and recomputations together, in rounds. The second round starts from the
-   schedule that `Auto` finds in the graph's order in 0.3 of the time left. It ends after a few
-   rounds without progress.
+   schedule that `Auto` finds in the graph's order in 0.3 of the time left. Annealing ends after a
+   few rounds without progress.
 
 `rules` says what may be reordered; the bound assumes fewer rules (dependencies, forward before
-backward), so it is valid for these too. Imperfections: the bound is the keep-all cost where graphs
-are wide. `remat.wrap` refuses schedules that leave the traced step's order; this is for plain
-graphs, and to see what another order would save.
+backward), so it is valid for these rules too. Imperfections: the bound is the keep-all cost where
+graphs are wide. `remat.wrap` refuses schedules that leave the traced step's order; this solver is
+for plain graphs, and to see what another order would save.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FreeOrder(Solver):
 
     Attributes:
         gap: stops as soon as the cost is proved to be within this fraction of the optimum.
-        time_limit_s: a hard cap; the limits on iterations are usually reached before.
+        time_limit_s: a hard cap; the limits on iterations are usually reached first.
         seed: of the annealing.
         rounds: most rounds of annealing, which ends after three in a row without improvement.
         progress: called with a `Progress` whenever the schedule or the bound gets better.
@@ -262,6 +262,6 @@ def _with_mark(graph: Graph) -> Graph:
         (),
         (),
         region=graph.operators[0].region,
-        pinned="it is no computation",
+        pinned="it is not a computation",
     )
     return replace(graph, operators=(*graph.operators, mark))

@@ -1,6 +1,6 @@
 """HiGHS through highspy: the one place that configures it, passes models and runs it.
 
-Models are passed as arrays, never as expressions, so one of 20,000 rows takes milliseconds. Bounds
+Models are passed as arrays, never as expressions, so 20,000 rows take milliseconds. Bounds
 that leave this folder are made safe against HiGHS's tolerances (`safe_bound`).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def new_solver(*, threads: int = 1, **options: Any) -> highspy.Highs:
-    """Returns a HiGHS with these options, without output, that ends at Ctrl-C.
+    """Returns a HiGHS solver with these options, which prints nothing and ends at Ctrl-C.
 
     Args:
         threads: 0 leaves the number to HiGHS.
@@ -50,7 +50,7 @@ def pass_program(
     *,
     offset: float = 0.0,
 ) -> None:
-    """Passes a program to minimise to a solver; linear where `is_integer` is None."""
+    """Passes a minimisation problem to a solver; it is linear where `is_integer` is None."""
     import highspy
 
     columns = len(program.cost)

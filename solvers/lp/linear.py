@@ -1,8 +1,8 @@
 """Mixed-integer programs from arrays, solved by HiGHS on one thread.
 
-Models are built from arrays, not from expressions, so one of 20,000 rows takes milliseconds. All
-bounds are dual bounds, made safe against HiGHS's tolerances (`safe_bound`): that of an LP is
-recomputed from the duals and rounded down, also where a limit stopped the solve; that of a MIP is
+Models are built from arrays, not from expressions, so 20,000 rows take milliseconds. All
+bounds are dual bounds, made safe against HiGHS's tolerances (`safe_bound`). An LP's bound is
+recomputed from the duals and rounded down, even where a limit stopped the solve. A MIP's bound is
 HiGHS's own, less what the tolerances can have added.
 """
 
@@ -207,7 +207,7 @@ class Program:
         program = self._arrays()
         solver = self._loaded(program, is_relaxed=is_relaxed)
 
-        # HiGHS counts all runs of a solver
+        # HiGHS's time limit counts all runs of a solver
         solver.setOptionValue("time_limit", solver.getRunTime() + max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", relative_gap)
         solver.setOptionValue("mip_max_nodes", node_limit)

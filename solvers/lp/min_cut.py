@@ -97,11 +97,11 @@ class MinCut:
         """Returns a point of least weight.
 
         Args:
-            weight: by operator, of recomputing it; may be negative.
-            price: by value, of keeping it; at least 0.
+            weight: cost of recomputing each operator; may be negative.
+            price: cost of keeping each value; at least 0.
         """
         weight = np.where(self._is_pinned, 0.0, weight)
-        # backward operators have no constraint here: the negative ones are taken
+        # backward operators have no constraint here: those of negative weight are recomputed
         free = float(np.minimum(weight[self._first :], 0.0).sum())
 
         inner, held = weight[: self._first], price[self._values]

@@ -1,21 +1,21 @@
 """Mixed-integer rounding cuts of memory rows: values are kept whole or not at all.
 
 A memory row over 0/1 columns is a knapsack, sum of a_i x_i <= b with integers a and b (`window`,
-`transient_rows`). A network's values come in few sizes, and the budget is no multiple of the large
-ones: a point of the linear relaxation fills what is left with a fraction of one more. With some
-columns replaced by their complements, any unit d > 0, and f = b mod d, every 0/1 point satisfies
+`transient_rows`). A network's values come in few sizes, and the budget is not a multiple of the
+large ones: a point of the linear relaxation fills what is left with a fraction of one more value.
+With some columns replaced by their complements, any unit d > 0, and f = b mod d, every 0/1 point
+satisfies
 
     sum_i ( floor(a_i / d) + max(0, a_i mod d - f) / (d - f) ) x_i  <=  floor(b / d)
 
 (Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs", 2001; Nemhauser and
-Wolsey, 1990). As there, columns above a half are complemented, then one fractional column is
-flipped; units are the sizes of fractional columns and these divided by 2, 4 and 8.
+Wolsey, 1990). As in these papers, columns above a half are complemented, then one fractional column
+is flipped; units are the sizes of fractional columns, and these sizes divided by 2, 4 and 8.
 
 A point can escape such a cut by dropping a little of the complemented values, many of which are
-cheap to drop. So the cut is also returned with few complements: columns kept in full, those
-written first before the others, are no longer complemented as long as floor(b / d) stays the same.
-The cut then does not constrain them, and the values left in it are expensive to drop, such as
-gradients.
+cheap to drop. So the cut is also returned with few complements: columns kept in full are no longer
+complemented, those written first before others, as long as floor(b / d) stays the same. The cut
+then does not constrain them, and the values left in it are expensive to drop, such as gradients.
 
 Columns that are 0 or 1 in every schedule may be declared continuous in the model; the cuts hold
 nevertheless. Everything but the last quotient is computed in integers. Complexity per row:
@@ -68,7 +68,7 @@ class Cut:
 
 
 def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
-    """Returns the most violated of the cuts tried, also with few complements; only violated ones.
+    """Returns the most violated cut tried, and its version with few complements, if violated.
 
     Args:
         knapsack: a row that holds for every schedule.

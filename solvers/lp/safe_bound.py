@@ -17,7 +17,7 @@ is below the exact right side. The model's own coefficients are rounded once, wh
 by the budget and costs are scaled: relative errors of u, ten orders of magnitude below the window
 model's slack of 1e-6 of the budget and of the keep-all cost.
 
-Integer programs. HiGHS's dual bound is the least over open nodes of the objective of an LP, each
+Integer programs. HiGHS's dual bound is the smallest LP objective over the open nodes, each LP being
 optimal up to its dual tolerance t = 0.1 * `mip_feasibility_tolerance` (`HighsLpRelaxation`, HiGHS
 1.5 to 1.15). By the formula above, an LP's objective exceeds its safe bound by at most t sum_j (u_j
 - l_j) plus rounding, as each d_j is at most t on the wrong side. Nodes that HiGHS pruned as
@@ -99,7 +99,7 @@ def is_surely_infeasible(program: LinearProgram, ray: Floats) -> bool:
 def proves_infeasible(solver: Any, program: LinearProgram) -> bool:
     """True where HiGHS's dual rays prove its claim that the linear program is infeasible.
 
-    Without a proof at first, HiGHS solves once more, without presolve.
+    If they do not at first, HiGHS solves once more, without presolve.
     """
     if any(is_surely_infeasible(program, ray) for ray in dual_rays(solver)):
         return True
@@ -124,7 +124,7 @@ def branching_margin(
         lower: of the columns.
         upper: of the columns.
         feasibility_tolerance: HiGHS's `mip_feasibility_tolerance`.
-        largest: upper bound, in every point of interest, of the columns that have none.
+        largest: bound on the columns without an upper one, valid at every point of interest.
     """
     width = math.fsum(np.minimum(upper, largest) - lower)
     return _DUAL_SHARE * feasibility_tolerance * width * (1 + 1e-9) + _ABSOLUTE_GAP

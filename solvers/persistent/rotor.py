@@ -7,7 +7,7 @@ heterogeneous chains: how to train deep neural networks with limited memory", In
 J. Zhao et al., "Rockmate", ICML 2023.
 Optimal: among *persistent* schedules of the segments (what is stored stays until its backward), up
 to the grid of memory amounts and the segments' options; not among all schedules.
-Complexity: O(L^3 M) for L segments and M amounts of memory; a second for 64 and 512.
+Complexity: O(L^3 M) for L segments and M amounts of memory; a second for L = 64 and M = 512.
 Imperfections: finding the options takes most of the time, less where layers are identical. Values
 that the forward computes for no later segment are not counted where the last option runs, so a
 schedule may need a little more than the budget. Graphs of several regions are not supported.
@@ -59,8 +59,7 @@ def rotor_steps(
     Args:
         graph: any graph; one of several regions gives None.
         budget_bytes: resident bytes included.
-        options_s: seconds after which no more options are looked for, those of single segments
-            first.
+        options_s: seconds to look for options, those of single segments first.
         should_stop: a true answer ends the search, without a schedule.
     """
     if len({op.region for op in graph.operators}) > 1:
@@ -81,8 +80,8 @@ class _Table:
 
     Attributes:
         how: the way each state is run; shape (L, L, M + 1).
-        option: the option's number where a state is run by one.
-        more: memory of what enters q beyond what enters s, in amounts; shape (L, L).
+        option: the number of the option, where one runs the state.
+        more: memory of what enters q beyond what enters s, in amounts; shape (L, L), indexed s, q.
         kept: memory of what a segment's backward reads beyond what enters it, in amounts; shape
             (L,).
     """
@@ -133,11 +132,6 @@ class _Table:
     def is_possible(self) -> bool:
         """True where some schedule fits."""
         return bool(np.isfinite(self._cost[0, -1, 0]))
-
-    @property
-    def cost_s(self) -> float:
-        """Seconds of all forward computations, except those of the first run not needed yet."""
-        return float(self._cost[0, -1, 0])
 
     def _amounts(self, size: Ints) -> Ints:
         return np.ceil(size / self._unit - 1e-9).astype(np.int64)
@@ -228,7 +222,7 @@ def _forward(segments: Segmentation, segment: int, targets: frozenset[int]) -> _
 def _backward_peak(segments: Segmentation, segment: int) -> int:
     """Returns the peak of a segment's backward with all its reads in memory.
 
-    Without the memory held for earlier segments.
+    Memory held for earlier segments is not counted.
     """
     part = segments.part_of_backward(segment, segment)
     return segments.outside_bytes[segment] - segments.size_of(part.entering) + _peak_bytes(part)
@@ -241,7 +235,8 @@ def _peak_bytes(part: Part) -> int:
 def _kept_bytes(segments: Segmentation, segment: int) -> int:
     """Returns the bytes kept for a segment's backward beyond what enters the segment.
 
-    Values that also enter the next segment count twice, as its options may assume that they go.
+    Values that also enter the next segment count twice, as its options may assume that they are
+    freed.
     """
     entering, twice = (
         segments.entering[segment],

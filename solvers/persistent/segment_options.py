@@ -28,7 +28,8 @@ _NUM_BUDGETS = 8
 _MOVES = 2_000
 _HOT, _COLD = 1e-2, 1e-6
 _MAX_FACTOR = 4.0
-# operators of all distinct parts, at most: a multiple of the graph's, or this many; some seconds
+# limit on the operators of all distinct parts, some seconds of work: a multiple of the graph's, or
+# this many if that is more
 _PARTS_SHARE, _FEW_OPERATORS = 2.0, 1_500
 _RULES = Rule.LARGE, Rule.CHEAP
 
@@ -38,8 +39,8 @@ class Option:
     """One way to run the backward of a few segments.
 
     Attributes:
-        peak_bytes: of the whole step, less what is held for earlier segments.
-        cost_s: of its forward operators, and of the backward operators that it repeats.
+        peak_bytes: peak of the whole step, less what is held for earlier segments.
+        cost_s: cost of its forward operators, and of the backward operators that it repeats.
         steps: operators of the whole graph.
     """
 
@@ -62,7 +63,7 @@ def find_options(
 
     Args:
         segmentation: of any graph.
-        budget_bytes: no option needs more.
+        budget_bytes: no option exceeds it.
         should_stop: a true answer ends the search, which begins with single segments; options not
             found by then are missing.
     """
@@ -74,7 +75,7 @@ def find_options(
 
 
 class _Finder:
-    """Finds the options of one graph's segments under one budget, within a limit of work."""
+    """Finds the options of one graph's segments under one budget, within a limit on work."""
 
     def __init__(
         self, segmentation: Segmentation, budget_bytes: int, should_stop: Callable[[], bool]
@@ -92,7 +93,7 @@ class _Finder:
         return self._num_operators > most or self._should_stop()
 
     def options(self, num_together: int) -> Options:
-        """Returns the options of `num_together` segments in a row; none past the limit of work."""
+        """Returns the options of `num_together` segments in a row; none past the limit on work."""
         segments = self._segmentation
         spans = [
             (first, first + num_together - 1)

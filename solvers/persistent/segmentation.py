@@ -9,9 +9,9 @@ connection then enters every segment that it spans. The operators of the backwar
 in descending order: an operator belongs to the last segment whose forward values it reads, but
 never to a later one than the operator before it.
 
-Borders are where the memory that crosses is at a local minimum. The worst are removed one by one:
-those where most crosses relative to the cost and bytes of both neighbouring segments. Complexity:
-O(E + n^2) for n local minima.
+Borders lie where the bytes that cross are at a local minimum. The worst borders are removed one by
+one: those with the most crossing bytes, relative to the cost and bytes of both neighbouring
+segments. Complexity: O(E + n^2) for n local minima.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Part:
 
     Attributes:
         graph: the part; values that are always in memory take no bytes in it.
-        operators: of the whole graph, by operator of the part; -1 for the first.
-        entering: values of the whole graph that are in memory before.
+        operators: for each operator of the part, its index in the whole graph; -1 for the first.
+        entering: values of the whole graph that are in memory before the part.
     """
 
     graph: Graph
@@ -51,10 +51,10 @@ class Segmentation:
         always: values that are never dropped.
         borders: the last operator of each segment.
         entering: for each segment, the droppable values that are written before it and read by the
-            forward in or after it; nothing enters what would be after the last.
+            forward in or after it; one more entry, for the end of the forward, is empty.
         backward: for each segment, its operators of the backward.
-        outside_bytes: for each segment, what the rest of the step holds when its backward begins:
-            resident values, those never dropped, gradients.
+        outside_bytes: for each segment, the bytes that the rest of the step holds when the
+            segment's backward begins: resident values, values never dropped, gradients.
     """
 
     def __init__(self, graph: Graph, most_segments: int) -> None:
@@ -100,7 +100,7 @@ class Segmentation:
     def closure(self, targets: Iterable[int], available: Collection[int]) -> list[int]:
         """Returns the forward operators that compute the targets from `available`, in order.
 
-        Complexity: O(E), of these operators.
+        Complexity: O(E) for these operators.
         """
         found: set[int] = set()
         missing = [
@@ -122,8 +122,8 @@ class Segmentation:
     def part_of_backward(self, first: int, last: int) -> Part:
         """Returns the backward of segments `first` to `last`, and what they recompute for it.
 
-        They recompute from what enters `first`. Values that also enter the segment before stay, as
-        they may be held for earlier segments.
+        They recompute from what enters `first`. Values that also enter the previous segment stay in
+        memory, as they may be held for earlier segments.
         """
         backward = [op for segment in range(last, first - 1, -1) for op in self.backward[segment]]
         operators = self.closure(self.needed(first, last), self.entering[first]) + backward
@@ -133,7 +133,7 @@ class Segmentation:
     def part(self, operators: list[int], stays: Collection[int] = ()) -> Part:
         """Returns some operators as a separate graph.
 
-        Values that others read afterwards, and `stays`, are left in memory at its end.
+        Values that later operators read, and those in `stays`, are still in memory at its end.
         """
         arrays, outputs, done = self.graph.arrays, set(self.graph.outputs), set(operators)
         writes = [v for op in operators for v in self.graph.operators[op].writes]
@@ -150,7 +150,7 @@ class Segmentation:
         ]
 
         first = Operator(
-            "entering", 0.0, (), tuple(local[v] for v in entering), pinned="what is there before"
+            "entering", 0.0, (), tuple(local[v] for v in entering), pinned="it was computed before"
         )
         inside = tuple(self._operator(op, index, local) for index, op in enumerate(operators))
 
@@ -194,7 +194,7 @@ class Segmentation:
         return np.where(last >= self.num_forward, -1, last)
 
     def _thinned(self, most: int) -> list[int]:
-        """Returns the borders: local minima of what crosses, without the worst of them."""
+        """Returns the borders: local minima of the crossing bytes, without the worst."""
         crossing, share = self._crossing(), self._shares()
         ends = [
             k
@@ -204,7 +204,7 @@ class Segmentation:
 
         while len(ends) >= most:
             around = np.array([-1, *ends, self.num_forward - 1]) + 1
-            # of the two segments that a border divides
+            # the shares of the two segments that each border divides, summed
             both = share[around[2:]] - share[around[:-2]]
             ends.pop(int(np.argmax(crossing[ends] / np.maximum(both, 1e-12))))
         return [*ends, self.num_forward - 1]
@@ -218,7 +218,7 @@ class Segmentation:
         return np.asarray(np.cumsum(change)[: self.num_forward], np.float64)
 
     def _shares(self) -> Floats:
-        """Returns the sum of the forward's cost and bytes before each operator, as shares of all.
+        """Returns the share of the forward's cost, plus that of its bytes, before each operator.
 
         Shape (num_forward + 1,).
         """

@@ -46,7 +46,7 @@ class Round:
         iterations: number of moves tried.
         hot: first temperature, as a share of the keep-all cost.
         cold: last temperature.
-        is_close: where the start fits, return to the best that fits after a while without a fit.
+        is_close: where the start fits, returns to the best fitting state after a while without one.
     """
 
     iterations: int
@@ -61,10 +61,10 @@ class Chunk(NamedTuple):
     Attributes:
         iterations: number of moves.
         patience: moves in a row without a state that fits, after which it ends.
-        scale: what costs are a share of.
+        scale: the cost that all costs are shares of.
         draws: the random stream.
         journal: see `moves`.
-        weight: (1,), of the bytes over the budget; adapted.
+        weight: (1,), weight of the bytes over the budget; adapted.
         best_slot: row `SLOT` of the best state that fits; overwritten by a better one.
         best: its cost, and the least bytes over the budget of any state.
     """
@@ -85,7 +85,7 @@ class Walk(NamedTuple):
     """What the loop knows of the state after a move.
 
     Attributes:
-        cost_s, over: of the state.
+        cost_s, over: the state's cost, and its bytes over the budget.
         heat: factor on the temperature.
         num_fit: states that fitted in this period.
         since_fit: moves since a state that fitted.
@@ -154,7 +154,7 @@ def is_accepted(state: State, chunk: Chunk, cost_s: float, over: int, temperatur
 
 @inner
 def adapt(weight: Floats, num_fit: int, heat: float) -> float:
-    """Changes the weight by how many states of the last period fitted; returns the next heat."""
+    """Adapts the weight to how many states of the last period fitted; returns the next heat."""
     if num_fit > 0.4 * _PERIOD:
         weight[0] = max(weight[0] / 1.1, 1e-4)
     elif num_fit < 0.15 * _PERIOD:
@@ -184,7 +184,7 @@ class LocalSearch:
             budget_bytes: resident bytes included.
             seed: of all rounds.
             loop: makes the moves of a chunk, as `anneal` does.
-            arguments: what it takes beside state and chunk.
+            arguments: what `loop` takes besides state and chunk.
         """
         self.graph = graph
         self.state = pack(graph, room=budget_bytes - graph.resident_bytes)

@@ -14,10 +14,10 @@ that depends on it could ever be evicted.
 
 A plan (`kept`) says what to keep at some operators. All other values are dropped there, or earlier,
 at no cost, where room is needed. Values that the plan keeps are evicted where it exceeds the
-budget: near the least budget, plans from relaxed models need a little more than it.
+budget: near the least budget, plans from relaxed models need a little more.
 
-It fails where the locked values do not fit, so the smallest budget that it meets is near the least
-one, not the least. Complexity: O(n E) to find the next needs, plus O(alive * degree) per eviction.
+It fails where the locked values do not fit, so the smallest budget that it meets is only near the
+least budget. Complexity: O(n E) to find the next needs, plus O(alive * degree) per eviction.
 Steps and cost are capped.
 """
 
@@ -234,7 +234,7 @@ def _run(memory: _Memory, room: int, rule: int, max_cost: float, steps: Ints) ->
 
 @inner
 def _drop(memory: _Memory, stage: int) -> int:
-    """Drops the values that do not stay by the plan; returns their bytes."""
+    """Drops the values that the plan does not keep; returns their bytes."""
     dropped = 0
     for value in range(len(memory.size)):
         if memory.is_held[value] and not memory.stays[stage, value]:
@@ -263,9 +263,9 @@ def _lock(memory: _Memory, op: int, change: int) -> None:
 def _compute(
     memory: _Memory, op: int, target: int, stage: int, room: int, rule: int, held: int
 ) -> int:
-    """Makes room for `op`, whose inputs are there, and computes it; unlocks its inputs.
+    """Makes room for `op`, whose inputs are in memory, and computes it; unlocks its inputs.
 
-    Returns the bytes held then, -1 where there is no room.
+    Returns the bytes then held, -1 where there is no room.
     """
     size, locks, is_held = memory.size, memory.locks, memory.is_held
     first, last = memory.write_start[op], memory.write_start[op + 1]
@@ -376,7 +376,7 @@ def _make_room(memory: _Memory, room: int, held: int, rule: int, target: int, st
 
 @inner
 def _is_free_to_go(memory: _Memory, value: int) -> bool:
-    """True where `value` is in memory, no resident one, and not locked."""
+    """True where `value` is in memory, not resident, and not locked."""
     is_there = memory.is_held[value] and memory.producer[value] >= 0
     return bool(is_there and memory.locks[value] <= 0)
 
@@ -393,7 +393,10 @@ def _is_unwanted(memory: _Memory, value: int, target: int, stage: int) -> bool:
 
 @inner
 def _best_to_evict(memory: _Memory, rule: int, target: int, missing: int) -> int:
-    """Returns the value to evict first by the rule, -1 if none can go; `missing` bytes in all."""
+    """Returns the value to evict first by the rule, -1 if none can go.
+
+    `missing` is the number of bytes to free in all.
+    """
     best, best_score = -1, np.inf
     for value in range(len(memory.size)):
         p, size = memory.producer[value], memory.size[value]

@@ -8,8 +8,9 @@
 - run: consecutive recomputations, moved to another slot or removed
 - exchange: a removal, then an addition aimed at a slot over the budget
 
-A move's changes are recorded in a journal, by which it can be undone. Row 0 of `journal` is (number
-of changes, place in the random stream); then (operator, slot), or -slot - 1 where removed.
+A move's changes are recorded in a journal, so that it can be undone. Row 0 of `journal` is (number
+of changes, place in the random stream). Each later row is (operator, slot), with -slot - 1 in place
+of the slot for a removal.
 Complexity: O(degree * times + changed slots) per change.
 """
 
@@ -57,7 +58,7 @@ def draw(draws: Floats, journal: Ints) -> float:
 
 @inner
 def pick(draws: Floats, journal: Ints, count: int) -> int:
-    """Returns a random integer of 0, ..., count - 1."""
+    """Returns a random integer from 0 to count - 1."""
     return min(int(draw(draws, journal) * count), count - 1)
 
 
@@ -114,7 +115,7 @@ def random_over(state: State, draws: Floats, journal: Ints) -> int:
 
 @inner
 def random_read(state: State, after: int, draws: Floats, journal: Ints) -> tuple[int, int]:
-    """Returns a random slot behind `after` and a value read there; -1 for it if none is."""
+    """Returns a random slot later than `after` and a value read there, -1 if none is read."""
     operators, slots, capacity = state.operators, state.slots, state.slots.shape[1]
     q = after + 1 + pick(draws, journal, capacity - after - 1) if after < capacity - 1 else after
     op = slots[SLOT, q]
@@ -172,9 +173,9 @@ def add(state: State, q: int, op: int, depth_chance: float, draws: Floats, journ
 
 @inner
 def add_somewhere(state: State, draws: Floats, journal: Ints) -> None:
-    """Adds a recomputation before a random use, or one after a slot that is over the budget."""
+    """Adds a recomputation before a random use, or before a use after a slot over the budget."""
     operators, sums, over = state.operators, state.sums, -1
-    # between neighbouring uses this saves memory only where the first of them works in place
+    # between neighbouring uses, recomputing saves memory only if the first use works in place
     least = 1 if sums[IN_PLACE] and draw(draws, journal) < 0.1 else SPACING
     if sums[OVER] > 0 and draw(draws, journal) < 0.7:
         over = random_over(state, draws, journal)

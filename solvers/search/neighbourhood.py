@@ -8,11 +8,11 @@ The kinds of neighbourhood take turns:
 - values: the operators of a range of the graph, in every stage where values that they read or write
   begin or end
 - halves: two such ranges of half the width
-- mixed: a wider range, in a part of these stages
+- mixed: a wider range, in about half of these stages
 - stages: a range of stages, with every operator that could be useful there
 - shifted: a range of operators as in values, and every recomputation nearby may move by a few
-  stages: exchanging two distant values takes room that others must make (U-Net at 7 GB: only this
-  kind got from 196,599 to 196,567)
+  stages: when two distant values are exchanged, others must make room (on U-Net at 7 GB, only this
+  kind lowered the cost from 196,599 to 196,567)
 
 Each kind's width grows while its models are solved to the end and shrinks where a limit stops them.
 Equal costs are accepted. Limits are numbers of nodes; time is only a cap, so a seed gives one
@@ -187,7 +187,8 @@ class Neighbourhood:
     def _stages_of_interest(self, current: _Incumbent, operators: Ints) -> Ints:
         """Returns the stages that matter to `operators`.
 
-        There values that they write are computed or read, or values that they read begin or end.
+        In these stages, values that they write are computed or read, or values that they read begin
+        or end.
         """
         arrays = self._graph.arrays
         is_mine = np.zeros(self._graph.num_operators, np.bool_)

@@ -15,8 +15,8 @@ The schedule's steps, and the optional ones among them, lie in *slots*. Legend:
 
 For integral x the least h is integral; declaring it binary made HiGHS 15 times as fast (U-Net, 5
 GB). The h of a gap is a constant wherever fixed slots around it determine it, and of the slots
-between two events only the one with the most constant bytes needs its row, so the model has the
-size of what is free, not of the graph. It is exact for the schedules that it can express, the
+between two events only the one with the most constant bytes needs a memory row, so the model's size
+depends on the free slots, not on the graph. It is exact for the schedules that it can express, the
 subsets of its slots, except that a snapshot counts as soon as something free could need it.
 """
 
@@ -44,7 +44,7 @@ class _Events:
         is_write: the slot computes the value.
         is_free: the slot is optional.
         follows: the next event is of the same value.
-        gap: what is held from the event to the next: `ZERO`, `ONE` or a column.
+        gap: whether the value is held from the event to the next: `ZERO`, `ONE` or a column.
     """
 
     value: Ints

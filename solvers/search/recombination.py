@@ -1,10 +1,10 @@
-"""Exact recombination: the best schedule made of the recomputations of a few.
+"""Exact recombination: combines the recomputations of a few schedules into the best one.
 
 Two good schedules of one graph agree on most recomputations and differ on a hundred or two, spread
-over the graph. A MILP combines the better parts of both: free are only the pairs (operator, stage)
-that one of them recomputes and the other does not. This is the optimal crossover of genetic
-algorithms (Aggarwal, Orlin, Tai, 1997), or the search in the subspace where solutions differ of
-RINS (Danna, Rothberg, Le Pape, 2005). HiGHS solves one in 0.1 to 1 s on graphs of 500 operators.
+over the graph. A MILP combines the better parts of both: only the pairs (operator, stage) that one
+of them recomputes and the other does not are free. This is the optimal crossover of genetic
+algorithms (Aggarwal, Orlin, Tai, 1997), or RINS's search of the subspace where solutions differ
+(Danna, Rothberg, Le Pape, 2005). HiGHS solves such a MILP in 0.1 to 1 s on graphs of 500 operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.solvers.search.neighbourhood_solve import Part, recomputations, solve
 from remat.solvers.search.slots import stages_of
 
 _MAX_NODES = 100
-_FIRST_WIDTH = 200.0  # free pairs at most, at first
+_FIRST_WIDTH = 200.0  # limit on the free pairs, at first
 _GROW, _SHRINK = 1.15, 0.75
 
 
@@ -34,7 +34,7 @@ class Recombination:
         self._tried: set[bytes] = set()
 
     def improve(self, best: Ints, others: Sequence[Ints], *, time_limit_s: float) -> Part | None:
-        """Returns `best` recombined with the first of `others`, as many as are solved quickly.
+        """Returns `best` recombined with as many of the first `others` as are solved quickly.
 
         None where nothing differs or this combination was solved before.
 
@@ -63,7 +63,7 @@ class Recombination:
         return part
 
     def _free(self, best: Ints, others: Sequence[Ints]) -> Ints:
-        """Returns the pairs in which `best` and another differ, and the repeated ones of `best`."""
+        """Returns the pairs in which `best` and others differ, and those that `best` repeats."""
         mine = self._codes(best)
         again, counts = np.unique(
             best * (self._graph.num_operators + 1) + stages_of(best), return_counts=True

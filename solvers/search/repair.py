@@ -49,7 +49,7 @@ def repaired(
 def unrolled(graph: Graph, steps: Sequence[int]) -> Graph:
     """Returns a graph with one operator per step, which reads the latest copies of its values.
 
-    Complexity: O(E), of the steps.
+    Complexity: O(E) of the result.
     """
     values: list[Value] = [value for value in graph.values if value.is_resident]
     latest = [-1] * len(graph.values)

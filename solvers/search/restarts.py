@@ -3,9 +3,9 @@
 Iterated local search (Lourenço, Martin, Stützle, 2003) over a small pool of `annealing` results.
 Where an annealing run ends depends on the basin it fell into while it was hot. Starting afresh each
 time discards what was good elsewhere in the schedule; a run from a member of the pool, reheated to
-0.1 or 0.03 % of the keep-all cost, changes only a part of it. `recombination` takes over whatever a
-run does better than the best so far: a memetic algorithm (Moscato, 1989). Near the least budget
-most runs end a little above it, at a low cost; these are recombined too.
+0.1 or 0.03 % of the keep-all cost, changes only a part of that schedule. `recombination` takes over
+whatever a run does better than the best so far: a memetic algorithm (Moscato, 1989). Near the least
+budget most runs end a little above the budget, at a low cost; these are recombined too.
 
 The runs of a batch have separate random streams, so they may run in parallel threads and still give
 the same answer.
@@ -39,7 +39,7 @@ _LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED el
 _HOT = (1e-2, 3e-3, 3e-4)
 _WARM = (1e-3, 3e-4)  # of runs from the pool, at random
 _COLD = 1e-6
-_RECOMBINATION_LIMIT_S = 5.0  # for one recombination; most reach their node limit before
+_RECOMBINATION_LIMIT_S = 5.0  # for one recombination; most reach their node limit earlier
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Restarts:
     ) -> Iterator[None]:
         """Recombines the best with each run's end, then with all others of the pool at once.
 
-        Yields after each improvement. Ends that exceed the budget are included: most are cheap and
-        little above it, and the best schedule may have what they lack.
+        Yields after each improvement. Ends that exceed the budget are included: most are cheap,
+        exceed it little, and the best schedule may have the recomputations that they lack.
         """
         if not self._recombines:
             return

@@ -1,10 +1,10 @@
 """A schedule as a sequence in slots, packed into a few arrays for compiled functions.
 
 Compiled functions are quick to call with few arrays. Two of three slots are empty, so most
-insertions move nothing; `timeline.lay_out` spreads the sequence again. Each operator has the list
+insertions move nothing; `timeline.lay_out` spreads the sequence out again. Each operator has a list
 of the slots that compute it, in order (`MAX_TIMES` at most). An empty slot holds the bytes that are
-alive across it. The last step is no operator of the graph: it reads the outputs, costs nothing and
-comes once. The columns and rows of the arrays are named below.
+alive across it. The last step is not an operator of the graph: it reads the outputs, costs nothing
+and occurs once. The columns and rows of the arrays are named below.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SPACING = 3
 # columns of `values`; NOW is the size, 0 for a snapshot that no recomputation reads; REPEATED
 # counts recomputed readers
 SIZE, PRODUCER, SNAPSHOT, NOW, REPEATED, USER_FROM, USER_TO = range(7)
-# columns of `operators`; from SPAN on two pairs of operators, between whose first computations it
-# may be recomputed; from WHERE on the slots that compute it, TIMES in number
+# columns of `operators`; from SPAN on: two pairs of operators, between whose first computations it
+# may be recomputed; from WHERE on: the slots that compute it, TIMES in number
 WORKSPACE, PINNED, READ_FROM, READ_TO, WRITE_FROM, WRITE_TO, REUSE_FROM, REUSE_TO, SPAN = range(9)
 TIMES = SPAN + 4
 WHERE = TIMES + 1
@@ -36,7 +36,7 @@ BLOCK = 64
 # `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where
 # operators work in place
 OVER, ROOM, IN_PLACE = range(3)
-FAR = 1 << 40  # a slot behind all others
+FAR = 1 << 40  # a slot after all others
 
 
 class State(NamedTuple):
@@ -117,7 +117,7 @@ def pack(graph: Graph, *, room: int) -> State:
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
-    """Returns a copy with an empty sequence, and room for `num_steps` and twice as many more."""
+    """Returns a copy with an empty sequence, and three slots for each of `num_steps`."""
     slots = np.zeros((6, SPACING * num_steps + SPACING), np.int64)
     slots[SLOT] = -1
     operators = state.operators.copy()

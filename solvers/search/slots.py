@@ -1,4 +1,4 @@
-"""A schedule's steps with optional ones among them, and where these write and read values.
+"""A schedule's steps with optional ones among them, and where they write and read values.
 
 The optional computations of a stage come in the graph's order (as in Checkmate's MILP; Jain et al.,
 MLSys 2020), `passes` times over; the schedule's own recomputations keep their places.
@@ -25,7 +25,7 @@ class Slots:
     Attributes:
         operator: of each slot; the number of operators for the end.
         is_free: the slot is optional.
-        is_computed: the schedule computes the slot.
+        is_computed: the schedule computes the slot's operator there.
     """
 
     operator: Ints
@@ -42,8 +42,8 @@ def stages_of(steps: Ints) -> Ints:
 def slots_around(steps: Ints, num_operators: int, free: Ints, *, passes: int = 1) -> Slots:
     """Returns `steps` with an optional slot for each pair (operator, stage) of `free`.
 
-    `free` has shape (pairs, 2). A pair that the steps have is freed in its place. A stage is named
-    by the operator whose first computation ends it.
+    `free` has shape (pairs, 2). A pair that the steps recompute already becomes optional in its
+    place. A stage is named by the operator whose first computation ends it.
     """
     steps = np.append(steps, num_operators)
     stage = stages_of(steps)
@@ -87,7 +87,7 @@ def _places(
 
         # before the first larger one
         after_larger = np.searchsorted(np.maximum.accumulate(run), ops, "right")
-        # behind the last smaller one
+        # after the last smaller one
         after_smaller = np.searchsorted(np.minimum.accumulate(run[::-1])[::-1], ops, "left")
 
         is_new = ~is_there[chosen]

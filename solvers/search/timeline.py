@@ -190,7 +190,7 @@ def refresh(state: State, q: int) -> None:
 
 @inner
 def refresh_around(state: State, op: int, q: int) -> None:
-    """Refreshes the slots that a change of `op` at `q` made, or no longer makes, a last read."""
+    """Refreshes the slots where a change of `op` at `q` may add or remove a last read."""
     values, operators, links = state.values, state.operators, state.links
     if state.sums[IN_PLACE] == 0:
         return
@@ -230,7 +230,7 @@ def toggle(state: State, op: int, sign: int) -> None:
                 end = operators[p, WHERE + i + 1] if i + 1 < operators[p, TIMES] else FAR
                 last = last_read(state, value, begin, end)
                 shift(state.slots, state.sums, begin, last + 1, sign * values[value, SIZE])
-                # its last reader may work in place of it
+                # its last reader may overwrite it in place
                 refresh(state, last)
 
 
@@ -275,7 +275,10 @@ def shift_lifetimes(state: State, op: int, q: int, sign: int) -> None:
 
 @inner
 def insert(state: State, op: int, q: int) -> None:
-    """Inserts a computation of `op` in the empty slot `q`, not below its number of times."""
+    """Inserts a computation of `op` in the empty slot `q`.
+
+    `q` must be at least the number of times that `op` is computed.
+    """
     operators, slots = state.operators, state.slots
     shift_lifetimes(state, op, q, 1)
     shift(slots, state.sums, q, q + 1, operators[op, WORKSPACE])

@@ -1,4 +1,4 @@
-"""Budgets: what a person writes, and what a person reads."""
+"""Budgets as people write them, and sizes as people read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_way_of_writing_a_budget_is_read(budget: int | str, size_bytes: in
 
 def test_large_numbers_are_exact() -> None:
     assert parse_budget(str(2**60 + 1)) == 2**60 + 1
-    assert parse_budget("9007199254740993B") == 9007199254740993  # 2**53 + 1 is no float
+    assert parse_budget("9007199254740993B") == 9007199254740993  # no float equals 2**53 + 1
 
 
 @pytest.mark.parametrize(

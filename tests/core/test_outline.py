@@ -43,14 +43,14 @@ def resized(index: int) -> Graph:
     [
         (GRAPH, ""),
         (changed(0, cost_s=9.0, name="renamed"), ""),
-        (changed(0, target="aten.bmm"), "operator 0, aten.bmm of layer, is another"),
-        (changed(1, phase=Phase.FORWARD), "operator 1, aten.relu, is another"),
+        (changed(0, target="aten.bmm"), "operator 0, aten.bmm of layer, is a different operator"),
+        (changed(1, phase=Phase.FORWARD), "operator 1, aten.relu, is a different operator"),
         (resized(1), "operator 0, aten.mm of layer, has results of another size"),
         (changed(1, reads=(0, 1)), "operator 1, aten.relu, reads other values"),
         (changed(1, reuses=(1,)), "operator 1, aten.relu, overwrites another value"),
         (
             changed(1, pinned="it changes"),
-            "operator 1, aten.relu, may be computed again in one of the two only",
+            "operator 1, aten.relu, may be recomputed in only one of the two",
         ),
         (resized(0), "an input has another size"),
         (
@@ -59,7 +59,7 @@ def resized(index: int) -> Graph:
         ),
         (
             Graph(VALUES[:2], OPERATORS[:1], (1,)),
-            "one of the two goes on after the end",
+            "one of the two has more operators",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """Graphs, schedules and solutions on disk.
 
-Ours are equal when read back; other files are refused in one line.
+Files that remat wrote are equal when read back; others are refused in one line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_solution_without_a_schedule_comes_back_equal(tmp_path: Path) -> None:
     assert Solution.load(tmp_path / "plan.json") == solution
 
 
-def test_a_bound_counted_in_numpy_can_be_saved(tmp_path: Path) -> None:
+def test_a_bound_computed_by_numpy_can_be_saved(tmp_path: Path) -> None:
     """The LP bounds of large graphs were `numpy.float64`, which the JSON encoder refused."""
     graph, steps = FAMILIES["chain"](), Schedule.keep_all(FAMILIES["chain"]()).steps
     solution = Solution.of_steps(

@@ -1,4 +1,4 @@
-"""The simulator: two other implementations of its rules, its laws, and each broken rule."""
+"""The simulator against two other implementations of its rules; its laws; broken rules."""
 
 from __future__ import annotations
 

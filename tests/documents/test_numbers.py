@@ -1,6 +1,6 @@
 """Numbers, pictures, links and commands in the documents.
 
-Numbers are those of the result files; everything that is named exists.
+Numbers match the result files; every file and command that is named exists.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_every_picture_has_a_result_file_with_date_seed_and_machine() -> None:
         assert picture.is_file(), f"{document} shows {picture.name}"
         name = re.sub(r"_figure\d", "_figures", picture.stem).removesuffix("_schedule")
 
-        if name.startswith("gpu_run"):  # a fact per line
+        if name.startswith("gpu_run"):  # one fact per line
             record = picture.with_name("gpu_run.jsonl")
             facts = map(json.loads, record.read_text().splitlines())
             content = next(fact for fact in facts if fact["section"] == "environment")

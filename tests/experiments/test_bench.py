@@ -219,7 +219,7 @@ def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None
     assert ablation.change_of(full, unsolved).helps
 
 
-def test_every_technique_helps_at_enough_points_or_is_an_exception_that_is_named() -> None:
+def test_every_technique_helps_at_enough_points_or_is_a_named_exception() -> None:
     rows = json.loads((RESULTS / "bench_ablation.json").read_text())["rows"]
     changes = ablation.changes(rows)
     helps = {name: sum(change.helps for change in changes[name]) for name in changes}

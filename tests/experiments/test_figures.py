@@ -42,7 +42,7 @@ def test_tiled_attention_is_attention(tokens: int) -> None:
     assert error_ulp(fused, tokens) < 4 * max(8.0, error_ulp(written_out, tokens))
 
 
-def test_tiled_attention_survives_scores_that_overflow_alone() -> None:
+def test_tiled_attention_survives_scores_whose_exponentials_overflow() -> None:
     q = torch.full((1, 2 * TILE, 4), 100.0)
     out = tiled(q, q, torch.ones(1, 2 * TILE, 4))
     assert torch.allclose(out, torch.ones_like(out))

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(autouse=True)
 def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives plans less time: here they need not be good."""
+    """Gives planning less time, since these plans need not be good."""
     monkeypatch.setattr(steps, "PLAN_LIMIT_S", 3.0)
 
 
@@ -56,7 +56,7 @@ def test_a_plan_made_elsewhere_is_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (plan,) = facts(output)
     assert plan["predicted"] > 0 and plan["step_s"] > 0
 
-    forecast.write_plans(tmp_path, place, "H100")  # another step: other kernels
+    forecast.write_plans(tmp_path, place, "H100")  # another step: its kernels differ
     forecast.run_plans(measuring.Facts(output, place, 600), tmp_path)
     assert facts(output)[-1]["error"].startswith("ScheduleError: this plan is for another step")
 

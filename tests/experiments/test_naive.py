@@ -1,4 +1,4 @@
-"""The mistakes that `experiments.naive` makes on purpose can still be made in today's source."""
+"""The mistakes that `experiments.naive` makes on purpose can still be made in the source."""
 
 from __future__ import annotations
 

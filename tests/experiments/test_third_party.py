@@ -1,4 +1,4 @@
-"""Models of other libraries: the harness judges steps, keeps rows, and says what is missing."""
+"""Models of other libraries: the harness judges steps, keeps rows, says what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that change at every step need no new plan each time, and change nothing else.
+"""Numbers that change at every step cost one more plan in all; results stay exact.
 
 A user's report: a schedule inside a forward, `scale=1 - 0.01 * step`, made `checkpoint` capture and
 plan every step again, forever and without a warning.
@@ -50,7 +50,7 @@ GLOBAL = Global()
 
 
 class Net(nn.Module):
-    """Has numbers in attributes, lists and dictionaries, among them a count of calls."""
+    """Has numbers in attributes, lists and dictionaries, including a count of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_plan_for_accumulation_knows_which_number_changed() -> None:
             module(X, step).backward()
         assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
-    assert plans_of(model) <= 3  # the first, with the number as an input, with gradients held
+    assert plans_of(model) <= 3  # first step, number as an input, gradients held
 
 
 class Rows(Net):
@@ -307,7 +307,7 @@ def test_a_third_length_is_reported_with_advice(caplog: pytest.LogCaptureFixture
     assert "mark_dynamic" in message
 
 
-def test_nothing_is_reported_of_a_number_that_becomes_an_input(
+def test_nothing_is_reported_about_a_number_that_becomes_an_input(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = planned(Counter())
@@ -336,7 +336,7 @@ def _with_forward(model: Net, name: str, like: Net) -> Net:
 
 
 class Unbreakable(Net):
-    """Passes its number to code that is captured with a constant, but not with a symbol."""
+    """Passes its number to code that can be captured with a constant, but not with a symbol."""
 
     def __init__(self, spoil: Callable[[float], float]) -> None:
         super().__init__()

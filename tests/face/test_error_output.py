@@ -84,7 +84,7 @@ def test_an_error_in_a_plain_sequential_names_no_line() -> None:
 
 
 class Caller(nn.Module):
-    """Raises an error of its own, which is no failure of the capture."""
+    """Raises an error of its own, which is not a failure of the capture."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`executor="auto"` takes what suits the step, and the report says what runs and why."""
+"""`executor="auto"` picks the executor for the step; the report says which, and why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_named_executor_is_chosen() -> None:
         ("cpu", False, True, "eager"),
     ],
 )
-def test_auto_takes_kernels_where_they_pay(
+def test_auto_takes_kernels_where_they_pay_off(
     device_type: str,
     is_compiled: bool,
     has_compiler: bool,

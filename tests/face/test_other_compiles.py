@@ -1,4 +1,4 @@
-"""Planned modules that something else compiles, and steps that dynamo would not compile."""
+"""Planned modules that users compile as well, and steps that dynamo would not compile."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_compiled_function_keeps_its_plan() -> None:
     assert remat.report(step).recomputed
 
 
-def test_fullgraph_around_a_planned_part_says_why_not() -> None:
+def test_fullgraph_around_a_planned_part_says_why_it_fails() -> None:
     outer = Outer(mlp())
     plan(outer.inner)
     with pytest.raises(Exception, match="remat planned this module"):

@@ -338,7 +338,7 @@ def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture
 def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1000 bytes are held before; the forward saves 100, and the backward holds 300 more.
 
-    The blocks of the last two are 28 bytes larger each, which a plan need not predict.
+    The allocator's blocks are 28 bytes larger in each half; a plan need not predict that.
     """
     allocator = Allocator(requested=1000, allocated=1024).install(monkeypatch)
     owner = Allocator()
@@ -374,7 +374,7 @@ def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.Mon
     result.sum().backward()
 
     assert meter.whole is not None and meter.whole.num_calls == 1
-    # beside 1000 and what the first forward left
+    # without the 1000 bytes, and without what the first forward left
     assert meter.whole.peak_bytes == 40 + 100 + max(300, loss_bytes)
     assert meter.peak_bytes == 40 + 128 + max(328, loss_bytes)
     assert meter.tensor_bytes == meter.whole.peak_bytes
@@ -446,7 +446,7 @@ class Fails(torch.autograd.Function):
 
 
 def test_an_error_in_the_backward_leaves_nothing() -> None:
-    """Raised outside of the module, and by remat itself."""
+    """Errors from outside of the module, and from remat itself."""
     model, x = planned(net(), 1 << 30), batch()
     with pytest.raises(RuntimeError, match="no gradient"):
         Fails.apply(model(x)).exp().mean().backward()  # type: ignore[no-untyped-call]
@@ -485,7 +485,7 @@ def test_a_deleted_model_leaves_nothing() -> None:
 
 
 def test_other_backwards_run_as_before() -> None:
-    """Another model's: in other threads, by `grad`, and a hundred while a loss is kept."""
+    """Backwards of another model: in threads, by `grad`, and a hundred while a loss is kept."""
     model, x, other = planned(net(), 1 << 30), batch(), nn.Linear(WIDTH, 1)
     loss = loss_outside(model, x)
 

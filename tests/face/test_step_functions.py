@@ -299,7 +299,7 @@ def test_a_budget_bounds_the_whole_step() -> None:
 
 
 def test_gradients_that_are_held_count() -> None:
-    """Those of all modules that the function reaches."""
+    """Gradients of all modules that the function reaches are counted."""
     setting = adversarial()
     planned = remat.checkpoint(
         setting.steps[1], 1 << 30, costs="flops", time_limit_s=1.0, plan_cache=False
@@ -405,7 +405,7 @@ HELD: dict[str, Any] = {"models": [MODEL], "data": list(range(5000))}
 
 
 def test_a_function_reaches_what_its_code_names() -> None:
-    """Closures, defaults, globals and attributes that its code names; nothing that it does not."""
+    """Closures, defaults, globals and attributes that its code names, and nothing else."""
     other, unused = nn.Linear(2, 2), nn.Linear(2, 2)
     holder = SimpleNamespace(inner=SimpleNamespace(part=other), unused=unused)
 

@@ -278,7 +278,7 @@ def test_predicted_optimizer_memory_is_right(name: str) -> None:
     )
     assert state == predicted.state_bytes
 
-    # the step's scalars
+    # equal up to the step's scalars
     assert abs(remat.measure(optimizer.step).peak_bytes - predicted.step_bytes) <= 64
 
 
@@ -304,7 +304,7 @@ def test_any_optimizer_is_measured() -> None:
 
     with pytest.raises(TypeError, match="made a list"):
         optimizer_memory(list, parameters)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown optimizer 'adm'; known are none, sgd"):
+    with pytest.raises(ValueError, match="unknown optimizer 'adm'; choose one of none, sgd"):
         optimizer_memory("adm", parameters)
 
 

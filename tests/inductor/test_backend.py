@@ -1,4 +1,4 @@
-"""Plans that Inductor runs: what `torch.compile` computes, dropout included, within the budget."""
+"""Plans run by Inductor: results of `torch.compile`, dropout included, within the budget."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def state_after(
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Net, list[list[torch.Tensor]]]:
-    """A model, and what `torch.compile` alone makes of two steps."""
+    """A model, and what `torch.compile` alone computes in two steps."""
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
@@ -91,7 +91,7 @@ def expected() -> tuple[Net, list[list[torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("budget", ["65%", "keep nothing"])
-def test_what_torch_compile_computes_within_the_budget(
+def test_a_plan_computes_what_torch_compile_does_within_the_budget(
     budget: str, expected: tuple[Net, list[list[torch.Tensor]]]
 ) -> None:
     """Naive: a mask is drawn again in the backward, and half of the gradient is wrong.
@@ -145,7 +145,7 @@ def test_what_torch_compile_computes_within_the_budget(
         assert report.solution.overhead > 0.2
 
 
-def test_a_buffer_changed_after_it_was_read_keeps_what_was_read() -> None:
+def test_the_backward_reads_a_buffer_as_it_was_before_it_changed() -> None:
     """Naive: the backward reads the changed buffer, as with Inductor's own partitioner."""
     model = ChangedBuffer(32)
     plain = copy.deepcopy(model)
@@ -165,7 +165,7 @@ def test_the_kernels_of_the_last_round_run(
     caplog: pytest.LogCaptureFixture,
     expected: tuple[Net, list[list[torch.Tensor]]],
 ) -> None:
-    """Naive: the kernels of the round before the last are ordered and written."""
+    """Naive: the kernels of the round before the last are ordered and run."""
     from torch._inductor import config as inductor_config
 
     def all_apart(loops: Loops, *_: object) -> dict[int, int]:
@@ -181,7 +181,7 @@ def test_the_kernels_of_the_last_round_run(
     with caplog.at_level(logging.INFO), inductor_config.patch(fx_graph_cache=False):
         ends = state_after(model, model, 1)
 
-    counts = re.findall(r"(\d+) loops and operators of libraries in (\d+) kernels", caplog.text)
+    counts = re.findall(r"(\d+) loops and library operators in (\d+) kernels", caplog.text)
     assert len(counts) == 2
     assert all(parts == kernels for parts, kernels in counts)
 
@@ -191,7 +191,7 @@ def test_the_kernels_of_the_last_round_run(
 
 
 def test_inductors_compiled_kernels_are_reused() -> None:
-    """Naive: our passes have no key, so Inductor caches nothing, and the next job waits again."""
+    """Naive: our passes have no cache key, so Inductor caches nothing for the next job."""
     from torch._dynamo.utils import counters
 
     for is_second in (False, True):
@@ -312,12 +312,12 @@ def test_kernels_that_will_hold_too_much_are_planned_again_before_they_run(
         report = remat.report(model)
         assert len(halves) == 4
         assert report.solution.budget_bytes < report.budget_bytes
-        assert set(started_after) == {1, 3, 4}, "the first plan's backward is not compiled"
+        assert set(started_after) == {1, 3, 4}, "the first plan's backward should not be compiled"
     else:
         with pytest.raises(remat.BudgetError, match="best of 2 plans") as refused:
             model(batch())
         assert refused.value.minimum_bytes > refused.value.budget_bytes
-        assert set(started_after) == {1}, "only the forward that fits is compiled"
+        assert set(started_after) == {1}, "only the forward that fits should be compiled"
 
 
 @pytest.mark.usefixtures("idle_kernels")
@@ -360,7 +360,7 @@ def test_kernels_that_hold_more_than_the_budget_are_planned_again(
 
     (again,) = call_of(model).pieces
     assert again.solution.budget_bytes == piece.solution.budget_bytes - 4096
-    assert "planning again with less" in caplog.text
+    assert "planning again with a smaller budget" in caplog.text
 
 
 def test_a_graph_that_is_kept_is_refused() -> None:
@@ -613,7 +613,7 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
 
 
 def test_a_kernel_that_draws_numbers_costs_at_least_the_drawing() -> None:
-    """A mask has an eighth of its random numbers' bytes, but drawing them takes all its time."""
+    """A mask takes an eighth of its random numbers' bytes, but all the time to draw them."""
     graph = Graph(
         values=(Value("numbers", 8000), Value("mask", 1000)),
         operators=(

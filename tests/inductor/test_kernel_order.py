@@ -124,7 +124,7 @@ def halves(draw: st.DrawFn) -> Loops:
 
 
 @given(halves())
-def test_loops_alone_hold_what_the_simulator_says(half: Loops) -> None:
+def test_unfused_loops_hold_what_the_simulator_says(half: Loops) -> None:
     operators = tuple(
         Operator(f"op{i}", 1.0, loop.reads, loop.writes) for i, loop in enumerate(half.loops)
     )

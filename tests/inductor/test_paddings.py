@@ -1,4 +1,4 @@
-"""Operands that Inductor pads, as it does on a GPU: once each, and known to the plan."""
+"""Operands that Inductor pads, as on a GPU, are padded once, and the plan knows of it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_paddings_of_products_count() -> None:
 
 
 class Head(nn.Module):
-    """Layers, and a head whose number of classes is no multiple of 4."""
+    """Layers, and a head whose number of classes is not a multiple of 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Head(nn.Module):
         self.head = nn.Linear(128, 501, bias=False)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of what follows each word."""
+        """The cross entropy of the next word."""
         for layer in self.layers:
             x = F.gelu(layer(x), approximate="tanh")
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
@@ -106,7 +106,7 @@ class Head(nn.Module):
 
 
 class CutHead(Head):
-    """The same in two pieces."""
+    """The same model in two pieces."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The cross entropy, after a graph break."""

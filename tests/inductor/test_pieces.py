@@ -36,9 +36,10 @@ def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list
 
 @pytest.mark.parametrize("name", ["Broken", "Views", "Branches"])
 def test_pieces_compute_what_torch_compile_does(name: str) -> None:
-    """To the bit, dropout included; from the second step on, one plan runs all pieces.
+    """Results are equal to the bit, dropout included.
 
-    From the third step on, if that plan has to leave more room between them.
+    One plan runs all pieces from the second step on, or from the third step on if that plan has to
+    leave more room between them.
     """
     model = MODELS[name]()
     plain = copy.deepcopy(model)
@@ -59,7 +60,7 @@ def test_pieces_compute_what_torch_compile_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["InPlace", "Buffer", "ChangesOnOneBranch", "Unused"])
 def test_changes_by_eager_code_are_those_of_plain_pytorch(name: str) -> None:
-    """`torch.compile` refuses the backward of the first three, and fills zeros in the last."""
+    """`torch.compile` refuses the backward of the first three, and fills in zeros in the last."""
 
     model = MODELS[name]().double()
     model.count = model.count.float()  # Inductor loses changes of a float64 buffer
@@ -144,7 +145,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("budget", ["100%", "55%"])
 def test_blocks_are_compiled_once_and_hold_what_was_predicted(budget: str) -> None:
-    """The plan leaves out what the eager head holds while it runs: some hundred bytes."""
+    """The plan leaves out what the eager head holds while it runs: a few hundred bytes."""
     model, x = Stack(), torch.randn(256, 32)
     plain = copy.deepcopy(model)
     for layer in plain.layers:
@@ -196,14 +197,14 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="the check of this model is no effect in torch 2.11"
+    torch.__version__ < "2.12", reason="the check of this model is not an effect in torch 2.11"
 )
 def test_a_piece_with_an_effect_is_refused_and_auto_runs_it() -> None:
     for executor in ("inductor", "auto"):
         torch._dynamo.reset()
         model = MODELS["Checked"]()
         if executor == "auto":
-            model.compile()  # auto takes Inductor then
+            model.compile()  # auto then chooses Inductor
         remat.checkpoint(model, "100%", **{**OPTIONS, "executor": executor})
 
         if executor == "inductor":

@@ -1,4 +1,4 @@
-"""Values computed where the plan computes them, and products that stay in their place."""
+"""Values are computed where the plan computes them, and products stay in their place."""
 
 from __future__ import annotations
 

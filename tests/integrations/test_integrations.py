@@ -1,4 +1,4 @@
-"""Training libraries, the real ones: the same losses and weights, inside the budget."""
+"""The real training libraries: the same losses and weights, within the budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.huggingface import RematCallback as TrainerPlan  # noqa: E402
 from remat.lightning import RematCallback as LightningPlan  # noqa: E402
 from remat.solvers.auto.minimum import minimum  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # theirs
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings
 
 
 def gpt2() -> Any:
@@ -167,7 +167,7 @@ def test_a_trainer_that_searches_a_batch_size_finds_one(tmp_path: Path) -> None:
     assert (watch.reports[-1].measured_peak_bytes or 0) <= budget
 
 
-def test_accelerate_takes_an_unmet_budget_for_oom() -> None:
+def test_accelerate_treats_an_unmet_budget_as_oom() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
     graph = remat.trace(model, (torch.ones(256, 8),), costs="flops")
     budget = minimum(graph, time_limit_s=1).peak_bytes * 3 // 2
@@ -183,7 +183,7 @@ def test_accelerate_takes_an_unmet_budget_for_oom() -> None:
     assert len(tried) > 1 and 256 <= tried[-1] < 400
 
 
-def test_lightning_takes_an_unmet_budget_for_oom() -> None:
+def test_lightning_treats_an_unmet_budget_as_oom() -> None:
     from lightning.pytorch.utilities.memory import is_oom_error
 
     with pytest.raises(remat.BudgetError) as error:

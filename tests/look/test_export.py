@@ -36,7 +36,7 @@ def schedule(graph: Graph) -> Schedule:
 
 
 def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
-    """Returns the peak of a snapshot's events and what is left; blocks in use never overlap."""
+    """Returns a snapshot's peak and the blocks left at its end; live blocks never overlap."""
     live: dict[int, int] = {}
     held = peak = 0
 

@@ -1,4 +1,4 @@
-"""What is shown while work goes on: on a terminal, where output is redirected, and in the log."""
+"""What is shown while work goes on: on a terminal, in redirected output, and in the log."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def test_the_log_says_what_was_captured_solved_and_planned(
     said = [record.getMessage() for record in caplog.records]
     for begin, part in (
         ("captured ", " operators; their costs by flops took "),
-        ("solving ", " operators in "),
+        ("solving ", " operators within "),
         ("solved ", "% more compute, at least "),
-        ("planned for 90%: the step holds ", ", where keeping everything takes "),
+        ("planned for 90%: the step holds ", "; keeping everything takes "),
     ):
         assert sum(text.startswith(begin) and part in text for text in said) == 1, said
 

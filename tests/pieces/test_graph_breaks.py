@@ -1,4 +1,4 @@
-"""A step that `torch.compile` cuts into pieces is planned as one, and is the plain step."""
+"""A step that `torch.compile` cuts into pieces is planned as one; it equals the plain one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_in_pieces_is_the_plain_step(name: str) -> None:
+def test_a_step_in_pieces_equals_the_plain_step(name: str) -> None:
     """Naive: a backward reads what a later piece changed; a piece keeps its first plan."""
     model, plain = MODELS[name](), MODELS[name]()
     plain.load_state_dict(model.state_dict())
@@ -105,7 +105,7 @@ def test_nothing_of_a_step_stays_after_it(executor: str) -> None:
 def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: int) -> None:
     """Naive: each piece has the budget to itself, and keeps everything within it.
 
-    What runs between the pieces is left out.
+    What runs between the pieces is not counted.
     """
     model, x = MODELS[name](), batch(0).requires_grad_()
     remat.checkpoint(model, budget, costs="flops", time_limit_s=1.0)
@@ -131,7 +131,7 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
             for run, own in zip(joined.runs, alone, strict=True)
         )
 
-        # together they exceed it
+        # together they exceed the budget
         assert (
             simulate(joined.graph, composed(joined, alone)).peak_bytes
             > report.solution.budget_bytes
@@ -216,7 +216,7 @@ def test_an_error_between_pieces_leaves_nothing_behind() -> None:
 
 
 def test_steps_in_pieces_may_overlap() -> None:
-    """Each backward runs the halves of its own forward, though another forward came between."""
+    """Each backward runs the halves of its own forward, even if another forward ran between."""
     model = Broken()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing)
@@ -248,7 +248,7 @@ def test_gradients_of_earlier_steps_count_in_pieces() -> None:
     assert budgets == [UNLIMITED, UNLIMITED - held, UNLIMITED - held]
 
 
-def test_reserved_gpu_memory_is_no_part_of_the_step() -> None:
+def test_reserved_gpu_memory_is_not_part_of_the_step() -> None:
     """The measured peak leaves out what was held before the step, such as optimizer state.
 
     Naive: a step may use the reserve too.
@@ -282,7 +282,7 @@ def test_retain_graph_through_pieces_is_refused() -> None:
 
 
 class Beside:
-    """While entered, keeps another thread inside `step`, in a function that `meets` wrapped."""
+    """While entered, keeps another thread waiting in `step`, in a function that `meets` wraps."""
 
     def __init__(self) -> None:
         self.is_inside, self.may_end = threading.Event(), threading.Event()
@@ -311,7 +311,7 @@ def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
 ) -> None:
     """Naive: under the other thread's `fullgraph=True`, dynamo compiles nothing in any thread.
 
-    The pieces ran plain, and held as much as plain PyTorch.
+    The pieces then run plain, and hold as much as plain PyTorch.
     """
     model, beside = Broken(), Beside()
     plain = copy.deepcopy(model)

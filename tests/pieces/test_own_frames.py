@@ -28,7 +28,7 @@ def encoder(num_layers: int = 3) -> nn.Module:
 
 
 class InALoop(nn.Module):
-    """A break in a loop leaves the forward to plain Python; it calls torch's own modules."""
+    """A break in a loop leaves the forward, which calls torch's own modules, to plain Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_an_encoder_in_pieces_keeps_its_budget() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_an_encoder_that_is_told_what_its_mask_is_runs_as_one_graph(is_causal: bool) -> None:
+def test_an_encoder_told_whether_its_mask_is_causal_runs_as_one_graph(is_causal: bool) -> None:
     model = encoder()
     plain = copy.deepcopy(model)
     planned(model, keep_nothing, differentiate="all")
@@ -137,7 +137,7 @@ def test_between_steps_modules_are_as_they_were() -> None:
 
 
 def test_a_users_own_forward_stays() -> None:
-    """A `forward` set on an instance, as hooks of libraries do, is what runs."""
+    """A `forward` that was set on an instance, as some libraries do, is the one that runs."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     model[0].forward = own = lambda x: x
     with OwnFrames(model).installed():
@@ -149,7 +149,7 @@ def test_a_users_own_forward_stays() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripted_modules_are_left_alone() -> None:
-    """Naive: asking their class for its `forward` is an `AttributeError`."""
+    """Naive: asking their class for its `forward` raises an `AttributeError`."""
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
     before = vars(model[0]).get("forward")
     with OwnFrames(model).installed():

@@ -1,4 +1,4 @@
-"""The peak of a step in pieces, measured from inside, is the one measured from outside."""
+"""The peak of a step in pieces is the same, measured from inside and from outside."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gap(Base):
 
 
 class Output:
-    """What some libraries return: an object that torch's containers know nothing of."""
+    """An object such as some libraries return, whose tensors torch's pytrees do not find."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss
@@ -95,7 +95,7 @@ def test_plans_leave_room_for_the_backward_of_eager_nodes() -> None:
 def test_a_percentage_includes_what_gaps_hold() -> None:
     """Keeping everything is 100 %.
 
-    Naive: 100 % is the peak of the graph alone, which is too little with what gaps hold.
+    Naive: 100 % is the peak of the graph alone, which leaves out what gaps hold.
     """
     model, x = Gap(), batch(0).requires_grad_()
     remat.checkpoint(model, "100%", costs="flops", time_limit_s=1.0)
@@ -130,7 +130,7 @@ def test_gradients_of_earlier_steps_do_not_count() -> None:
 
 
 def test_what_made_an_input_is_not_part_of_the_step() -> None:
-    """Naive: autograd's graph goes on behind the input, and all of it is measured.
+    """Naive: autograd's graph continues beyond the input, and all of it is measured.
 
     What another model keeps for its backward then counts as this step's.
     """
@@ -186,8 +186,8 @@ def test_a_backward_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert remat.report(model).measured_peak_bytes == peak_of_a_step(model, x)
 
 
-def test_a_backward_after_another_forward_is_not_taken_for_its_own() -> None:
-    """Of two forwards the last is measured.
+def test_a_backward_after_another_forward_is_not_mistaken_for_its_own() -> None:
+    """Of two forwards, the last is measured.
 
     Naive: the backward of the first is measured, with what the second holds.
     """

@@ -116,7 +116,10 @@ def test_announced_accumulation_must_fit_from_the_first_step() -> None:
 def test_a_percentage_that_held_without_gradients_holds_with_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Accumulation was not announced, and a percentage of the gradients would not hold them."""
+    """Accumulation was not announced; the plan keeps its bytes, and the budget grows.
+
+    The same percentage of a peak that includes the gradients would leave the plan too little.
+    """
     least = remat.fits(
         Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5
     ).minimum_bytes

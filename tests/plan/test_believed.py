@@ -87,7 +87,7 @@ def test_what_was_proved_here_stays_proved(tmp_path: Path) -> None:
     kept = remat.solve(GRAPH, "100%", solver="keep-all")
     kept.save(tmp_path / "plan.json")
     again = Solution.load(tmp_path / "plan.json").on(GRAPH)
-    assert (again, again.is_bound_stated) == (kept, False)  # each once is the least cost
+    assert (again, again.is_bound_stated) == (kept, False)  # running each operator once costs least
 
 
 def test_a_plan_above_its_own_budget_is_refused(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_cached_plan_of_another_budget_is_made_again(tmp_path: Path) -> None:
 
 
 def test_wrap_refuses_a_schedule_above_its_own_budget(tmp_path: Path) -> None:
-    """A step held 730,384 bytes; the file's budget was 547,791, and its peak even less."""
+    """A step held 730,384 bytes; the file stated a budget of 547,791 and a lower peak."""
     graph = remat.trace(Net(), (batch(64),))
     plan = remat.solve(graph, "100%", solver="keep-all")
     lie = {"budget_bytes": plan.peak_bytes * 3 // 4, "peak_bytes": plan.peak_bytes // 2}

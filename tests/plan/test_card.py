@@ -28,7 +28,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
-    """Makes torch report a card with these numbers; the others are of a free card of 80 GiB."""
+    """Makes torch report these numbers; the others are those of a free card of 80 GiB."""
     total = words.get("total", 80 * GIB)
     answers = {
         "mem_get_info": (words.get("free", total), total),
@@ -57,7 +57,7 @@ def planned_there(
     [
         ({}, 0, 75 * GIB),
         ({"free": 60 * GIB}, 0, 55 * GIB),
-        # what torch reserved and does not use counts, and so does what the step already holds
+        # what torch reserved and does not use counts as free, and so does what the step holds
         ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 0, 65 * GIB),
         ({"free": 60 * GIB, "reserved": 15 * GIB, "allocated": 5 * GIB}, 3 * GIB, 68 * GIB),
         # a share of the card, 20 GiB, of which this process holds 15 and uses 5
@@ -67,7 +67,7 @@ def planned_there(
             15 * GIB - 20 * GIB // 16,
         ),
         ({"total": 4 * GIB}, 0, 4 * GIB - 512 * MIB),  # a small card keeps 512 MiB
-        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # rounded: the same plan a byte lower
+        ({"free": 60 * GIB - 1}, 0, 55 * GIB - 64 * MIB),  # a multiple of 64 MiB
     ],
 )
 def test_without_a_budget_the_budget_is_what_the_gpu_has_free(
@@ -87,7 +87,7 @@ def test_a_full_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh_torch")
 def test_the_first_step_is_planned_for_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card is read once: the reserve holds optimizer state made after the first step."""
+    """The card is read once; the reserve is for optimizer state made after the first step."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(0)), torch.randn(4, 8)
     planned_there(monkeypatch, model, reserve_bytes=GIB)
     say(monkeypatch, free=60 * GIB)
@@ -113,7 +113,7 @@ def test_a_step_in_pieces_is_planned_for_what_the_card_had_before_it(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layer(x).tanh()
             torch._dynamo.graph_break()
-            say(monkeypatch, free=6 * GIB)  # its own activations, when the pieces are planned
+            say(monkeypatch, free=6 * GIB)  # the step's own activations take the rest
             loss: torch.Tensor = self.layer(x).sum()
             return loss
 
@@ -180,7 +180,7 @@ def test_the_product_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_cpu_needs_a_budget(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused at once without a GPU; with one, at the first step, as the model might move."""
+    """Refused at once without a GPU; with one, at the first step, since the model might move."""
     message = r'a budget is needed on a CPU.*budget="8GiB" or budget="60%"'
     model = nn.Linear(4, 4)
     with monkeypatch.context() as while_asked:
@@ -204,7 +204,7 @@ def test_the_backend_needs_a_budget_on_a_cpu() -> None:
 
 
 def test_existing_optimizer_state_gets_no_room_again() -> None:
-    """As when training resumes. A budget that was given includes all the state."""
+    """As when training resumes: free memory already excludes it. A given budget includes it."""
     layer = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(layer.parameters())
     to_come = state_bytes_of(optimizer)

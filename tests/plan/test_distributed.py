@@ -51,8 +51,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (2, "a_function_over_several_ddps", 0.0),
         (2, "ddp_through_inductor", 0.0),
         (2, "fsdp_through_inductor", 0.0),
-        # four ranks' gradients are summed in an order that depends on their place in a bucket,
-        # which is another place here
+        # the order in which gradients of four ranks are summed depends on their place in a
+        # bucket, which differs here
         (4, "ddp", 1e-4),
         (4, "fsdp_sharded_first", 0.0),
     ],

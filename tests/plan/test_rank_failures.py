@@ -21,7 +21,7 @@ Outcomes: TypeAlias = Callable[[str], list[list[tuple[str, float]]]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What each rank's tries ended with, and after how many seconds.
+    """How each rank's tries ended, and after how many seconds.
 
     All scenarios run at once, since their ranks mostly wait.
     """
@@ -29,7 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     started = [start_ranks(2, rank_failures.main, scenario, folder) for scenario in SCENARIOS]
     for process in [process for context in started for process in context.processes]:
         process.join(120)
-        process.kill()  # where it hangs
+        process.kill()  # in case it hangs
 
     def of(scenario: str) -> list[list[tuple[str, float]]]:
         paths = [folder / f"{scenario}{rank}" for rank in (0, 1)]

@@ -64,7 +64,7 @@ def test_a_smaller_last_batch_keeps_the_budget(solved: list[float]) -> None:
             state_after(model, batch(rows), seed=rows), state_after(plain, batch(rows), seed=rows)
         )
 
-    assert len(solved) == 2  # each shape once, and the second not for long
+    assert len(solved) == 2  # each shape once, the second with a shorter limit
     assert solved[1] < solved[0]
     assert len({piece.solution.budget_bytes for piece in call_of(model).pieces}) == 1
 
@@ -143,7 +143,7 @@ def test_a_plan_that_does_not_fit_its_step_is_made_again(
     assert "does not fit its step" in caplog.text
 
 
-def test_many_at_once_read_and_write_whole_plans(tmp_path: Path) -> None:
+def test_concurrent_readers_and_writers_see_whole_plans(tmp_path: Path) -> None:
     graph = remat.trace(Net(), (batch(64),), costs="flops")
     solution = remat.solve(graph, "100%")
     cache = PlanCache(tmp_path, limit_bytes=0)  # every write removes what the others wrote

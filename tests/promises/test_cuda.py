@@ -106,7 +106,7 @@ def test_inductors_kernels_hold_what_was_predicted() -> None:
 
 
 def test_the_three_peaks_are_those_of_the_step_alone() -> None:
-    """Whatever else is on the device."""
+    """What else is on the device does not count."""
     torch.manual_seed(0)
     beside = torch.ones(64 << 20, device="cuda")
     model, x = Tower().cuda(), torch.randn(16384, 512, device="cuda")

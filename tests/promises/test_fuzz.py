@@ -1,4 +1,4 @@
-"""Some hundred damaged files before every reader and command; `experiments/fuzz.py` tries more."""
+"""Damaged files for every reader and command; `experiments/fuzz.py` tries many more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat.core.solution import Solution
 from tests.support.checkout import ROOT
 
 FILES = 150
-SEED = 1  # the files that `experiments/results/fuzz.json` counts are of seed 0
+SEED = 1  # the files that `experiments/results/fuzz.json` counts have seed 0
 
 
 @pytest.fixture

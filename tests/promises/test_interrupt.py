@@ -1,4 +1,4 @@
-"""Ctrl-C in real processes: the best so far is the answer, soon.
+"""Ctrl-C in real processes: the best schedule so far is returned, soon.
 
 Handlers that the program installed are left alone.
 """
@@ -54,7 +54,7 @@ def interrupts() -> Iterator[None]:
 
 
 def problem(folder: Path, num_nodes: int) -> tuple[Path, Graph, int]:
-    """Saves a graph that keeps a method busy for a while, and returns it with a budget."""
+    """Saves a graph that keeps a solver busy for a while, and returns it with a budget."""
     graph = random_layered(num_nodes, seed=3, is_training=False)
     path = folder / "graph.json"
     graph.save(path)
@@ -96,7 +96,7 @@ def test_a_solver_returns_the_best_so_far(tmp_path: Path, solver: str, num_nodes
 
 
 def test_the_command_line_prints_the_best_so_far(tmp_path: Path) -> None:
-    """Its progress, on a terminal of its own, tells when there is an answer to print."""
+    """Its progress, shown on a pseudo-terminal, tells when there is an answer to print."""
     path, graph, budget = problem(tmp_path, 150)
     terminal, end = os.openpty()
 
@@ -151,7 +151,7 @@ def _read_all(terminal: int) -> None:
 def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
     """Trains a model and presses Ctrl-C a second into solving.
 
-    Returns the exit status, what it printed, its errors, and the plans that it left.
+    Returns the exit status, what the script printed, its errors, and the plans that it left.
     """
     # the second Ctrl-C may come after planning, and has to stop the training then
     num_steps = 2 if interrupts == 1 else 10**9
@@ -167,7 +167,7 @@ def training(cache: Path, interrupts: int) -> tuple[int, str, str, list[Path]]:
             process.send_signal(signal.SIGINT)
             time.sleep(0.2)
 
-        # Python sees two that arrive during one library call as one: press until it ends
+        # Python takes two presses during one library call for one: press until the process ends
         began = time.monotonic()
         while interrupts > 1 and process.poll() is None and time.monotonic() - began < SOON_S:
             process.send_signal(signal.SIGINT)
@@ -196,7 +196,7 @@ def test_a_second_interrupt_stops_a_script_that_plans(tmp_path: Path) -> None:
     assert plans == []
 
 
-def test_only_the_first_interrupt_is_heeded() -> None:
+def test_the_first_interrupt_is_noted_and_the_next_one_raises() -> None:
     with heeding_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert is_interrupted()

@@ -28,10 +28,7 @@ GAP = 1e-6
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Graph, int]:
-    """A graph of up to 7 operators, and a budget where things go wrong.
-
-    Around the least one, or anywhere above.
-    """
+    """A graph of up to 7 operators, and a budget around the least one or anywhere above."""
     kind, seed = (
         draw(st.sampled_from(["step", "step", "layered", "training", "chain", "skips"])),
         draw(st.integers(0, 2**20)),

@@ -1,6 +1,6 @@
 """Every family of architectures and `torch.nn` itself.
 
-A planned step is the plain one to the bit, or refused in one clear error.
+A planned step equals the plain one to the bit, or is refused with one clear error.
 
 `experiments/coverage.py` does the same for all of them, at three budgets; this is a quick sample.
 """
@@ -29,7 +29,7 @@ from remat.solvers.core.on_demand import steps_on_demand
 from remat.torch_border.kernels import FakeTensorMode
 from tests.support.planned import UNLIMITED, planned
 
-# One per family, the cheapest to trace, and those whose causes of failure were fixed.
+# The cheapest of each family to trace, and those that failed before a fix.
 SAMPLE = (
     "Bloom",  # a custom autograd function, whose backward AOTAutograd does not mark
     "SqueezeBERT",

@@ -1,4 +1,4 @@
-"""At budgets around the least one, under short limits: an answer or a `BudgetError`, nothing else.
+"""Near the least budget, under short limits: an answer or a `BudgetError`, nothing else.
 
 Few graphs here; `experiments/near_least.py` solves thousands and records the results.
 """

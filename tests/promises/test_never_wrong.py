@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 def assert_only_naive_is_wrong(
     check: Check, monkeypatch: pytest.MonkeyPatch, *naive: tuple[Any, str, Any]
 ) -> None:
-    """`check` passes, and fails once each (owner, name, value) of `naive` is in its place."""
+    """`check` passes, and fails with each (owner, name, value) of `naive` patched in."""
     check()
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
@@ -130,7 +130,7 @@ def test_dropout_is_replayed(monkeypatch: pytest.MonkeyPatch, executor: str) -> 
 def test_a_buffer_is_read_as_it_was_before_it_changed(
     monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
-    """Naive: the recomputation reads the changed buffer, as by Inductor's default (2.13)."""
+    """Naive: the recomputation reads the changed buffer, as Inductor's does by default (2.13)."""
     check = same_as_plain(ChangedBuffer, torch.randn(4, 8), executor=executor)
     assert_only_naive_is_wrong(
         check, monkeypatch, (rewrite._Writer, "_replacements", lambda *_: {})
@@ -154,7 +154,7 @@ class Counted(nn.Module):
 
 
 def repeat_changes(graph: remat.Graph) -> list[int]:
-    """Repeats each change of a buffer, with its new value, where the graph allows it."""
+    """Repeats each change of a buffer, new value included, where the graph allows it."""
     steps: list[int] = []
     for index, op in enumerate(graph.operators):
         steps.append(index)
@@ -245,7 +245,7 @@ class Reduces(nn.Module):
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.filterwarnings("ignore")  # torch's own, of collectives under compilation
+@pytest.mark.filterwarnings("ignore")  # torch's own, about collectives under compilation
 @on_both_executors
 def test_a_collective_runs_once(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     """Naive: every operator may be computed again.
@@ -336,8 +336,9 @@ def test_a_number_read_off_a_tensor_is_that_of_each_step(executor: str, dtype: t
 
 
 def test_the_step_stays_within_the_simulated_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: values live as long as their Python names, as in a module's `forward` or in
-    `fx.Interpreter`'s defaults.
+    """Naive: values live as long as their Python names.
+
+    So they do in a module's `forward`, and in `fx.Interpreter` by default.
     """
 
     def check() -> None:
@@ -418,7 +419,7 @@ def test_outputs_share_memory_where_plain_ones_do(
 
 
 class Sines(nn.Module):
-    """Its backward writes the cosine of what it saved over what it saved."""
+    """Its backward overwrites what it saved with the cosine of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +478,7 @@ class TwoLosses(nn.Module):
 def test_the_head_of_the_other_loss_has_no_gradient(
     monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
-    """Naive: autograd puts zeros for the other loss, and its head gets gradients of zeros.
+    """Naive: autograd fills in zeros for the other loss, and its head gets gradients of zeros.
 
     An optimizer's weight decay would then change the head.
     """

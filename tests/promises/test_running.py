@@ -1,4 +1,4 @@
-"""A planned step is the plain step.
+"""A planned step equals the plain step.
 
 Outputs, gradients, buffers and random numbers to the bit, whatever the schedule.
 """
@@ -103,9 +103,7 @@ class Attention(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch norm with running statistics, ReLU in place, pooling with indices,
-    dropout of channels.
-    """
+    """Convolutions, batch norm, ReLU in place, pooling with indices, dropout of channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +167,7 @@ def assert_same_steps(model: nn.Module, plain: nn.Module, *args: Any, **kwargs: 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_planned_step_is_the_plain_step_to_the_bit(name: str, schedule: str) -> None:
+def test_a_planned_step_equals_the_plain_step_to_the_bit(name: str, schedule: str) -> None:
     model, x = MODELS[name]()
     plain = copy.deepcopy(model)
     assert_same_steps(planned(model, SCHEDULES[schedule]), plain, x)
@@ -294,7 +292,7 @@ def test_dropout_is_replayed_however_often() -> None:
 
 
 class Noise(nn.Module):
-    """Draws from a generator as libraries do, whose default is None."""
+    """Draws from a generator that may be None, as libraries do."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -608,10 +606,10 @@ class Guarded(MLP):
         return {name: value for name, value in self.__dict__.items() if name != "lock"}
 
 
-def test_a_module_that_says_itself_what_it_pickles_has_plain_copies() -> None:
+def test_a_module_with_its_own_getstate_has_plain_copies() -> None:
     """Naive: the plan is copied too, and runs the original module.
 
-    It does not pickle either.
+    Nor can the module be pickled.
     """
     model, x = Guarded(), torch.randn(4, 8)
     planned(model)(x).backward()

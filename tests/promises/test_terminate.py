@@ -1,6 +1,6 @@
 """SIGTERM, as job managers send it: exit status 143, soon, and nothing stays behind.
 
-A process that a signal ended has the status 128 + its number for a shell, -number for Python.
+For a process that a signal ended, a shell reports 128 + the signal's number, Python -number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ solver.solve(graph, budget_bytes=budget)
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    """A graph that keeps a method busy for a while."""
+    """A graph that keeps a solver busy for a while."""
     path = tmp_path / "graph.json"
     random_layered(150, seed=3, is_training=False).save(path)
     return path
@@ -130,7 +130,7 @@ def test_a_script_that_plans_leaves_no_half_plan(tmp_path: Path) -> None:
 
 
 def test_a_handler_that_raises_is_not_kept_waiting(graph: Path) -> None:
-    """Naive: the thread that raises the bound is waited for until the time limit."""
+    """Naive: the process waits for the thread that raises the bound, up to the time limit."""
     with begun("-c", OWN_HANDLER, str(graph), str(LIMIT_S)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "found\n"

@@ -66,7 +66,7 @@ def batches(count: int, width: int = 8) -> list[torch.Tensor]:
 def assert_same_loop(
     loop: Loop, make: Callable[[], nn.Module] = Net, executor: str = "eager"
 ) -> nn.Module:
-    """The loop has the same result, state, gradients and random state planned as plain.
+    """The loop gives a planned and a plain model equal results, gradients and states.
 
     Returns the planned model.
     """
@@ -433,7 +433,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_threads_do_not_wait_for_each_other_for_good() -> None:
+def test_threads_do_not_deadlock() -> None:
     """Naive: `torch.get_rng_state` holds the generator's mutex while garbage is collected.
 
     This test then hangs at once.
@@ -442,7 +442,7 @@ def test_threads_do_not_wait_for_each_other_for_good() -> None:
 
 
 class Masked(nn.Module):
-    """Linear in its weight, so that weight times gradient is the loss, of the same mask only."""
+    """Linear in its weight: weight times gradient is the loss if both used the same mask."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Complex numbers: equal to the bit and within the prediction, as real ones are."""
+"""Steps with complex numbers are equal to the bit and within the prediction, as real ones."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("budget", ["100%", "85%"])
 def test_a_complex_models_peak_is_the_predicted_one(budget: str) -> None:
-    """All but the four bytes of the gradient that `loss.backward()` starts from."""
+    """Equal but for the four bytes of the gradient that `loss.backward()` starts from."""
     model = remat.checkpoint(Layers(), budget, plan_cache=False, costs="flops", time_limit_s=2)
     model(torch.randn(512, 64, dtype=torch.complex64)).backward()
     report = remat.report(model)

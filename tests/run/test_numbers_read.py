@@ -1,4 +1,4 @@
-"""Numbers that a forward reads off its tensors: one graph, and what plain PyTorch computes."""
+"""Numbers that a forward reads off its tensors: one graph, and plain PyTorch's results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_numbers_read_off_tensors_are_those_of_plain_pytorch(make: type[Net], co
     """Naive: a plan's time can't be measured, or the number is that of the first step."""
     plain = make()
     model = copy.deepcopy(plain)
-    if make is ByHook:  # its hook is a method of the copy's own
+    if make is ByHook:  # so that the hook is its own method
         model = make()
         model.load_state_dict(plain.state_dict())
     remat.checkpoint(model, "70%", costs=costs, time_limit_s=2)
@@ -84,7 +84,7 @@ def test_numbers_read_off_tensors_are_those_of_plain_pytorch(make: type[Net], co
 
 
 def test_a_tensor_whose_number_the_backward_reads_is_held_for_it() -> None:
-    """Naive: the number is no value, so nothing in the backward reads the tensor it came from."""
+    """Naive: the number is not a value of the graph, so no backward operator reads its tensor."""
     graph = remat.trace(Computes(), (torch.randn(64, 16),), costs="flops")
     norms = {i for i, value in enumerate(graph.values) if "linalg_vector_norm" in value.name}
     read = {value for op in graph.operators if op.phase is Phase.BACKWARD for value in op.reads}

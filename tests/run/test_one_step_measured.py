@@ -1,4 +1,4 @@
-"""The measured peak is that of one step, whatever came before it, or there is none."""
+"""The measured peak is that of one step, whatever came before it, or none is reported."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_peak_is_that_of_one_step(
 ) -> None:
     """Naive: the bytes of a forward without backward are added to another step's.
 
-    When they are freed, nothing sees it.
+    Nothing notices when they are freed.
     """
     model = planned(has_break=has_break)
     if has_break:
@@ -164,7 +164,7 @@ def test_the_peak_is_that_of_one_step(
 
 @pytest.mark.parametrize("has_break", [False, True])
 def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
-    """Of two forwards the second is measured; the backward of the first is not its own."""
+    """Of two forwards, the second is measured; the first backward does not belong to it."""
     model = planned(has_break=has_break)
     if has_break:
         model(batch()).backward()
@@ -189,7 +189,7 @@ def test_a_forward_without_backward_makes_no_new_plan() -> None:
 
 
 def test_garbage_of_an_interrupted_step_does_not_count() -> None:
-    """What an error left in a cycle is collected some time, but not within a measured step.
+    """What an error left in a cycle is collected at some time, but not in a measured step.
 
     Naive: it counts as memory that this step freed.
     """

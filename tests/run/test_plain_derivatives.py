@@ -1,6 +1,6 @@
 """Derivatives that depend on their data: products of factors with and without zeros.
 
-Found with pytorch-msssim: on the tensors of a trace, torch takes the form for zeros, which rounds
+Found with pytorch-msssim: on the tensors of a trace, torch uses the formula for zeros, which rounds
 differently and, for `cumprod`, loops over the elements.
 """
 

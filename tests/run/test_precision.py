@@ -1,6 +1,6 @@
 """Lower precision: autocast, loss scaling, parameters in bfloat16, products in float8.
 
-Plans compute casts again before anything else.
+Plans recompute casts before anything else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AUTOCASTS: list[dict[str, Any]] = [
 
 
 def train(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tensor]:
-    """Three steps under autocast, with a scaled loss where it is float16."""
+    """Three steps under autocast, with loss scaling in float16."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(
         "cpu", enabled=autocast.get("dtype") is torch.float16, init_scale=2.0**24, growth_interval=1
@@ -108,7 +108,7 @@ class Regions(nn.Module):
         return x.float().pow(2).mean()
 
 
-def test_autocast_casts_a_weight_once_a_region() -> None:
+def test_autocast_casts_a_weight_once_per_region() -> None:
     """Naive: each reader casts, as AOTAutograd traces it.
 
     The gradients of all are then summed in another precision.

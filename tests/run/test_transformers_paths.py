@@ -76,7 +76,7 @@ def test_a_decoder_without_a_mask_runs_the_kernel_of_plain_attention(kind: str) 
 
 
 def test_positions_that_the_caller_gives_may_pack_sequences() -> None:
-    """Plain PyTorch looks at the data; a captured step masks by it, and is right for any."""
+    """Plain PyTorch looks at the positions; a captured step masks by them, whatever they are."""
     plain = decoder(dtype=torch.float64)
     model = planned(copy.deepcopy(plain))
 

@@ -1,4 +1,4 @@
-"""A backward that runs twice or is differentiated: refused in our words, or run plain."""
+"""A backward that runs twice or is differentiated: refused with our error, or run plain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.planned import (
 )
 
 pytestmark = [
-    # torch's own: about what dynamo reads, and how it handles a custom function
+    # torch's own warnings: about what dynamo reads, and how it handles a custom function
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
@@ -77,7 +77,7 @@ def test_two_backwards_through_pieces_are_refused() -> None:
 
 
 class Changes(nn.Module):
-    """Draws, counts and changes: dropout, batch norm, an activation and a buffer in place."""
+    """Dropout, batch norm, an activation in place, and a buffer that is changed in place."""
 
     scale: torch.Tensor
 
@@ -95,7 +95,7 @@ class Changes(nn.Module):
 
 
 class Tied(nn.Module):
-    """Reads its weight twice, and its input before it scales it by a number that changes."""
+    """Reads its weight and its input twice, and scales by a number that changes each time."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def squared_gradient(model: nn.Module, x: torch.Tensor) -> None:
     model(x).backward(create_graph=True)
     sizes = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
     for parameter in model.parameters():
-        parameter.grad = None  # or gradients of the second backward would meet those of the first
+        parameter.grad = None  # otherwise the second backward would add to gradients of the first
     torch.stack(sizes).sum().backward()
 
 
@@ -598,7 +598,7 @@ def test_outputs_need_not_be_scalars() -> None:
 
 
 def test_hooks_of_parameters_run_once() -> None:
-    """Naive: a leaf that is differentiated in the node's backward runs its hooks there as well."""
+    """Naive: a leaf that is differentiated in the node's backward runs its hooks there too."""
     model = Tied()
     plain = copy.deepcopy(model)
     plain_where_needed(model)
@@ -644,7 +644,7 @@ def test_a_tensor_changed_in_between_is_noticed(run: Callable[..., Any]) -> None
 
 
 def test_an_optimizer_may_step_between_losses_with_graphs_of_their_own() -> None:
-    """Naive: a parameter that the second loss does not read is taken for changed."""
+    """Naive: a parameter that the second loss does not read is treated as changed."""
     model = TwoLosses()
     plain = copy.deepcopy(model)
     plain_where_needed(model)

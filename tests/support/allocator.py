@@ -1,4 +1,4 @@
-"""A fake allocator, of a GPU that is not there."""
+"""A fake allocator of a GPU, for tests without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that `torch.compile` cuts into pieces in different ways, and what a step leaves."""
+"""Steps that `torch.compile` cuts into pieces in different ways, and what each leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, ROWS = 16, 256
 
 
 class Block(nn.Module):
-    """Dropout, batch norm, and enough that is cheap to compute again."""
+    """Dropout, batch norm, and several operators that are cheap to compute again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Prints(Base):
 
 
 class Loop(Base):
-    """A break within a loop: dynamo gives up the frame, whose other operators run eagerly.
+    """A break within a loop: dynamo gives up on the frame, whose other operators run eagerly.
 
     Blocks share their compiled code.
     """
@@ -181,7 +181,7 @@ class ViewAfterwards(Base):
 
 
 class Branches(Base):
-    """The data decide which block runs."""
+    """The data decides which block runs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.blocks[0](x)
@@ -294,7 +294,7 @@ def runner_of(model: nn.Module) -> Piecewise:
 
 
 def peak_of_a_step(model: nn.Module, x: torch.Tensor) -> int:
-    """The peak of a step, measured from outside, with what is held before it."""
+    """The peak of a step, measured from outside, including what is held before it."""
     model.zero_grad()
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), x))
     return remat.measure(lambda: loss_of(model(x)).backward(), device="cpu").peak_bytes + held

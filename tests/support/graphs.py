@@ -1,4 +1,4 @@
-"""Graphs that tests of several solvers are made of; the other kinds are `tracers.synthetic`'s."""
+"""Graphs for the tests of several solvers; `tracers.synthetic` has the other kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST: dict[str, Minimum] = {}
 
 
 def least_of(graph: Graph) -> Minimum:
-    """The least budget; searched once for equal graphs."""
+    """The least budget, searched once for all equal graphs."""
     if graph.fingerprint not in _LEAST:
         _LEAST[graph.fingerprint] = minimum(graph)
     return _LEAST[graph.fingerprint]
@@ -27,7 +27,7 @@ def keep_all_bytes(graph: Graph) -> int:
 
 
 def budget_between(graph: Graph, share: float) -> int:
-    """The budget at a share of the way from the least to that of keeping everything."""
+    """The budget at `share` of the way from the least to the peak of keeping everything."""
     floor = least_of(graph).peak_bytes
     return int(floor + share * (keep_all_bytes(graph) - floor))
 

@@ -40,7 +40,7 @@ KINDS: dict[str, Callable[[int, int], Graph]] = {
         count // 2, span=2 + seed % 3, size=1 + seed % 9
     ),
 }
-"""Functions, by name, that make a graph of about so many operators from a seed."""
+"""Functions, by name, that make a graph from its approximate number of operators and a seed."""
 LIMITS_S = 0.2, 0.5, 1.0, 3.0
 _SHARES_OF_LIMITS = 8, 4, 2, 1
 _BOUNDS = (
@@ -55,18 +55,18 @@ class Problem:
     """A random graph, a budget from 0.9 to 1.1 of its least, and a limit, all from one seed."""
 
     def __init__(self, seed: int) -> None:
-        """Draws them."""
+        """Draws the graph, the budget and the limit."""
         draw = random.Random(seed)
         self.seed, self.kind = seed, draw.choice(list(KINDS))
         self.graph = KINDS[self.kind](draw.randint(4, 48), draw.randrange(2**20))
         self.limit_s = draw.choices(LIMITS_S, _SHARES_OF_LIMITS)[0]
-        self.is_exhausted = draw.random() < 0.5  # if small; otherwise solved as a large one
+        self.is_exhausted = draw.random() < 0.5  # if small; otherwise it is solved as a large one
         self.budget_bytes = max(
             1, round(minimum(self.graph, time_limit_s=5.0).peak_bytes * draw.uniform(0.9, 1.1))
         )
 
     def __repr__(self) -> str:
-        """Names the seed that makes it again."""
+        """Names the seed, which makes the problem again."""
         return (
             f"Problem({self.seed}): {self.graph.num_operators} operators of {self.kind!r}, "
             f"{self.budget_bytes:,} bytes, {self.limit_s} s"
@@ -110,7 +110,7 @@ def _checked_status(problem: Problem, solution: Solution, told: Sequence[float])
 
 @contextmanager
 def _checked_bounds() -> Iterator[None]:
-    """Checks that no bound on the way is NaN."""
+    """Checks that no intermediate bound is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in _BOUNDS:
             patch.setattr(owner, name, _checked(getattr(owner, name)))

@@ -104,7 +104,7 @@ def brute_force(graph: Graph, budget_bytes: int) -> float | None:
 
 
 def _search(graph: Graph, budget_bytes: int, free: set[int]) -> float | None:
-    """The least cost with the snapshots of `free` taking no memory and binding their readers."""
+    """The least cost if snapshots of `free` take no memory and their readers run once."""
     size = [
         0 if graph.producer[v] in free else value.size_bytes for v, value in enumerate(graph.values)
     ]
@@ -204,8 +204,9 @@ def revolve_advances(num_values: int, num_slots: int) -> int:
 
 
 def revolve_closed_form(num_values: int, num_slots: int) -> int:
-    """Returns r l - C(s + r, r - 1) with C(s + r - 1, s) < l <= C(s + r, s) (Griewank and Walther
-    2000, proposition 1).
+    """Returns the fewest advances in closed form (Griewank and Walther 2000, proposition 1).
+
+    They are r l - C(s + r, r - 1) with C(s + r - 1, s) < l <= C(s + r, s).
     """
     r = next(r for r in itertools.count() if math.comb(num_slots + r, num_slots) >= num_values)
     return r * num_values - (math.comb(num_slots + r, r - 1) if r else 0)

@@ -121,13 +121,13 @@ def call_of(model: nn.Module) -> PlannedCall:
 
 
 def assert_same(got: Any, want: Any, *, executor: str = "eager") -> None:
-    """Equal to the bit; through Inductor up to rounding, as a plan changes its kernels."""
+    """Equal to the bit; through Inductor up to rounding, since a plan changes its kernels."""
     rtol, atol = (1e-4, 1e-5) if executor == "inductor" else (0.0, 0.0)
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The loss of a step that returns it alone, or by its name."""
+    """The loss of a step that returns it alone, or under its name in a dictionary."""
     loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
     return loss
 

@@ -1,4 +1,4 @@
-"""A script that trains a planned model, which tests interrupt and end by signals."""
+"""A script that trains a planned model; tests interrupt and end it by signals."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Types(TorchDispatchMode):
 
 @contextmanager
 def autocast_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Sets what `torch.autocast` sets, which refuses to for a GPU that is not there."""
+    """Sets what `torch.autocast` would set; that refuses a GPU that is not there."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)
@@ -151,7 +151,7 @@ def test_the_cpu_casts_as_before_afterwards() -> None:
 
 
 def test_each_operator_that_torch_casts_for_has_a_policy() -> None:
-    """A new version of torch may bring one; it is then added to the lists."""
+    """A new version of torch may bring such an operator, which is then added to the lists."""
     assert operators_cast_for("cuda").keys() <= POLICIES
 
 

@@ -25,7 +25,7 @@ from remat.tracers.replay import results_of
 from tests.support.planned import assert_same, keep_all, keep_nothing, planned
 
 aten = torch.ops.aten
-# Operators of the database with results that the whole search lists.
+# Operators of the database for which the whole search lists results.
 KNOWN = ("nn.functional.hardtanh", "nn.functional.elu", "logit", "nn.functional.logsigmoid")
 
 
@@ -79,7 +79,7 @@ LARGE: dict[str, tuple[Any, ...]] = {
     "channels last": (aten.native_batch_norm.default,
                       torch.randn(20, 16, 12, 12).to(memory_format=torch.channels_last),
                       torch.ones(16), torch.zeros(16), None, None, True, 0.1, 1e-5),
-    "a channel a sample": (aten.convolution.default, torch.randn(16, 16, 12, 12),
+    "one channel per sample": (aten.convolution.default, torch.randn(16, 16, 12, 12),
                            torch.randn(16, 16, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0],
                            1),
     "a convolution": (aten.convolution.default, torch.randn(20, 16, 12, 12),
@@ -193,4 +193,5 @@ def test_the_committed_search_found_nothing_traced_wrongly() -> None:
     assert totals[0] > 0
     assert totals[1:] == [0, 0]
     assert sum(row["differ"].get("allowed", 0) for row in forms) == 0
-    assert f"{totals[0]:,} results lie otherwise" in RESULTS.with_suffix(".md").read_text()
+    text = RESULTS.with_suffix(".md").read_text()
+    assert f"{totals[0]:,} results differ from torch's fake tensors" in text

@@ -100,7 +100,7 @@ def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def resnet50() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Bottlenecks of ResNet-50, one a stage, in two stages."""
+    """Bottlenecks of ResNet-50, one per stage, in two stages."""
     config = transformers.ResNetConfig(hidden_sizes=[256, 512], depths=[1, 1])
     return transformers.ResNetForImageClassification(config), {
         "pixel_values": torch.randn(3, 3, 64, 64),
@@ -173,7 +173,7 @@ def distinct_calls(graph: torch.fx.Graph) -> dict[Call, torch.fx.Node]:
 
 
 def allocated(run: Callable[[], Any]) -> tuple[int, tuple[int, ...]]:
-    """Bytes held at most beyond those held at the end, and the bytes of each output's storage."""
+    """The most bytes held beyond those at the end, and the bytes of each output's storage."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         outputs = run()
 
@@ -258,7 +258,7 @@ def test_every_operator_of_these_models_holds_what_is_predicted(
 @pytest.mark.parametrize("shape", [(4, 10), (64, 16), (8, 4, 6, 6)])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_batch_norm_workspace_is_predicted(shape: tuple[int, ...], *, has_weight: bool) -> None:
-    """It depends on the machine's kernels without a weight, or with one number per channel."""
+    """It depends on the machine's kernels if there is no weight, or one number per channel."""
     norm = {
         2: nn.BatchNorm1d(shape[1], affine=has_weight),
         4: nn.BatchNorm2d(shape[1], affine=has_weight),

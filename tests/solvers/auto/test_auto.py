@@ -67,7 +67,7 @@ QUICK = Auto(gap=0.0, rounds=1, time_limit_s=3.0)
 def instance(name: str) -> tuple[Graph, dict[str, int]]:
     path = INSTANCES / f"{name}.json"
     if not path.exists():
-        pytest.skip(f"the published instance {path} is not there")
+        pytest.skip(f"the published instance {path} is missing")
     data = json.loads(path.read_text())
     return Graph.from_arrays(
         data["cost"], data["size"], data["edges"], first_backward=data.get("first_backward")

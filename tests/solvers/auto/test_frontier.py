@@ -1,6 +1,6 @@
 """The trade-off curve.
 
-Monotone, valid, bounded by the exact optimum, and in the time of a few solves.
+Monotone, valid, bounded by the exact optimum, and found in the time of a few solves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_bounds_are_below_the_optimum_at_every_budget() -> None:
 
 
 def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts time that is both allowed and taken: a busy machine makes no difference.
+    """Counts the time allowed or taken, whichever is less: a busy machine makes no difference.
 
     Each budget gets a share of the time limit, and all second looks get one limit.
     """
@@ -120,7 +120,7 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
 
     first, second = looks[:3], looks[3:]
     assert [limit_s for _, limit_s in first] == [1_000.0] * 3
-    assert [budget for budget, _ in second] == budgets  # looked at first in another order
+    assert [budget for budget, _ in second] == budgets  # the first looks had another order
     assert [limit_s for _, limit_s in second] == pytest.approx([8_000 / 3, 4_000, 8_000], rel=0.01)
 
 
@@ -151,7 +151,7 @@ def test_other_solvers_have_curves_too() -> None:
     assert costs == sorted(costs, reverse=True)
 
 
-def test_the_front_door_spreads_budgets_from_the_least_to_all() -> None:
+def test_remat_frontier_spreads_budgets_from_the_least_to_keep_all() -> None:
     graph = chain(12)
     solutions = remat.frontier(graph, 4, time_limit_s=0.5)
     assert [s.budget_bytes for s in solutions] == spread(graph, 4)

@@ -1,4 +1,4 @@
-"""The closed-form families as starts.
+"""The closed-form families as starting schedules of `auto`.
 
 `auto` never costs more than one of them, and the least budget is never above theirs.
 """

@@ -288,7 +288,7 @@ def test_revolve_computes_exactly_as_many_forward_operators_as_the_closed_form(l
         assert solution.schedule is not None
         forward = sum(graph.operators[i].phase is Phase.FORWARD for i in solution.schedule.steps)
         assert forward == revolve_closed_form(num_values, num_slots)
-        # slots without the start; a value, its gradient and the next of each
+        # slots without the start, a value and its gradient, the next value and its gradient
         assert solution.peak_bytes <= num_slots + 3
 
 
@@ -341,7 +341,7 @@ def test_values_that_cross_regions_are_kept() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(graph=st.builds(random_step, st.integers(1, 25), seed=seeds), seed=seeds)
-def test_on_demand_computes_nothing_more_than_twice(graph: Graph, seed: int) -> None:
+def test_on_demand_computes_every_operator_at_most_twice(graph: Graph, seed: int) -> None:
     random = np.random.default_rng(seed)
     steps = steps_on_demand(graph, {v for v in range(len(graph.values)) if random.random() < 0.4})
     assert max(map(steps.count, steps)) <= 2
@@ -416,8 +416,8 @@ def test_recompute_cheap_never_repeats_a_matrix_product() -> None:
     assert {"blocks.0.attn.softmax", "blocks.2.mlp.1"} <= repeated
 
 
-def test_recompute_cheap_without_targets_goes_by_cost() -> None:
-    graph = diamond(6)  # branches of 5 and 1, tops and joins of 1 and 2
+def test_recompute_cheap_without_targets_decides_by_cost() -> None:
+    graph = diamond(6)  # branches cost 5 and 1, tops and joins 1 and 2
     solution = make_solver("recompute-cheap").solve(
         graph, budget_bytes=int(0.8 * keep_all(graph)[0])
     )

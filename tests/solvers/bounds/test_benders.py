@@ -1,7 +1,7 @@
 """Benders decomposition.
 
-Its bound is never above the exact optimum, and above those of its models. It is given up where it
-bounds less.
+Its bound is never above the exact optimum, and is above those of its models. It is given up where
+its relaxation stays far below a known bound.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_no_bound_is_above_the_optimum(seed: int, share: float, above: float) ->
         assert bound_s <= best.cost_s * (1 + 1e-9)
 
 
-def test_it_bounds_more_than_any_of_its_models_and_integers_raise_it() -> None:
+def test_its_bound_is_above_that_of_each_model_and_integers_raise_it() -> None:
     found = tight_bounds()
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     single = []

@@ -1,6 +1,6 @@
 """Even stages tile the backward, and their windows are unions of them.
 
-Programs may start from the last basis.
+Linear programs may start from the last basis.
 """
 
 from __future__ import annotations

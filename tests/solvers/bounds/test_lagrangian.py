@@ -1,6 +1,7 @@
 """Prices for memory.
 
-The bound against the linear program and the optimum, the cut against enumeration, the schedules.
+The bound is compared with the linear program and the optimum, the cut with enumeration; schedules
+are valid.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def least_weight(graph: Graph, first: int, weight: list[float], price: list[floa
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), data=st.data())
-def test_the_cut_is_the_least_of_all_choices(seed: int, data: st.DataObject) -> None:
+def test_the_cut_has_the_least_weight_of_all_sets(seed: int, data: st.DataObject) -> None:
     graph = random_step(7, seed=seed)
     first = forward_length(graph)
     weights = st.lists(

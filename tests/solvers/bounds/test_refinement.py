@@ -44,7 +44,7 @@ def test_no_refined_bound_is_above_the_optimum(seed: int, share: float, is_cut_o
 
 
 def test_refinement_sees_what_one_window_does_not() -> None:
-    """Graphs on which the first model is below the optimum; refinement closes most of them."""
+    """The first model is below the optimum on some graphs; refinement closes most such gaps."""
     opened = closed = 0
     for seed in range(25):
         graph = random_training_graph(seed)
@@ -80,8 +80,8 @@ def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [93, 392])
-def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) -> None:
-    """The values that the point half keeps then do not show where the model fails."""
+def test_relaxing_goes_on_if_the_schedule_fits_but_is_expensive(seed: int) -> None:
+    """Values that are kept fractionally then do not show where the model fails."""
     graph = random_training_graph(seed, 6, 14)
     floor, ceiling = (
         least_of(graph).peak_bytes,
@@ -106,7 +106,7 @@ def test_relaxing_goes_on_where_the_schedule_fits_and_is_expensive(seed: int) ->
 
 
 def test_two_stages_do_not_replace_each_other_forever() -> None:
-    """Naive: two operators become stages in turn, each when the other is given up."""
+    """Naive: two operators become stages in turn, each after the other was given up."""
     cost = [9, 20, 9, 20, 1, 5, 20, 9, 20, 2, 9, 9]
     size = [13, 13, 8, 1, 1, 5, 3, 1, 13, 3, 13, 1]
     edges = [
@@ -138,7 +138,7 @@ def test_two_stages_do_not_replace_each_other_forever() -> None:
 
 
 def test_further_stages_of_a_relaxation_do_not_lower_the_bound() -> None:
-    """Without the windows of earlier relaxations the fourth bounds less than the third."""
+    """Without the windows of earlier relaxations the fourth bound is below the third."""
     graph = random_layered(60, seed=3, is_training=True)
     refinement = Refinement(
         graph, budget_bytes=simulate(graph, Schedule.keep_all(graph)).peak_bytes * 40 // 100

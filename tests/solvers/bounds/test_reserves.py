@@ -1,4 +1,4 @@
-"""Reserves: schedules from relaxed models near the budget, and programs whose rows change."""
+"""Reserves below the budget give schedules that fit, and rows of a program may change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def relaxed(lazy: LazyRows) -> float:
 
 
 def test_a_changed_row_acts_as_in_a_new_program() -> None:
-    """Minimise -x - 2 y under one row that changes after each solve."""
+    """Minimises -x - 2 y under one row that changes after each solve."""
     for starts_from_last in (False, True):
         program = Program()
         program.starts_from_last = starts_from_last
@@ -45,7 +45,7 @@ def test_a_changed_row_acts_as_in_a_new_program() -> None:
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.6, 0.75, 0.9]))
-def test_reserves_set_later_act_as_if_set_at_first(seed: int, share: float) -> None:
+def test_reserves_set_later_act_as_if_set_from_the_start(seed: int, share: float) -> None:
     graph = random_layered(20, seed=seed)
     budget = budget_of(graph, share)
     reserve = (

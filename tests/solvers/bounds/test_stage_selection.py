@@ -1,6 +1,6 @@
 """Stages chosen by their bound.
 
-It is never above the exact optimum, and better than that of stages cut where schedules fail.
+That bound is never above the exact optimum, and better than with stages cut where schedules fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_no_bound_of_chosen_stages_is_above_the_optimum(seed: int, share: float)
         )
 
 
-def test_chosen_stages_bound_more_than_those_where_schedules_fail_and_are_not_given_up() -> None:
+def test_chosen_stages_give_a_higher_bound_than_cut_ones_and_are_kept() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     bound_s = scout(refinement, deadline=math.inf)
     assert 1 <= len(refinement.stages.singles) <= 3
@@ -70,7 +70,7 @@ def test_without_a_better_stage_or_without_time_the_stages_stay() -> None:
     assert hurried.stages.cuts == {GRAPH.num_operators - 5}
 
 
-def test_long_forwards_are_left_alone() -> None:
+def test_stages_of_long_forwards_are_not_scouted() -> None:
     graph = random_layered(300, seed=0, is_training=True)
     refinement = Refinement(graph, budget_bytes=10**9)
     assert scout(refinement, deadline=math.inf) == -math.inf
@@ -103,7 +103,7 @@ def test_a_loss_that_leaves_little_room_is_found() -> None:
     assert refinement.stages.singles == {loss}
 
 
-def test_crowded_stages_are_not_sought_without_time_or_in_short_or_too_long_forwards() -> None:
+def test_crowded_stages_are_not_scouted_without_time_or_in_short_or_too_long_forwards() -> None:
     long = Refinement(chain(260), budget_bytes=100)
     assert scout_crowded(long, deadline=0.0) == -math.inf
     assert (long.stages.singles, long.stages.cuts) == (frozenset(), frozenset())

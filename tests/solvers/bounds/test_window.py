@@ -108,7 +108,7 @@ def test_a_snapshot_takes_memory_where_its_reader_is_computed_again(
         "loss": 10,
         "gradient": 1,
         "of_cheap": 1,
-        "of_dear": 1,
+        "of_expensive": 1,
     }
 
     values = tuple(
@@ -124,7 +124,7 @@ def test_a_snapshot_takes_memory_where_its_reader_is_computed_again(
         Operator("loss", 1.0, (0,), (4,)),
         Operator("back", 1.0, (4,), (5,), phase=back),
         Operator("of_cheap", 1.0, (5, 2), (6,), phase=back),
-        Operator("of_dear", 1.0, (6, 3), (7,), phase=back),
+        Operator("of_expensive", 1.0, (6, 3), (7,), phase=back),
     )
 
     graph, budget = Graph(values, operators, (7,)), 15

@@ -40,7 +40,7 @@ OUT_OF_ORDER = Graph.from_arrays([1] * 4, [10, 10, 1, 20], [(1, 2)])
 
 @st.composite
 def small_dags(draw: st.DrawFn) -> tuple[Graph, int]:
-    """Up to 7 nodes, and a budget between the largest working set less 1 and the keep-all peak."""
+    """Up to 7 nodes, and a budget from the largest working set less 1 to the keep-all peak."""
     count = draw(st.integers(1, 7))
     pairs = [(u, v) for v in range(count) for u in range(v)]
     edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
@@ -205,7 +205,7 @@ def _least_completion(model: CheckmateModel, steps: list[int]) -> float:
 @given(small_steps())
 @settings(max_examples=60, deadline=None)
 def test_without_the_exact_search_answers_stay_valid(case: tuple[Graph, int]) -> None:
-    """As for a graph that is too large for it.
+    """The exact search is left out, as for a graph that is too large for it.
 
     The paper's accounting finds the schedule, and the relaxation gives the bound.
     """

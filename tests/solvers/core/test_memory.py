@@ -1,4 +1,4 @@
-"""Too little memory: plain Python, one thread or one technique less; a warning, no error."""
+"""Too little memory: plain Python, one thread or one technique fewer; a warning, no error."""
 
 from __future__ import annotations
 

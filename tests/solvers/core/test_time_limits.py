@@ -1,6 +1,6 @@
 """A time limit holds on graphs so large that a piece of the search alone takes longer.
 
-Time of the process is asserted, not of the clock on the wall: a busy machine makes no difference.
+Process time is asserted, not wall-clock time: a busy machine makes no difference.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _built(make: Callable[[], Graph]) -> Graph:
 
 
 def new(make: Callable[[], Graph]) -> Graph:
-    """A graph that is built once, and of which nothing has been derived yet."""
+    """A copy of a graph that is built once; nothing has been derived from the copy yet."""
     return copy.copy(_built(make))
 
 
@@ -81,7 +81,7 @@ def test_a_limit_holds(make: Callable[[], Graph], percent: int, name: str) -> No
 @pytest.mark.parametrize("make", [long_chain, complete])
 def test_the_search_for_the_least_budget_keeps_its_limit(make: Callable[[], Graph]) -> None:
     graph = new(make)
-    graph.arrays, graph.users_of  # noqa: B018 - a graph's own, made once
+    graph.arrays, graph.users_of  # noqa: B018 - derived before the clock starts
     assert seconds_of(lambda: minimum(graph, time_limit_s=0.5)) < 0.5 + SLACK_S
 
 

@@ -55,7 +55,7 @@ def tiny_graph(seed: int) -> Graph:
     )
 
     operators = tuple(
-        replace(op, pinned="by lot" if random.random() < 0.2 else "") for op in graph.operators
+        replace(op, pinned="at random" if random.random() < 0.2 else "") for op in graph.operators
     )
     outputs = tuple(v for v in range(len(graph.values)) if random.random() < 0.2)
     return replace(graph, operators=operators, outputs=outputs)
@@ -275,7 +275,7 @@ def test_published_costs_are_reached_in_the_published_time(
 ) -> None:
     path = INSTANCES / f"{name}.json"
     if not path.exists():
-        pytest.skip(f"the published instance {path} is not there")
+        pytest.skip(f"the published instance {path} is missing")
 
     data = json.loads(path.read_text())
     graph = Graph.from_arrays(data["cost"], data["size"], data["edges"])
@@ -301,7 +301,7 @@ def test_published_costs_are_reached_in_the_published_time(
     assert solution.wall_s <= seconds
 
 
-def test_what_fits_is_kept_and_what_cant_fit_is_proved() -> None:
+def test_keeping_everything_is_optimal_and_an_impossible_budget_is_proved() -> None:
     graph = chain(8)
     assert QUICK.solve(graph, budget_bytes=keep_all_bytes(graph)).status is Status.OPTIMAL
     assert QUICK.solve(graph, budget_bytes=2).status is Status.INFEASIBLE

@@ -109,7 +109,7 @@ def test_as_a_function_of_some_columns_it_is_below_every_feasible_point_too(
 
 
 def test_a_bound_at_fixed_columns_holds_for_all_their_values() -> None:
-    """The least 3x + 2y + z over x + y + z >= 1 and z <= 0.5 at some y, then without x."""
+    """Minimises 3x + 2y + z with x + y + z >= 1, z <= 0.5 and a fixed y, then without x."""
     program = Program()
     columns = program.add_columns(np.array([3.0, 2.0, 1.0]))
     program.starts_from_last = True
@@ -156,7 +156,7 @@ def test_an_infeasible_program_is_proved_infeasible() -> None:
     assert program.minimise(is_relaxed=False, time_limit_s=5).is_infeasible
 
 
-def test_a_falling_cost_without_an_upper_bound_has_no_bound() -> None:
+def test_a_negative_cost_without_an_upper_limit_has_no_bound() -> None:
     program = LinearProgram(
         np.array([1.0]),
         np.zeros(1),

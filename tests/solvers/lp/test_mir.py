@@ -54,7 +54,7 @@ def test_a_fraction_of_a_large_value_is_cut_off() -> None:
     )
     assert cut.columns.tolist() == [0, 1, 2]
     np.testing.assert_allclose(cut.coefficients, 1)
-    np.testing.assert_allclose(cut.upper, 2)  # two of them fit, whatever becomes of the small one
+    np.testing.assert_allclose(cut.upper, 2)  # two of them fit, with or without the small one
 
 
 def test_values_cheap_to_drop_are_left_out_of_a_cut() -> None:

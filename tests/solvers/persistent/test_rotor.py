@@ -83,7 +83,7 @@ def test_on_a_chain_it_costs_hardly_more_than_binomial_checkpointing(
     assert simulate(graph, Schedule.from_steps(graph, steps)).cost_s <= revolve.cost_s * 1.05
 
 
-def test_what_enters_a_segment_is_enough_for_all_that_follows() -> None:
+def test_a_segment_is_computed_from_what_enters_it_alone() -> None:
     graph = transformer(6)
     segments = Segmentation(graph, 12)
     assert 2 < len(segments.borders) <= 12

@@ -112,7 +112,7 @@ def test_a_generators_state_is_evicted_after_its_last_use() -> None:
 
 
 def test_a_large_expensive_value_stays_where_a_small_cheap_one_is_enough() -> None:
-    """By bytes per cost the large one would go: 100 bytes for 10 s against 2 for 1 s."""
+    """By bytes per cost the large one would be evicted: 100 bytes for 10 s against 2 for 1 s."""
     large, small, used, peak = range(4)
     values = (Value("large", 100), Value("small", 2), Value("used", 1), Value("peak", 1))
     operators = (
@@ -123,7 +123,7 @@ def test_a_large_expensive_value_stays_where_a_small_cheap_one_is_enough() -> No
     )
     graph = Graph(values, operators, (used,))
 
-    budget = 112  # a byte less than all of them
+    budget = 112  # one byte less than all of them
     costs = {}
     for rule in (Rule.LARGE, Rule.ENOUGH):
         steps = steps_with_eviction(graph, budget, rule)

@@ -1,6 +1,6 @@
 """Exact search around a schedule.
 
-Its model against brute force, its answers against the validator.
+Brute force checks its model, the validator its answers.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_it_brings_a_wasteful_schedule_to_the_optimum() -> None:
     assert simulate(graph, Schedule.from_steps(graph, steps)).cost_s == graph.cost_s
 
 
-def test_a_schedule_beyond_the_budget_is_refused() -> None:
+def test_a_schedule_above_the_budget_is_refused() -> None:
     graph = random_layered(12, seed=1)
     with pytest.raises(ValueError, match="budget"):
         Neighbourhood(graph, keep_all_bytes(graph) - 1).improve(

@@ -96,7 +96,7 @@ def assert_bounds_hold(slots: Ints) -> None:
 def test_bytes_stay_exact_whatever_a_graph_has(
     seed: int, num_operators: int, is_free: bool, share: float
 ) -> None:
-    """Some operators work in place of a snapshot, which takes memory only if a reader repeats.
+    """Some operators overwrite a snapshot, which takes memory only if a reader is recomputed.
 
     All, some or none of the slots of a block are within the budget.
     """
@@ -119,7 +119,7 @@ def test_bytes_stay_exact_over_many_blocks(share: float) -> None:
     check(local.state, np.arange(graph.num_operators), moves_of(local, 10.0), 1_000)
 
 
-def test_a_move_with_too_many_changes_to_write_down_is_cut_short() -> None:
+def test_a_move_with_too_many_changes_to_record_is_cut_short() -> None:
     """Removing one recomputation makes four hundred others useless.
 
     Undone or not, the move leaves the sequence consistent.
@@ -140,7 +140,7 @@ def test_a_move_with_too_many_changes_to_write_down_is_cut_short() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 37, 59])
-def test_the_least_budget_is_found_where_operators_work_in_place_of_snapshots(seed: int) -> None:
+def test_the_least_budget_is_found_where_operators_overwrite_snapshots(seed: int) -> None:
     graph = random_step(30, seed=seed)
     found = minimum(graph)
     assert simulate(graph, Schedule.from_steps(graph, found.steps)).peak_bytes == found.peak_bytes
@@ -164,7 +164,7 @@ def test_every_run_of_a_repeated_operator_is_laid_out() -> None:
 def test_a_close_search_comes_back_to_what_fits(
     is_close: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So hot that every move is accepted: a search that is not close leaves what fits."""
+    """So hot that every move is accepted: only a close search comes back to what fits."""
     over = []
 
     def recorded(state: State, chunk: Chunk) -> int:

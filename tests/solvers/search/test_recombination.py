@@ -42,7 +42,7 @@ def test_it_costs_no_more_than_any_of_its_parts(seed: int, family: str, share: f
     costliest = max(parts, key=lambda steps: cost_s(graph, steps))
     part = Recombination(graph, budget_bytes=budget).improve(costliest, parts, time_limit_s=20)
 
-    if part is None:  # they differ in nothing
+    if part is None:  # all of them recompute the same
         assert all(
             np.array_equal(recomputations(costliest), recomputations(other)) for other in parts
         )
