@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.core.graph import Graph
 from remat.core.schedule import Schedule
 from remat.pieces.joined_step import PieceStep, Place
-from remat.plan.digests import computation_of
 from remat.run.capture import runs_once
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.rewrite import SplitStep, split
@@ -107,7 +105,11 @@ class Piece:
         if self.first is None:
             copied = frozenset() if self.is_trace else self._all_copied(args)
             graph = self.step(copied).graph
-            steps = tuple(range(graph.num_operators)) if self.is_trace else _leanest_steps(graph)
+            steps = (
+                tuple(range(graph.num_operators))
+                if self.is_trace
+                else minimum(graph, time_limit_s=_PROVISIONAL_S).steps
+            )
             self.first = (copied, Schedule.from_steps(graph, steps))
         return self.number(*self.first)
 
@@ -142,15 +144,6 @@ class Piece:
 
 
 _PROVISIONAL_S = 1.0  # time limit of the search for a schedule of low peak
-_leanest: dict[str, tuple[int, ...]] = {}
-
-
-def _leanest_steps(graph: Graph) -> tuple[int, ...]:
-    """Returns steps of low peak; searches once for all pieces that compute the same."""
-    computation = computation_of(graph)
-    if computation not in _leanest:
-        _leanest[computation] = minimum(graph, time_limit_s=_PROVISIONAL_S).steps
-    return _leanest[computation]
 
 
 def _is_copied(argument: Any) -> bool:

@@ -8,17 +8,8 @@ from dataclasses import replace
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
-from remat.solvers.auto.minimum import Minimum, minimum
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.checkmate.milp import MILP
-
-_LEAST: dict[str, Minimum] = {}
-
-
-def least_of(graph: Graph) -> Minimum:
-    """The least budget, searched once for all equal graphs."""
-    if graph.fingerprint not in _LEAST:
-        _LEAST[graph.fingerprint] = minimum(graph)
-    return _LEAST[graph.fingerprint]
 
 
 def keep_all_bytes(graph: Graph) -> int:
@@ -28,7 +19,7 @@ def keep_all_bytes(graph: Graph) -> int:
 
 def budget_between(graph: Graph, share: float) -> int:
     """The budget at `share` of the way from the least to the peak of keeping everything."""
-    floor = least_of(graph).peak_bytes
+    floor = minimum(graph).peak_bytes
     return int(floor + share * (keep_all_bytes(graph) - floor))
 
 

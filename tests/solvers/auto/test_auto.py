@@ -56,7 +56,7 @@ from remat.tracers.synthetic import (
     unet,
 )
 from tests.support.checkout import SHARED
-from tests.support.graphs import keep_all_bytes, least_of
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
 
 INSTANCES = SHARED / "instances"
@@ -209,7 +209,7 @@ def test_annealing_never_leaves_the_regions() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_solved_at_the_least_a_middle_and_the_full_budget(family: str) -> None:
     graph = FAMILIES[family]()
-    least, ceiling = least_of(graph), keep_all_bytes(graph)
+    least, ceiling = minimum(graph), keep_all_bytes(graph)
     solver = Auto(rounds=1, time_limit_s=0.6)
     assert solver.solve(graph, budget_bytes=ceiling).status is Status.OPTIMAL
 
@@ -237,7 +237,7 @@ def test_the_least_budget_has_a_schedule_before_models_may_take_the_time(
         has_schedule.append(solve.search.steps is not None)
 
     monkeypatch.setattr(raising, "refine", no_time)
-    QUICK.solve(graph, budget_bytes=least_of(graph).peak_bytes)
+    QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
 
     assert has_schedule
     assert has_schedule[0]
@@ -245,7 +245,7 @@ def test_the_least_budget_has_a_schedule_before_models_may_take_the_time(
 
 def test_the_least_budget_is_always_met() -> None:
     graph = FAMILIES["unet"]()
-    least = least_of(graph)
+    least = minimum(graph)
     solution = Auto(gap=100.0, time_limit_s=20.0).solve(graph, budget_bytes=least.peak_bytes)
     assert solution.is_solved
     assert solution.peak_bytes <= least.peak_bytes
@@ -412,7 +412,7 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
     monkeypatch.setattr(LocalSearch, "run", recording)
 
     solution = Auto(gap=0.0, rounds=1, time_limit_s=4.0, threads=threads).improve(
-        graph, budget_bytes=budget, shared=Shared(graph, least_of(graph))
+        graph, budget_bytes=budget, shared=Shared(graph, minimum(graph))
     )
 
     assert solution.is_solved

@@ -18,6 +18,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
 from remat.solvers.auto.frontier import frontier_solutions
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
 from remat.solvers.baselines.chen import ChenGreedy
@@ -26,19 +27,13 @@ from remat.solvers.baselines.segment_family import Family
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.checkmate.milp import MILP
 from remat.tracers.synthetic import chain, random_layered, random_step, transformer
-from tests.support.graphs import least_of
 
 QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
 
 
 def spread(graph: Graph, count: int) -> list[int]:
-    first, last = least_of(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    first, last = minimum(graph).peak_bytes, simulate(graph, Schedule.keep_all(graph)).peak_bytes
     return [first + (last - first) * i // (count - 1) for i in range(count)]
-
-
-def curve(graph: Graph, budgets: Sequence[int], solver: Auto) -> list[Solution]:
-    """The curve, given the least budget: a search of half a second may end above it."""
-    return frontier_solutions(graph, budgets, solver, shared=Shared(graph, least_of(graph)))
 
 
 def check(graph: Graph, budgets: Sequence[int], solutions: Sequence[Solution]) -> None:
@@ -57,13 +52,13 @@ def check(graph: Graph, budgets: Sequence[int], solutions: Sequence[Solution]) -
 )
 def test_the_curve_is_monotone_and_valid(graph: Graph) -> None:
     budgets = spread(graph, 8)
-    check(graph, budgets[::-1], curve(graph, budgets[::-1], QUICK))
+    check(graph, budgets[::-1], frontier_solutions(graph, budgets[::-1], QUICK))
 
 
 def test_bounds_are_below_the_optimum_at_every_budget() -> None:
     graph = random_layered(6, seed=1, width=2)
     budgets = spread(graph, 6)
-    for solution in curve(graph, budgets, QUICK):
+    for solution in frontier_solutions(graph, budgets, QUICK):
         best = MILP(time_limit_s=20).solve(graph, budget_bytes=solution.budget_bytes)
         assert best.status is Status.OPTIMAL
         assert solution.lower_bound_s <= best.cost_s * (1 + 1e-9)
@@ -88,7 +83,11 @@ def test_twenty_budgets_are_allowed_the_time_of_a_few(monkeypatch: pytest.Monkey
     graph = random_layered(30, seed=2)
     budgets = spread(graph, 20)
 
-    check(graph, budgets, curve(graph, budgets, Auto(gap=1e-6, rounds=1, time_limit_s=0.8)))
+    check(
+        graph,
+        budgets,
+        frontier_solutions(graph, budgets, Auto(gap=1e-6, rounds=1, time_limit_s=0.8)),
+    )
     assert sum(allowed) <= 3.5 * 0.8
 
 
@@ -113,7 +112,7 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Auto, "improve", counted)
     graph = chain(20)
     budgets = spread(graph, 4)[:3]
-    steps = least_of(graph).steps
+    steps = minimum(graph).steps
     cost_s = simulate(graph, Schedule.from_steps(graph, steps)).cost_s
     bounds_s = dict(zip(budgets, (0.9 * cost_s, 0.8 * cost_s, 0.7 * cost_s), strict=True))
     frontier_solutions(graph, budgets, Auto(gap=1e-6, time_limit_s=8_000.0))
@@ -138,7 +137,7 @@ def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.Monkey
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     solutions = frontier_solutions(graph, [1, 2, most, most + 1, most + 2], QUICK)
     assert [s.status for s in solutions] == [Status.INFEASIBLE] * 2 + [Status.OPTIMAL] * 3
-    assert all(s.minimum_bytes == least_of(graph).peak_bytes for s in solutions)
+    assert all(s.minimum_bytes == minimum(graph).peak_bytes for s in solutions)
     assert len(asked) <= 4
 
 
@@ -175,7 +174,7 @@ def test_budgets_share_the_closed_form_schedules_and_the_least_budget(
 
 def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
     graph = random_step(40, seed=1)
-    shared, least = Shared(graph), least_of(graph)
+    shared, least = Shared(graph), minimum(graph)
     most = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     tight, loose = ((least.peak_bytes * part + most * (4 - part)) // 4 for part in (3, 1))
 
@@ -199,7 +198,7 @@ def test_a_model_starts_from_the_stages_of_the_nearest_budget() -> None:
 
 def test_stages_of_models_with_integers_are_not_reused() -> None:
     graph = random_step(12, seed=1)
-    shared, budget = Shared(graph), least_of(graph).peak_bytes
+    shared, budget = Shared(graph), minimum(graph).peak_bytes
     refinement = shared.refinement(budget)
     refinement.stages = refinement.stages.with_single(graph.num_operators - 2)
     assert len(shared.refinement(budget).boundaries) == 2

@@ -8,12 +8,12 @@ import pytest
 
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.auto import starting
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.starting import offer_with_margins
 from remat.solvers.bounds.memory_margins import Reserves
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
 from remat.tracers.synthetic import transformer
-from tests.support.graphs import least_of
 
 GRAPH = transformer(4)
 
@@ -26,7 +26,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
         Reserves, "schedules", lambda self, deadline: iter([list(range(GRAPH.num_operators))] * 5)
     )
     return Search(
-        GRAPH, budget_bytes=least_of(GRAPH).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0
+        GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 11 // 10, gap=0.0, time_limit_s=60.0
     )
 
 
@@ -43,7 +43,7 @@ def test_a_costlier_schedule_is_not_repaired(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starting, "repaired", lambda *_, **__: pytest.fail("repaired"))
-    search.offer(least_of(GRAPH).steps)
+    search.offer(minimum(GRAPH).steps)
     search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
     offer_with_margins(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
 

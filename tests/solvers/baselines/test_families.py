@@ -8,18 +8,18 @@ from __future__ import annotations
 from contextlib import suppress
 
 from remat.core.errors import SolverError
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import NAMES, Auto
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.baselines.families import FAMILIES, Families
 from remat.tracers.synthetic import chain
-from tests.support.graphs import least_of
 
 GRAPH = chain(12)
 UNLIMITED = 1 << 60
 
 
 def test_auto_adopts_a_familys_schedule_if_it_finds_nothing_else() -> None:
-    found = ChenGreedy().solve(GRAPH, budget_bytes=least_of(GRAPH).peak_bytes * 2)
+    found = ChenGreedy().solve(GRAPH, budget_bytes=minimum(GRAPH).peak_bytes * 2)
     assert found.schedule is not None
     others = tuple(name for name in NAMES if name != "families")
     solver = Auto(gap=0.0, time_limit_s=10.0, without=others)
@@ -29,7 +29,7 @@ def test_auto_adopts_a_familys_schedule_if_it_finds_nothing_else() -> None:
 
 
 def test_the_least_budget_is_not_above_that_of_a_family() -> None:
-    least = least_of(GRAPH).peak_bytes
+    least = minimum(GRAPH).peak_bytes
     assert any(True for _ in Families(GRAPH).leanest(UNLIMITED))
     for family in FAMILIES:
         with suppress(SolverError):  # a chain has no blocks

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import Auto
 from remat.solvers.bounds.lagrangian import Lagrangian
 from remat.solvers.bounds.lazy_rows import LazyRows
@@ -24,7 +25,7 @@ from remat.solvers.core.accounting import Accounting
 from remat.solvers.core.on_demand import forward_length
 from remat.solvers.lp.min_cut import MinCut
 from remat.tracers.synthetic import FAMILIES, chain, random_layered, random_step, transformer, unet
-from tests.support.graphs import keep_all_bytes, least_of
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
 
 
@@ -77,7 +78,7 @@ def with_least(name: str) -> tuple[Graph, int]:
         "transformer": transformer(6),
         "layered": random_layered(60, seed=3),
     }[name]
-    return graph, least_of(graph).peak_bytes
+    return graph, minimum(graph).peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.refinement import MAX_STAGES, Refinement
 from remat.solvers.bounds.window import WindowModel
 from remat.tracers.synthetic import random_layered
-from tests.support.graphs import budget_between, least_of, optimum, random_training_graph
+from tests.support.graphs import budget_between, optimum, random_training_graph
 
 
 def bounds_s(graph: Graph, budget: int, cutoff_s: float | None) -> list[float]:
@@ -49,7 +50,7 @@ def test_refinement_sees_what_one_window_does_not() -> None:
     for seed in range(25):
         graph = random_training_graph(seed)
         floor, ceiling = (
-            least_of(graph).peak_bytes,
+            minimum(graph).peak_bytes,
             simulate(graph, Schedule.keep_all(graph)).peak_bytes,
         )
         if floor == ceiling:
@@ -68,7 +69,7 @@ def test_refinement_sees_what_one_window_does_not() -> None:
 def test_moment_rows_hold_for_the_optimum(seed: int) -> None:
     """With each operator of the backward as a stage, all moment rows are checked."""
     graph = random_training_graph(seed, 5, 6)
-    budget = least_of(graph).peak_bytes
+    budget = minimum(graph).peak_bytes
     boundaries = [0, *range(graph.num_forward, graph.num_operators + 1)]
     stages = list(pairwise(boundaries))
     windows = sorted({*stages, *((a, graph.num_operators) for a in boundaries[:-1])})
@@ -84,7 +85,7 @@ def test_relaxing_goes_on_if_the_schedule_fits_but_is_expensive(seed: int) -> No
     """Values that are kept fractionally then do not show where the model fails."""
     graph = random_training_graph(seed, 6, 14)
     floor, ceiling = (
-        least_of(graph).peak_bytes,
+        minimum(graph).peak_bytes,
         simulate(graph, Schedule.keep_all(graph)).peak_bytes,
     )
     budget = int(floor + 0.25 * (ceiling - floor))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.schedule import Schedule, simulate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.window import WindowModel
-from tests.support.graphs import least_of
 from tests.support.oracles import brute_force
 
 
@@ -80,7 +80,7 @@ def test_no_bound_is_above_the_optimum_with_snapshots(
 ) -> None:
     graph = with_snapshots(seed, 3)
     floor, ceiling = (
-        least_of(graph).peak_bytes,
+        minimum(graph).peak_bytes,
         simulate(graph, Schedule.keep_all(graph)).peak_bytes,
     )
     budget = int(floor + share * (ceiling - floor))

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.baselines.revolve import Revolve
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.persistent.rotor import rotor_steps
 from remat.solvers.persistent.segment_options import find_options
 from remat.solvers.persistent.segmentation import Segmentation
 from remat.tracers.synthetic import FAMILIES, chain, transformer
-from tests.support.graphs import keep_all_bytes, least_of, random_training_graph
+from tests.support.graphs import keep_all_bytes, random_training_graph
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -51,7 +52,7 @@ def test_on_every_family_the_steps_fit(family: str) -> None:
 
 def test_a_forward_operator_of_no_segment_may_need_more_memory_at_first() -> None:
     graph = FAMILIES["random_layered_without_phases"]()
-    steps = rotor_steps(graph, (least_of(graph).peak_bytes + keep_all_bytes(graph)) // 2)
+    steps = rotor_steps(graph, (minimum(graph).peak_bytes + keep_all_bytes(graph)) // 2)
     assert steps is not None
     assert not validate(graph, Schedule.from_steps(graph, steps))
 

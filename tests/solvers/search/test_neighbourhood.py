@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.lp.backend import Highs
 from remat.solvers.search.neighbourhood import Neighbourhood
 from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.restarts import Restarts
 from remat.solvers.search.slots import slots_around
 from remat.tracers.synthetic import random_layered, random_step, transformer, two_regions
-from tests.support.graphs import keep_all_bytes, least_of
+from tests.support.graphs import keep_all_bytes
 from tests.support.oracles import brute_force, minimum_bytes
 
 
@@ -52,7 +53,7 @@ def test_with_everything_free_it_finds_the_optimum(seed: int, share: float) -> N
 
     floor, ceiling = minimum_bytes(graph), keep_all_bytes(graph)
     budget = int(floor + share * (ceiling - floor))
-    best, start = brute_force(graph, budget), least_of(graph).steps
+    best, start = brute_force(graph, budget), minimum(graph).steps
     assert best is not None
 
     slots = slots_around(
@@ -82,7 +83,7 @@ FAMILIES = {
 @given(seed=st.integers(0, 1_000), family=st.sampled_from(sorted(FAMILIES)), share=st.floats(0, 1))
 def test_what_it_improves_is_valid_and_costs_no_more(seed: int, family: str, share: float) -> None:
     graph = FAMILIES[family](seed)
-    least = least_of(graph)
+    least = minimum(graph)
     budget = int(least.peak_bytes + share * (keep_all_bytes(graph) - least.peak_bytes))
 
     steps = Neighbourhood(graph, budget, seed).improve(least.steps, max_rounds=5)
@@ -96,7 +97,7 @@ def test_what_it_improves_is_valid_and_costs_no_more(seed: int, family: str, sha
 
 def test_one_seed_gives_one_answer() -> None:
     graph = random_layered(8, seed=2)
-    least = least_of(graph)
+    least = minimum(graph)
     first, second = (
         Neighbourhood(graph, least.peak_bytes, 3).improve(least.steps, max_rounds=6)
         for _ in range(2)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.search.neighbourhood_solve import recomputations
 from remat.solvers.search.recombination import Recombination
 from remat.solvers.search.restarts import Restarts
 from remat.tracers.synthetic import random_layered, random_step, two_regions, unet
-from tests.support.graphs import least_of
 
 FAMILIES = {
     "layered": lambda seed: random_layered(9, seed=seed),
@@ -33,7 +33,7 @@ def test_it_costs_no_more_than_any_of_its_parts(seed: int, family: str, share: f
     # the model counts snapshots as soon as something could need them
     assume(not graph.arrays.is_snapshot.any())
 
-    least, ceiling = least_of(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    least, ceiling = minimum(graph), simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget = int(least.peak_bytes + share * (ceiling - least.peak_bytes))
     restarts = Restarts(graph, budget_bytes=budget, seed=seed, moves=200)
     restarts.run([least.steps, range(graph.num_operators)])
@@ -58,7 +58,7 @@ def test_it_costs_no_more_than_any_of_its_parts(seed: int, family: str, share: f
 
 def test_what_was_tried_is_not_tried_again() -> None:
     graph = random_step(12, seed=3)
-    least = np.array(least_of(graph).steps, np.int64)
+    least = np.array(minimum(graph).steps, np.int64)
     keep_all = np.arange(graph.num_operators)
     budget = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     recombination = Recombination(graph, budget_bytes=budget)
@@ -75,7 +75,7 @@ def test_ends_that_do_not_fit_are_recombined() -> None:
     Naive: they are thrown away, and the cost stays at 1.573 times.
     """
     graph = unet(8)
-    least = least_of(graph)
+    least = minimum(graph)
     restarts = Restarts(graph, budget_bytes=least.peak_bytes, moves=2_000)
     restarts.run([range(graph.num_operators), least.steps])
     assert restarts.pool[0][0] < 1.55 * graph.cost_s

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from remat.core.schedule import Schedule, simulate
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.baselines.chen import ChenGreedy
 from remat.solvers.core.accounting import working_set_bytes
 from remat.solvers.core.on_demand import steps_on_demand
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 from remat.solvers.search.repair import repaired, unrolled
 from remat.tracers.synthetic import FAMILIES, chain, random_step, transformer
-from tests.support.graphs import least_of, random_training_graph
+from tests.support.graphs import random_training_graph
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -65,7 +66,7 @@ def test_an_unrolled_schedule_costs_the_same_and_needs_no_less_memory(
 
 def test_a_fitting_schedule_is_unchanged() -> None:
     graph = transformer(6)
-    steps = list(least_of(graph).steps)
+    steps = list(minimum(graph).steps)
     ample = simulate(graph, Schedule.keep_all(graph)).peak_bytes * 2
     assert repaired(graph, steps, budget_bytes=ample) == steps
 
@@ -77,7 +78,7 @@ def test_nothing_is_found_if_one_step_alone_does_not_fit() -> None:
 
 def test_repaired_segments_are_cheaper_than_the_greedy_alone() -> None:
     graph = chain(60)
-    budget = int(least_of(graph).peak_bytes * 1.25)
+    budget = int(minimum(graph).peak_bytes * 1.25)
     greedy = [steps_with_eviction(graph, budget, rule) for rule in Rule]
     alone = min(float(graph.arrays.cost_s[steps].sum()) for steps in greedy if steps is not None)
 
