@@ -60,32 +60,33 @@ def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
     return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
 
 
-_FORWARD = "            return planned[-1].meter.forward(run) if planned else run"
-_NOTED = """            if not planned:
-                return run
-            inner = planned[-1].meter.forward(run)
+_FORWARD = "        return self.planned[-1].meter.forward(run) if self.planned else run"
+_NOTED = """        if not self.planned:
+            return run
+        inner = self.planned[-1].meter.forward(run)
 
-            def noted(args):
-                latest[:] = results = list(inner(args))
-                return results
+        def noted(args):
+            self.latest[:] = results = list(inner(args))
+            return results
 
-            noted._boxed_call = True
-            return noted"""
+        noted._boxed_call = True
+        return noted"""
 _BACKWARD = (
-    "            return runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)"
+    "        return runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)"
 )
-_STALE = """            inner = runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)
+_STALE = """        inner = runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)
 
-            def stale(args):
-                saved = latest[planned[-1].step.num_forward_outputs :]
-                args[: len(saved)] = saved
-                return inner(args)
+        def stale(args):
+            saved = self.latest[last.step.num_forward_outputs :]
+            args[: len(saved)] = saved
+            return inner(args)
 
-            stale._boxed_call = True
-            return stale"""
+        stale._boxed_call = True
+        return stale"""
 _LATEST = (
-    "        planned: list[PlannedStep] = []\n",
-    "        planned: list[PlannedStep] = []\n        latest = []\n",
+    "    planned: list[PlannedStep] = field(default_factory=list)",
+    "    latest: list[Any] = field(default_factory=list)\n"
+    "    planned: list[PlannedStep] = field(default_factory=list)",
 )
 _REPLAY = "        return _drawn(operator, args, kwargs, state, move_on=False)"
 

@@ -48,9 +48,7 @@ def cuda_attention(device_name: str) -> Iterator[None]:
         kernel = chosen_kernel(device_name, query, key, attn_mask, enable_gqa=enable_gqa)
         mask = _as_float(attn_mask, query.dtype)
 
-        needs_gradient = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (query, key, value)
-        )
+        needs_gradient = torch.is_grad_enabled() and _any_requires_grad(query, key, value)
 
         if kernel == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
@@ -108,6 +106,10 @@ def chosen_kernel(
         return "flash"
 
     return "math" if enable_gqa and key.shape[1] != query.shape[1] else "efficient"
+
+
+def _any_requires_grad(*tensors: torch.Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _as_autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:

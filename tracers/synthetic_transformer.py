@@ -171,7 +171,6 @@ def transformer(num_blocks: int, *, width: int = 64, has_names: bool = True) -> 
     )
 
 
-# long because each operator is one call
 def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
     module = f"{block}.attn"
     weights = [
@@ -179,27 +178,7 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         for name in ("qkv", "proj")
     ]
 
-    norm, mean = tape.call(
-        f"{block}.norm1",
-        "aten.native_layer_norm.default",
-        [stream],
-        [width, 4],
-        cost_s=1,
-        module=f"{block}.norm1",
-        saves=[0, -2],
-    )
-    del mean
-
-    (qkv,) = tape.call(
-        f"{module}.qkv",
-        "aten.mm.default",
-        [norm, weights[0]],
-        [3 * width],
-        cost_s=12,
-        module=f"{module}.qkv",
-        saves=[0, 1],
-    )
-
+    qkv = _queries_keys_values(tape, stream, weights[0], block, width)
     dropped = _attention_weights(tape, qkv, module, width)
     (context,) = tape.call(
         f"{module}.context",
@@ -225,6 +204,31 @@ def _attention(tape: _Tape, stream: int, block: str, width: int) -> int:
         f"{block}.add1", "aten.add.Tensor", [stream, out], [width], cost_s=1, module=block
     )
     return stream
+
+
+def _queries_keys_values(tape: _Tape, stream: int, weight: int, block: str, width: int) -> int:
+    """Appends the norm and the projection, and returns queries, keys and values as one value."""
+    norm, mean = tape.call(
+        f"{block}.norm1",
+        "aten.native_layer_norm.default",
+        [stream],
+        [width, 4],
+        cost_s=1,
+        module=f"{block}.norm1",
+        saves=[0, -2],
+    )
+    del mean
+
+    (qkv,) = tape.call(
+        f"{block}.attn.qkv",
+        "aten.mm.default",
+        [norm, weight],
+        [3 * width],
+        cost_s=12,
+        module=f"{block}.attn.qkv",
+        saves=[0, 1],
+    )
+    return qkv
 
 
 def _attention_weights(tape: _Tape, qkv: int, module: str, width: int) -> int:

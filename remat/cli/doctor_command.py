@@ -67,26 +67,20 @@ def doctor(
 
     Example:  remat doctor my_project.model:make --device H100 --optimizer adamw
     """
-    from remat.look.tables import write_json
+    if factory is None:
+        raise typer.Exit(0 if _is_well() else 1)
 
-    if factory is not None:
-        fit = _fit(
-            factory,
-            reserve,
-            device=device,
-            budget=budget,
-            optimizer=optimizer,
-            time_limit_s=time_limit,
-            executor=executor,
-        )
-        if format_ is Format.JSON:
-            write_json(fit.record())
-        else:
-            typer.echo(str(fit))
-        is_over = most_overhead is not None and bool(fit) and 100 * fit.overhead > most_overhead
-        raise typer.Exit(1 if is_over else EXIT_CODES[fit.status])
-
-    raise typer.Exit(0 if _is_well() else 1)
+    fit = _fit(
+        factory,
+        reserve,
+        device=device,
+        budget=budget,
+        optimizer=optimizer,
+        time_limit_s=time_limit,
+        executor=executor,
+    )
+    _write(fit, format_)
+    raise typer.Exit(_exit_status(fit, most_overhead))
 
 
 def _is_well() -> bool:
@@ -123,3 +117,17 @@ def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
                 made.model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options
             )
             return question.answer(question.trace(made.args, made.kwargs))
+
+
+def _write(fit: Any, format_: Format) -> None:
+    from remat.look.tables import write_json
+
+    if format_ is Format.JSON:
+        write_json(fit.record())
+    else:
+        typer.echo(str(fit))
+
+
+def _exit_status(fit: Any, most_overhead: float | None) -> int:
+    is_over = most_overhead is not None and bool(fit) and 100 * fit.overhead > most_overhead
+    return 1 if is_over else EXIT_CODES[fit.status]

@@ -84,16 +84,7 @@ def make_inductor_backend(
         compiled, planned = compilation.compiled, compilation.planned
 
         if planned:
-            if planned.meter.device == "cuda":
-                planned.meter.num_unmeasured = 1  # the first step also tunes Triton's kernels
-            on_planned(
-                replace(
-                    planned,
-                    kernels_peak_bytes=compilation.peak_bytes,
-                    kernels_room_bytes=compilation.room_bytes,
-                )
-            )
-
+            on_planned(_with_kernels(planned, compilation))
             compiled = with_missing_gradients(compiled, planned.step)
             if plain_steps and plain:
                 compiled = plain_steps.around(plain, compiled)
@@ -101,6 +92,17 @@ def make_inductor_backend(
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+def _with_kernels(planned: PlannedStep, compilation: _Compilation) -> PlannedStep:
+    """Returns a planned step with what is known of its compiled kernels before they run."""
+    if planned.meter.device == "cuda":
+        planned.meter.num_unmeasured = 1  # the first step also tunes Triton's kernels
+    return replace(
+        planned,
+        kernels_peak_bytes=compilation.peak_bytes,
+        kernels_room_bytes=compilation.room_bytes,
+    )
 
 
 Read = Callable[[fx.GraphModule, int, Any], FusedStep]

@@ -316,17 +316,7 @@ class Piecewise:
         kernels_room_bytes: int = 0,
     ) -> JoinedPlan:
         """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients."""
-        assert self.plan_of is not None
-        try:
-            solution = self.plan_of(
-                joined,
-                gradient_bytes=held_bytes,
-                gap_bytes=unplanned_bytes,
-                unplanned_bytes=kernels_room_bytes,
-            )
-        except BudgetError as error:
-            raise naming_breaks(error, self.breaks) from None
-
+        solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes)
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(
@@ -351,6 +341,20 @@ class Piecewise:
 
         self.plans[path, held_bytes] = planned
         return planned
+
+    def _solution(
+        self, joined: JoinedStep, held_bytes: int, gap_bytes: int, kernels_room_bytes: int
+    ) -> Solution:
+        assert self.plan_of is not None
+        try:
+            return self.plan_of(
+                joined,
+                gradient_bytes=held_bytes,
+                gap_bytes=gap_bytes,
+                unplanned_bytes=kernels_room_bytes,
+            )
+        except BudgetError as error:
+            raise naming_breaks(error, self.breaks) from None
 
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule

@@ -8,7 +8,7 @@ returns the two halves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -169,56 +169,73 @@ def make_backend(
     if differentiate not in ("scalars", "all"):
         raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
 
-    # long, since AOTAutograd's three callbacks share what belongs to one capture
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_uncapturable(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
-        planned: list[PlannedStep] = []
         inference = are_inference(example_inputs)
 
-        def partition(
-            joint: fx.GraphModule,
-            joint_inputs: Any,
-            *,
-            num_fwd_outputs: int,
-            static_lifetime_input_indices: Any = None,
-            **_: Any,
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            refuse_changing_sizes(joint.graph)
-            refuse_what_has_no_size(joint)
-            mark_inference_inputs(joint, inference)
-
-            step = read_joint(
-                joint,
-                num_fwd_outputs,
-                costs,
-                static_inputs=tuple(static_lifetime_input_indices or ()),
-                model_bytes=model_bytes(),
-            )
-            planned.append(PlannedStep.of(step, plan, plain))
-            on_planned(planned[-1])
-            return planned[-1].split.forward, planned[-1].split.backward
-
-        def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
-            run = compile_graph(graph)
-            # nothing was planned: nothing needs a gradient
-            return planned[-1].meter.forward(run) if planned else run
-
-        def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            last = planned[-1]
-            return runs_once(last.meter.backward(compile_graph(graph)), last.step, plain)
-
+        capture = _Capture(plan, costs, on_planned, model_bytes, plain, inference)
         compiled = compiled_by_aot(
-            module, example_inputs, compile_forward, compile_backward, partition
+            module,
+            example_inputs,
+            capture.compile_forward,
+            capture.compile_backward,
+            capture.partition,
         )
-        if planned:
-            compiled = with_missing_gradients(compiled, planned[-1].step)
-        if plain_steps and plain and planned:
+
+        if capture.planned:
+            compiled = with_missing_gradients(compiled, capture.planned[-1].step)
+        if plain_steps and plain and capture.planned:
             compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
 
     return backend
+
+
+@dataclass(eq=False)
+class _Capture:
+    """One capture: the three callbacks that AOTAutograd gets, and what they share."""
+
+    plan: Planner
+    costs: CostModel
+    on_planned: Callable[[PlannedStep], None]
+    model_bytes: Callable[[], int]
+    plain: PlainForward | None
+    inference: tuple[bool, ...]  # inputs made under `torch.inference_mode()`
+    planned: list[PlannedStep] = field(default_factory=list)  # empty: nothing needs a gradient
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Any = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        refuse_changing_sizes(joint.graph)
+        refuse_what_has_no_size(joint)
+        mark_inference_inputs(joint, self.inference)
+
+        step = read_joint(
+            joint,
+            num_fwd_outputs,
+            self.costs,
+            static_inputs=tuple(static_lifetime_input_indices or ()),
+            model_bytes=self.model_bytes(),
+        )
+        self.planned.append(PlannedStep.of(step, self.plan, self.plain))
+        self.on_planned(self.planned[-1])
+        return self.planned[-1].split.forward, self.planned[-1].split.backward
+
+    def compile_forward(self, graph: fx.GraphModule, _: Any) -> Any:
+        run = compile_graph(graph)
+        return self.planned[-1].meter.forward(run) if self.planned else run
+
+    def compile_backward(self, graph: fx.GraphModule, _: Any) -> Any:
+        last = self.planned[-1]
+        return runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)
 
 
 def refuse_uncapturable(module: fx.GraphModule) -> None:

@@ -74,12 +74,9 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
             break
 
         best = max(tried, key=lambda v: tried[v])
-        around = [
-            v
-            for v in range(best - spacing, best + spacing + 1)
-            if v in backward and v not in tried and v not in refinement.stages.singles
-        ]
-        tried |= _bounds_with(refinement, around, deadline)
+        around = range(max(best - spacing, backward.start), min(best + spacing + 1, backward.stop))
+        untried = [v for v in around if v not in tried and v not in refinement.stages.singles]
+        tried |= _bounds_with(refinement, untried, deadline)
 
         if math.inf in (best_s, tried[best]):  # the relaxation has no point
             best_s = math.inf

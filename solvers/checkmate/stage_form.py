@@ -124,21 +124,10 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
 
     reads = [*(not_resident(op.reads) for op in graph.operators), *(outputs for _ in sink)]
     writes = [*(op.writes for op in graph.operators), *sink]
-    users: list[list[int]] = [[] for _ in graph.values]
-    for index, values in enumerate(reads):
-        for value in values:
-            users[value].append(index)
+    users = _users(reads, len(graph.values))
 
     may_recompute, may_keep = _useful(_allowed(graph, len(reads)), reads, writes, len(graph.values))
-    is_snapshot = [
-        producer >= 0 and graph.operators[producer].is_snapshot for producer in graph.producer
-    ]
-    # a snapshot whose readers can never run again needs no memory
-    can_repeat = [bool(column.any()) for column in may_recompute.T]
-    is_void = [
-        is_snapshot[v] and not any(can_repeat[u] for u in users[v])
-        for v in range(len(graph.values))
-    ]
+    is_snapshot, is_void = _snapshots(graph, users, may_recompute)
     return StageForm(
         num_steps=graph.num_operators,
         cost_s=(*(op.cost_s for op in graph.operators), *(0.0 for _ in sink)),
@@ -157,6 +146,32 @@ def stage_form(graph: Graph, budget_bytes: int) -> StageForm:
         may_keep=may_keep,
         capacity_bytes=budget_bytes - graph.resident_bytes,
     )
+
+
+def _users(reads: Sequence[tuple[int, ...]], num_values: int) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in range(num_values)]
+    for index, values in enumerate(reads):
+        for value in values:
+            users[value].append(index)
+    return users
+
+
+def _snapshots(
+    graph: Graph, users: Sequence[Sequence[int]], may_recompute: NDArray[np.bool_]
+) -> tuple[list[bool], list[bool]]:
+    """Returns which values are snapshots, and which of these need no memory.
+
+    A snapshot needs none where its readers can never run again.
+    """
+    is_snapshot = [
+        producer >= 0 and graph.operators[producer].is_snapshot for producer in graph.producer
+    ]
+    can_repeat = [bool(column.any()) for column in may_recompute.T]
+    is_void = [
+        is_snapshot[v] and not any(can_repeat[u] for u in users[v])
+        for v in range(len(graph.values))
+    ]
+    return is_snapshot, is_void
 
 
 def _allowed(graph: Graph, num_stages: int) -> NDArray[np.bool_]:

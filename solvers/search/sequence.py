@@ -66,20 +66,7 @@ def pack(graph: Graph, *, room: int) -> State:
     `room` is the budget less the resident bytes. O(V + E).
     """
     arrays, count = graph.arrays, graph.num_operators
-    values = np.zeros((len(graph.values), 7), np.int64)
-    values[:, PRODUCER] = arrays.producer
-    values[:, SIZE] = values[:, NOW] = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
-    values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[
-        np.maximum(arrays.producer, 0)
-    ]
-
-    operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
-    operators[:count, WORKSPACE], operators[:count, PINNED] = (
-        arrays.workspace_bytes,
-        arrays.is_pinned,
-    )
-    operators[count, PINNED] = 1
-    operators[:count, SPAN : SPAN + 4] = region_spans(graph)
+    values, operators = _values_without_users(graph), _operators_without_links(graph)
 
     none = np.zeros(0, np.int64)
     reads = (arrays.read_start, arrays.read, arrays.output)
@@ -114,6 +101,29 @@ def pack(graph: Graph, *, room: int) -> State:
         sums,
         np.append(arrays.cost_s, (0.0, 0.0)),
     )
+
+
+def _values_without_users(graph: Graph) -> Ints:
+    arrays = graph.arrays
+    values = np.zeros((len(graph.values), 7), np.int64)
+    values[:, PRODUCER] = arrays.producer
+    values[:, SIZE] = values[:, NOW] = np.where(arrays.producer >= 0, arrays.size_bytes, 0)
+    values[:, SNAPSHOT] = (arrays.producer >= 0) & arrays.is_snapshot[
+        np.maximum(arrays.producer, 0)
+    ]
+    return values
+
+
+def _operators_without_links(graph: Graph) -> Ints:
+    arrays, count = graph.arrays, graph.num_operators
+    operators = np.zeros((count + 1, WHERE + MAX_TIMES), np.int64)
+    operators[:count, WORKSPACE], operators[:count, PINNED] = (
+        arrays.workspace_bytes,
+        arrays.is_pinned,
+    )
+    operators[count, PINNED] = 1
+    operators[:count, SPAN : SPAN + 4] = region_spans(graph)
+    return operators
 
 
 def with_empty_slots(state: State, num_steps: int) -> State:
