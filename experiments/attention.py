@@ -254,37 +254,48 @@ def picture(record: Mapping[str, Any]) -> None:
         (left, "peak_bytes", 2**20, "memory of the step (MiB)", "less memory"),
         (middle, "step_s", 1e-3, "CPU time (ms)", "less time"),
     )
-
     for axes, field, unit, label, what in panels:
         quiet(axes, x_label="tokens T", y_label=label, grid="both")
-        for (name, _), colour in zip(WAYS.items(), (ORANGE, "#7b4fa3", BLUE), strict=True):
-            mine = [row for row in rows if row["way"] == name]
-            axes.loglog(
-                [row["tokens"] for row in mine],
-                [row[field] / unit for row in mine],
-                "o-",
-                color=colour,
-                label=name,
-            )
+        _draw_measured(axes, rows, field, unit)
+        _mark_crossing(axes, record["crossover_tokens"][field], what)
 
-        ticks = sorted({row["tokens"] for row in rows})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
-        axes.minorticks_off()
+    _draw_slope(left, rows)
+    _draw_remaining(right, kept)
 
-        at = record["crossover_tokens"][field]
-        titled(
-            axes,
-            f"tiled takes {what} than written out from T = {at:,.0f}"
-            if at
-            else "tiled: no crossover",
+    legend_below(figure, [left, middle, right])
+    draw("attention", figure)
+
+
+def _draw_measured(axes: Any, rows: list[dict[str, Any]], field: str, unit: float) -> None:
+    for (name, _), colour in zip(WAYS.items(), (ORANGE, "#7b4fa3", BLUE), strict=True):
+        mine = [row for row in rows if row["way"] == name]
+        axes.loglog(
+            [row["tokens"] for row in mine],
+            [row[field] / unit for row in mine],
+            "o-",
+            color=colour,
+            label=name,
         )
 
-        if at:
-            axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+    ticks = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+    axes.minorticks_off()
 
+
+def _mark_crossing(axes: Any, at: float | None, what: str) -> None:
+    if not at:
+        titled(axes, "tiled: no crossover")
+        return
+
+    titled(axes, f"tiled takes {what} than written out from T = {at:,.0f}")
+    axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+
+
+def _draw_slope(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Draws what grows as T squared and ends where the written-out form does."""
     ends = [row for row in rows if row["way"] == "written out"]
     x = np.array([ends[0]["tokens"], ends[-1]["tokens"]])
-    left.plot(
+    axes.plot(
         x,
         ends[-1]["peak_bytes"] / 2**20 * (x / x[-1]) ** 2,
         ":",
@@ -292,25 +303,24 @@ def picture(record: Mapping[str, Any]) -> None:
         label="slope of T squared",
     )
 
-    quiet(right, x_label="tokens T", y_label="kept for the backward per GPT layer (MiB)")
+
+def _draw_remaining(axes: Any, kept: list[dict[str, Any]]) -> None:
+    quiet(axes, x_label="tokens T", y_label="kept for the backward per GPT layer (MiB)")
     lengths = sorted({row["tokens"] for row in kept})
 
     for place, (kind, colour) in enumerate((("written out", ORANGE), ("fused", BLUE))):
         heights = [row["layer_bytes"] / 2**20 for row in kept if row["attention"] == kind]
-        bars = right.bar(
+        bars = axes.bar(
             np.arange(len(lengths)) + 0.4 * (place - 0.5),
             heights,
             0.38,
             color=colour,
             label=f"GPT layer, attention {kind}",
         )
-        right.bar_label(bars, fmt="%.0f", fontsize=8)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
 
-    right.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    titled(right, "what remains to drop (bf16, batch 4, width 256)")
-
-    legend_below(figure, [left, middle, right])
-    draw("attention", figure)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    titled(axes, "what remains to drop (bf16, batch 4, width 256)")
 
 
 def main() -> None:

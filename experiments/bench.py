@@ -109,8 +109,7 @@ def draw(folder: Path) -> None:
         _LOG.info("drew %s", path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the requested sets; returns 2 if the instances of a set are missing."""
+def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument(
         "what",
@@ -142,8 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     parser.add_argument("--fresh", action="store_true", help="make existing rows again")
-    options = parser.parse_args(arguments)
+    return parser
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the requested sets; returns 2 if the instances of a set are missing."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _LOG.setLevel(logging.INFO)
 

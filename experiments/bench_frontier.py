@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.bench_rows import CONSOLE, Row, Rows, facts, geometric_mean, new_table, percent
 from experiments.peers import PEERS, solve_as_peer
@@ -113,22 +114,6 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         limits.append(curve["seconds"] / time_limit_s)
         ratios.append(curve["seconds"] / total_s)
 
-        both = [
-            (point, row)
-            for point, row in zip(curve["points"], alone, strict=True)
-            if None not in (point[2], row["overhead_percent"])
-        ]
-
-        overhead, bound = (
-            geometric_mean(1 + point[column] / 100 for point, _ in both) for column in (2, 3)
-        )
-        other = geometric_mean(1 + row["overhead_percent"] / 100 for _, row in both)
-
-        cells = (
-            percent(100 * (overhead - 1)),
-            percent(100 * (other - 1)),
-            percent(100 * (1 - bound / overhead), is_signed=False),
-        )
         price = (
             f"{curve['seconds']:.1f}",
             f"{limits[-1]:.1f}",
@@ -136,7 +121,8 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
             f"{ratios[-1]:.2f}",
         )
 
-        table.add_row(curve["graph"], *price, *cells, "yes" if curve["is_monotone"] else "NO")
+        means = _means(curve["points"], alone)
+        table.add_row(curve["graph"], *price, *means, "yes" if curve["is_monotone"] else "NO")
 
     CONSOLE.print(table)
 
@@ -145,3 +131,23 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         "single solves"
     )
     CONSOLE.print(f"a curve takes {solves} (geometric means)\n")
+
+
+def _means(points: Sequence[Sequence[Any]], alone: Sequence[Row]) -> tuple[str, str, str]:
+    """Returns a curve's mean overhead, that of the single solves, and the curve's gap."""
+    both = [
+        (point, row)
+        for point, row in zip(points, alone, strict=True)
+        if None not in (point[2], row["overhead_percent"])
+    ]
+
+    overhead, bound = (
+        geometric_mean(1 + point[column] / 100 for point, _ in both) for column in (2, 3)
+    )
+    other = geometric_mean(1 + row["overhead_percent"] / 100 for _, row in both)
+
+    return (
+        percent(100 * (overhead - 1)),
+        percent(100 * (other - 1)),
+        percent(100 * (1 - bound / overhead), is_signed=False),
+    )

@@ -16,6 +16,7 @@ from experiments.bench_rows import Row
 from remat.look.plot import save
 from remat.look.plot_style import BLUE, GREEN, GREY, LINES, legend, new_figure, quiet
 
+_GIB = 2**30
 _HEADROOM = 1.4  # the picture is about the last schedules; the first may cost far more
 
 
@@ -140,15 +141,36 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
     if curve is None:
         return None
 
-    gib = 2**30
     figure = new_figure(
         f"{DRAWN.replace('_', ', ')} layers: what memory costs in compute, by method"
     )
     axes = figure.subplots()
 
-    points = [point for point in curve["points"] if point[2] is not None]
+    _draw_own(axes, [point for point in curve["points"] if point[2] is not None])
+    _draw_peers(
+        axes,
+        [
+            row
+            for row in rows
+            if row["kind"] == "peer" and row["graph"] == DRAWN and row["peak_bytes"] is not None
+        ],
+    )
+
+    quiet(
+        axes,
+        x_label="simulated peak of the whole step (GiB)",
+        y_label="extra compute over keeping everything (%)",
+        grid="both",
+    )
+
+    legend(figure, axes)
+    return figure
+
+
+def _draw_own(axes: Axes, points: Sequence[Sequence[float]]) -> None:
+    """Draws points of a budget, a peak, an overhead and its bound."""
     axes.plot(
-        [peak / gib for _, peak, _, _ in points],
+        [peak / _GIB for _, peak, _, _ in points],
         [over for _, _, over, _ in points],
         "o-",
         color=BLUE,
@@ -156,10 +178,9 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
         label="auto",
     )
 
-    proved = [(budget / gib, bound) for budget, _, _, bound in points]
     axes.step(
-        [x for x, _ in proved],
-        [y for _, y in proved],
+        [budget / _GIB for budget, _, _, _ in points],
+        [bound for _, _, _, bound in points],
         where="pre",
         color=GREEN,
         linewidth=1.4,
@@ -167,19 +188,15 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
         label="proved",
     )
 
-    peers = [
-        row
-        for row in rows
-        if row["kind"] == "peer" and row["graph"] == DRAWN and row["peak_bytes"] is not None
-    ]
 
+def _draw_peers(axes: Axes, rows: Sequence[Row]) -> None:
     for peer, colour in zip(
-        dict.fromkeys(row["peer"] for row in peers), LINES[1:] * 2, strict=False
+        dict.fromkeys(row["peer"] for row in rows), LINES[1:] * 2, strict=False
     ):
         mine = sorted(
             {
-                (row["peak_bytes"] / gib, row["overhead_percent"])
-                for row in peers
+                (row["peak_bytes"] / _GIB, row["overhead_percent"])
+                for row in rows
                 if row["peer"] == peer
             }
         )
@@ -193,13 +210,3 @@ def _frontier(rows: Sequence[Row]) -> Figure | None:
             linewidth=0.8,
             label=peer,
         )
-
-    quiet(
-        axes,
-        x_label="simulated peak of the whole step (GiB)",
-        y_label="extra compute over keeping everything (%)",
-        grid="both",
-    )
-
-    legend(figure, axes)
-    return figure

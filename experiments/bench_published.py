@@ -175,26 +175,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     )
 
     for row in rows:
-        is_solved = row["cost"] is not None
-        peak = f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
-        cost = cost_text(row["cost"]) if is_solved else row["status"]
-
-        numbers = (
-            percent(row["overhead_percent"]),
-            percent(row["bound_percent"]),
-            percent(row["gap_percent"], is_signed=False),
-        )
-
-        name = row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
-        table.add_row(
-            name,
-            row["budget"],
-            *numbers,
-            f"{row['seconds']:.1f}",
-            peak,
-            cost,
-            *_published_cells(row),
-        )
+        table.add_row(*_own_cells(row), *_published_cells(row))
 
     mean_row(
         table,
@@ -204,6 +185,10 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     )
 
     CONSOLE.print(table)
+    _show_totals(rows, time_limit_s)
+
+
+def _show_totals(rows: Sequence[Row], time_limit_s: float) -> None:
     ratios = [
         row["cost"] / row["published_cost"] for row in rows if row["cost"] and row["published_cost"]
     ]
@@ -218,6 +203,20 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
     refused = [row for row in rows if row["referee"] not in ("valid", "no schedule", "absent")]
     CONSOLE.print(f"refused by the referee: {len(refused)}; {overrun_text(rows, time_limit_s)}\n")
+
+
+def _own_cells(row: Row) -> Iterator[str]:
+    is_solved = row["cost"] is not None
+    yield row["instance"].removeprefix("checkmate_").replace("random_layered", "layered")
+    yield row["budget"]
+
+    yield percent(row["overhead_percent"])
+    yield percent(row["bound_percent"])
+    yield percent(row["gap_percent"], is_signed=False)
+
+    yield f"{row['seconds']:.1f}"
+    yield f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}" if is_solved else "-"
+    yield cost_text(row["cost"]) if is_solved else row["status"]
 
 
 def _published_cells(row: Row) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -74,32 +74,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         groups.setdefault((row["instance"], row["generator_seed"], row["budget"]), []).append(row)
 
     for (name, generator_seed, budget), group in groups.items():
-        solved = [row for row in group if row["cost"] is not None]
-        if not solved:
-            table.add_row(name, str(generator_seed), budget, group[0]["status"])
-            continue
-
-        overheads = [row["overhead_percent"] for row in solved]
-        middle = [
-            statistics.median(row[column] for row in solved)
-            for column in ("bound_percent", "gap_percent", "seconds")
-        ]
-
-        spread = (
-            percent(statistics.median(overheads)),
-            percent(min(overheads)),
-            percent(max(overheads)),
-        )
-
-        table.add_row(
-            name,
-            str(generator_seed),
-            budget,
-            *spread,
-            percent(middle[0]),
-            percent(middle[1], is_signed=False),
-            f"{middle[2]:.1f}",
-        )
+        table.add_row(name, str(generator_seed), budget, *_cells(group))
 
     mean_row(
         table,
@@ -119,3 +94,24 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
 
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")
+
+
+def _cells(group: Sequence[Row]) -> Iterator[str]:
+    """Yields median and spread over the solver's seeds; the status where none found a schedule."""
+    solved = [row for row in group if row["cost"] is not None]
+    if not solved:
+        yield group[0]["status"]
+        return
+
+    overheads = [row["overhead_percent"] for row in solved]
+    yield percent(statistics.median(overheads))
+    yield percent(min(overheads))
+    yield percent(max(overheads))
+
+    bound, gap, seconds = (
+        statistics.median(row[column] for row in solved)
+        for column in ("bound_percent", "gap_percent", "seconds")
+    )
+    yield percent(bound)
+    yield percent(gap, is_signed=False)
+    yield f"{seconds:.1f}"

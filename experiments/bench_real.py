@@ -11,7 +11,7 @@ operators, and grows in proportion for larger ones. Baselines, and our solver at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -207,34 +207,7 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         name = row["graph"]
         head = (name, f"{least[name]['operators']:,}") if name != latest else ("", "")
         latest = name
-
-        label = row["budget"]
-        label = (
-            f"least {100 * row['budget_bytes'] / least[name]['keep_all_bytes']:.1f}%"
-            if label == LEAST
-            else label
-        )
-
-        numbers = (
-            percent(row["overhead_percent"]),
-            percent(row["bound_percent"]),
-            percent(row["gap_percent"], is_signed=False),
-        )
-
-        peak = (
-            f"{100 * row['peak_bytes'] / row['budget_bytes']:.1f}"
-            if row["peak_bytes"]
-            else row["status"]
-        )
-
-        table.add_row(
-            *head,
-            label,
-            f"{row['budget_bytes'] / 2**30:.2f}",
-            *numbers,
-            f"{row['seconds']:.1f}",
-            peak,
-        )
+        table.add_row(*head, *_own_cells(row, least[name]["keep_all_bytes"]))
 
     kinds = {
         "operators": "",
@@ -250,6 +223,21 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
     CONSOLE.print(table)
     CONSOLE.print(f"{overrun_text(own, time_limit_s)}\n")
     _show_peers(rows, least)
+
+
+def _own_cells(row: Row, keep_all_bytes: int) -> Iterator[str]:
+    """Yields the cells of one of our results, from its budget to its peak."""
+    is_least = row["budget"] == LEAST
+    yield f"least {100 * row['budget_bytes'] / keep_all_bytes:.1f}%" if is_least else row["budget"]
+    yield f"{row['budget_bytes'] / 2**30:.2f}"
+
+    yield percent(row["overhead_percent"])
+    yield percent(row["bound_percent"])
+    yield percent(row["gap_percent"], is_signed=False)
+
+    yield f"{row['seconds']:.1f}"
+    peak_bytes = row["peak_bytes"]
+    yield f"{100 * peak_bytes / row['budget_bytes']:.1f}" if peak_bytes else row["status"]
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -305,26 +293,8 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
                 if row["kind"] == "peer" and row["graph"] == name and row["peer"] == peer
             ]
 
-            if mine:
-                lowest = (
-                    min(theirs["peak_bytes"] for theirs, _ in mine) / least[name]["keep_all_bytes"]
-                )
-                table.add_row(
-                    name,
-                    peer,
-                    *_comparison(mine),
-                    f"{100 * lowest:.1f} %",
-                    f"{mean_seconds(tried):.1f}",
-                )
-            elif tried and tried[0]["cost"] is None:
-                reason = (
-                    "too large"
-                    if "MILP" in tried[0]["reason"]
-                    else "no blocks"
-                    if "block" in tried[0]["reason"]
-                    else "none fits"
-                )
-                table.add_row(name, peer, "0", *["-"] * 4, reason, f"{mean_seconds(tried):.1f}")
+            if cells := _peer_cells(mine, tried, least[name]["keep_all_bytes"]):
+                table.add_row(name, peer, *cells)
 
     table.add_section()
     for peer in PEERS:
@@ -333,6 +303,29 @@ def _show_peers(rows: Sequence[Row], least: dict[str, Row]) -> None:
 
     CONSOLE.print(table)
     CONSOLE.print()
+
+
+def _peer_cells(
+    pairs: Sequence[tuple[Row, Row]], tried: Sequence[Row], keep_all_bytes: int
+) -> tuple[str, ...]:
+    """Returns the cells of a baseline on a graph; none where there is nothing to say.
+
+    `pairs` has its results beside ours, and `tried` all of its rows.
+    """
+    if pairs:
+        lowest = min(theirs["peak_bytes"] for theirs, _ in pairs) / keep_all_bytes
+        return (*_comparison(pairs), f"{100 * lowest:.1f} %", f"{mean_seconds(tried):.1f}")
+    if tried and tried[0]["cost"] is None:
+        reason = _reason_text(tried[0]["reason"])
+        return ("0", "-", "-", "-", "-", reason, f"{mean_seconds(tried):.1f}")
+    return ()
+
+
+def _reason_text(reason: str) -> str:
+    """Says in few words why a baseline has no schedule."""
+    if "MILP" in reason:
+        return "too large"
+    return "no blocks" if "block" in reason else "none fits"
 
 
 def _comparison(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str, str, str, str]:

@@ -130,7 +130,11 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
         )
 
     CONSOLE.print(table)
+    _show_growth(rows)
+    CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")
 
+
+def _show_growth(rows: Sequence[Row]) -> None:
     for family in dict.fromkeys(row["family"] for row in rows):
         mine = sorted(
             (row for row in rows if row["family"] == family and row["seconds_to_first"]),
@@ -146,5 +150,3 @@ def show(rows: Sequence[Row], time_limit_s: float) -> None:
                 f"{family}: {size:.1f} times the operators take {growth:.1f} times as long to a "
                 "first schedule"
             )
-
-    CONSOLE.print(f"{overrun_text(rows, time_limit_s)}\n")

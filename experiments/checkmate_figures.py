@@ -257,10 +257,12 @@ def _draw_strategies(axes: Any, panel: dict[str, Any]) -> None:
         label="keeping everything",
     )
 
-    ours = panel["overhead_percent"]["auto"]
     axes.set_ylim(-1, min(_TOP, axes.get_ylim()[1]))
+    _note_what_is_above(axes, x, panel["overhead_percent"]["auto"])
 
-    for at, height in zip(x, ours, strict=True):
+
+def _note_what_is_above(axes: Any, x: list[float], heights: list[float | None]) -> None:
+    for at, height in zip(x, heights, strict=True):
         if height is not None and height > _TOP:
             note = f"{height:.0f} % at\n{at:.1f} GB"
             axes.annotate(

@@ -11,6 +11,7 @@ status and seconds beside the published ones, and where and when it was run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -69,41 +70,12 @@ def run(instance: dict[str, Any], label: str, *, time_limit_s: float) -> dict[st
     }
 
 
-def main() -> int:
-    """Runs all points and writes the file; returns 2 if the instances are missing."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--instances",
-        type=Path,
-        default=HERE.parents[2] / "shared" / "instances",
-        help="folder of the published graphs",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=3600.0, help="seconds per point (default: 3600)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json"
-    )
-
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-
-    missing = sorted(
-        {name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()}
-    )
-
-    if missing:
-        log.error(
-            "%s: no %s; give the folder of the published instances with --instances",
-            options.instances,
-            ", ".join(missing),
-        )
-        return 2
-
+def run_all(folder: Path, time_limit_s: float) -> list[dict[str, Any]]:
+    """Returns the rows of the table."""
     rows = []
     for name, label in POINTS:
-        instance = json.loads((options.instances / f"{name}.json").read_text())
-        row = run(instance, label, time_limit_s=options.time_limit)
+        instance = json.loads((folder / f"{name}.json").read_text())
+        row = run(instance, label, time_limit_s=time_limit_s)
         rows.append(row)
 
         log.info(
@@ -123,6 +95,45 @@ def main() -> int:
             ),
         )
 
+    return rows
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        default=HERE.parents[2] / "shared" / "instances",
+        help="folder of the published graphs",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds per point (default: 3600)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "results" / "checkmate_published.json"
+    )
+
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs all points and writes the file; returns 2 if the instances are missing."""
+    options = _options()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    missing = sorted(
+        {name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()}
+    )
+
+    if missing:
+        log.error(
+            "%s: no %s; give the folder of the published instances with --instances",
+            options.instances,
+            ", ".join(missing),
+        )
+        return 2
+
+    rows = run_all(options.instances, options.time_limit)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps(

@@ -302,41 +302,44 @@ def picture(record: Mapping[str, Any]) -> None:
             grid="both",
         )
         titled(axes, f"{name}: memory, the law that fits best, the fitted power")
-
-        rows = [row for row in record["rows"] if row["network"] == name]
-        sizes = [row["size"] for row in rows]
-        for way, colour in _COLOURS.items():
-            y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
-            axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
-
-            text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
-            # these two almost coincide on the LSTM
-            offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
-            axes.annotate(
-                text,
-                (sizes[-1], y[-1]),
-                xytext=offset,
-                textcoords="offset points",
-                fontsize=8,
-                color=colour,
-            )
-
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_xlim(right=sizes[-1] * 3)
-
-        root = rows[-1]["ways"]["sublinear"]["bytes"] / 2**20
-        axes.plot(
-            sizes,
-            [root * math.sqrt(size / sizes[-1]) for size in sizes],
-            ":",
-            color=RED,
-            label="slope of the square root",
-        )
+        _draw_growth(axes, name, record)
 
     _draw_paces(panels[2], record["paces"])
     legend_below(figure, list(panels), columns=5)
     draw("depth_growth", figure)
+
+
+def _draw_growth(axes: Any, name: str, record: Mapping[str, Any]) -> None:
+    rows = [row for row in record["rows"] if row["network"] == name]
+    sizes = [row["size"] for row in rows]
+    for way, colour in _COLOURS.items():
+        y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
+        axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
+
+        text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
+        # these two almost coincide on the LSTM
+        offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
+        axes.annotate(
+            text,
+            (sizes[-1], y[-1]),
+            xytext=offset,
+            textcoords="offset points",
+            fontsize=8,
+            color=colour,
+        )
+
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlim(right=sizes[-1] * 3)
+
+    root = rows[-1]["ways"]["sublinear"]["bytes"] / 2**20
+    axes.plot(
+        sizes,
+        [root * math.sqrt(size / sizes[-1]) for size in sizes],
+        ":",
+        color=RED,
+        label="slope of the square root",
+    )
 
 
 def _draw_paces(axes: Any, rows: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ the second table says what another order would save.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import statistics
@@ -127,8 +128,54 @@ def _facts(solution: Solution) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Makes both tables and writes the file; returns 2 if the instances are missing."""
+def published_graphs(folder: Path, time_limit_s: float) -> list[dict[str, Any]]:
+    """Returns the rows of the first table."""
+    rows = []
+    for name in INSTANCES:
+        instance = json.loads((folder / f"{name}.json").read_text())
+        for label in instance["budgets"]:
+            rows.append(anneal_published(instance, label, time_limit_s))
+            fastsa = rows[-1]["fastsa"]
+
+            log.info(
+                "%s %s: +%s %% (%s), FastSA %s in %s s, reached in %s s",
+                *(
+                    rows[-1][key]
+                    for key in (
+                        "instance",
+                        "budget",
+                        "overhead_percent_median",
+                        "overhead_percent_range",
+                    )
+                ),
+                *((fastsa["overhead_percent"], fastsa["seconds"]) if fastsa else ("-", "-")),
+                [run["seconds_to_fastsa"] for run in rows[-1]["runs"]],
+            )
+
+    return rows
+
+
+def training_steps(time_limit_s: float) -> list[dict[str, Any]]:
+    """Returns the rows of the second table."""
+    rows = []
+    for name in MODELS:
+        workload = make(name)
+        graph = remat.trace(workload.model, kwargs=workload.kwargs, costs="roofline:H100")
+        for label in BUDGETS:
+            rows.append(compare_orders(name, graph, label, time_limit_s))
+            own, free = rows[-1]["own_order"], rows[-1]["any_order"]
+
+            log.info(
+                "%s %s: own order +%s %% (bound %s %%), any order +%s %% (bound %s %%)", name,
+                label,
+                own["overhead_percent"], own["bound_percent"], free["overhead_percent"],
+                free["bound_percent"],
+            )  # fmt: skip
+
+    return rows
+
+
+def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument(
         "--instances",
@@ -145,7 +192,12 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "free_order.json")
 
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Makes both tables and writes the file; returns 2 if the instances are missing."""
+    options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     missing = [name for name in INSTANCES if not (options.instances / f"{name}.json").is_file()]
@@ -160,48 +212,12 @@ def main() -> int:
     made = environment()  # before the solves: a commit may follow meanwhile
     compare_orders("warm-up", random_layered(24, seed=0), "60%", 120.0)  # compiles
 
-    published, steps = [], []
-    for name in INSTANCES:
-        instance = json.loads((options.instances / f"{name}.json").read_text())
-        for label in instance["budgets"]:
-            published.append(anneal_published(instance, label, options.time_limit))
-            fastsa = published[-1]["fastsa"]
-
-            log.info(
-                "%s %s: +%s %% (%s), FastSA %s in %s s, reached in %s s",
-                *(
-                    published[-1][key]
-                    for key in (
-                        "instance",
-                        "budget",
-                        "overhead_percent_median",
-                        "overhead_percent_range",
-                    )
-                ),
-                *((fastsa["overhead_percent"], fastsa["seconds"]) if fastsa else ("-", "-")),
-                [run["seconds_to_fastsa"] for run in published[-1]["runs"]],
-            )
-
-    for name in MODELS:
-        workload = make(name)
-        graph = remat.trace(workload.model, kwargs=workload.kwargs, costs="roofline:H100")
-        for label in BUDGETS:
-            steps.append(compare_orders(name, graph, label, options.time_limit))
-            own, free = steps[-1]["own_order"], steps[-1]["any_order"]
-
-            log.info(
-                "%s %s: own order +%s %% (bound %s %%), any order +%s %% (bound %s %%)", name,
-                label,
-                own["overhead_percent"], own["bound_percent"], free["overhead_percent"],
-                free["bound_percent"],
-            )  # fmt: skip
-
     result = {
         "environment": made,
         "time_limit_s": options.time_limit,
         "seeds": SEEDS,
-        "published_graphs": published,
-        "training_steps": steps,
+        "published_graphs": published_graphs(options.instances, options.time_limit),
+        "training_steps": training_steps(options.time_limit),
     }
 
     options.output.parent.mkdir(parents=True, exist_ok=True)

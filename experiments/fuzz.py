@@ -236,17 +236,8 @@ class Fuzzer:
 
     def _arguments(self, kind: str, path: Path, chance: random.Random) -> tuple[str, list[str]]:
         file, graph = str(path), str(self.folder / "graph.json")
-        if kind == "plan":
-            command = chance.choice(["plot", "schedule", "report", *["export", "trace"] * 4])
-            files = [graph, file]
-        elif kind == "curve":
-            command = chance.choice(["tradeoff"] * 3 + ["curve"])
-            files = [graph, file]
-        else:
-            solving = ["solve"] * 9 + ["frontier", "bench", "sweep"]
-            drawing = ["plot", "schedule", "report"] + ["export", "trace"] * 2
-            command = chance.choice([*solving, *drawing])
-            files = [file]
+        files = [graph, file] if kind in ("plan", "curve") else [file]
+        command = _command_for(kind, chance)
 
         size, method = damage.budget(chance), chance.choice(_METHODS)
         limit = ["--time-limit", "0.1"]
@@ -296,6 +287,18 @@ class Fuzzer:
 
         if not 0 <= answer["lower_bound"] <= answer["cost"] * (1 + 1e-9):
             raise Wrong(f"believed: the bound {answer['lower_bound']} of {answer['cost']}")
+
+
+def _command_for(kind: str, chance: random.Random) -> str:
+    """Returns a command, drawn at random, that reads files of this kind."""
+    if kind == "plan":
+        return chance.choice(["plot", "schedule", "report", *["export", "trace"] * 4])
+    if kind == "curve":
+        return chance.choice(["tradeoff"] * 3 + ["curve"])
+
+    solving = ["solve"] * 9 + ["frontier", "bench", "sweep"]
+    drawing = ["plot", "schedule", "report"] + ["export", "trace"] * 2
+    return chance.choice([*solving, *drawing])
 
 
 def _check_graph(graph: Graph) -> None:

@@ -220,7 +220,22 @@ def picture(record: Mapping[str, Any]) -> None:
         y_label="matrix products, forward and backward",
     )
 
-    x, y = [row["matrices"] for row in optimum], [row["products"] for row in optimum]
+    _draw_least(axes, optimum)
+    for row, colour, marker in zip(hand, (GREY, GREEN, ORANGE, "#7b4fa3"), "sD^v", strict=True):
+        label = f"{row['name']}: {row['products']}"
+        axes.plot(row["matrices"], row["products"], marker, color=colour, markersize=9, label=label)
+
+    most = max(row["matrices"] for row in optimum)
+    axes.set_ylim(25, 80)
+    axes.set_xticks(range(1, most + 1))
+    axes.set_xlim(2.5, most + 0.8)
+
+    legend_below(figure, axes, columns=2)
+    draw("lecture_chain", figure)
+
+
+def _draw_least(axes: Any, rows: list[dict[str, Any]]) -> None:
+    x, y = [row["matrices"] for row in rows], [row["products"] for row in rows]
     axes.step(x, y, where="post", color=BLUE, linewidth=1.8)
     axes.plot(
         x,
@@ -233,7 +248,7 @@ def picture(record: Mapping[str, Any]) -> None:
 
     axes.plot(
         x,
-        [row["proved_least"] for row in optimum],
+        [row["proved_least"] for row in rows],
         "_",
         color=RED,
         markersize=16,
@@ -250,17 +265,6 @@ def picture(record: Mapping[str, Any]) -> None:
             fontsize=8.5,
             color=BLUE,
         )
-
-    for row, colour, marker in zip(hand, (GREY, GREEN, ORANGE, "#7b4fa3"), "sD^v", strict=True):
-        label = f"{row['name']}: {row['products']}"
-        axes.plot(row["matrices"], row["products"], marker, color=colour, markersize=9, label=label)
-
-    axes.set_ylim(25, 80)
-    axes.set_xticks(range(1, max(x) + 1))
-    axes.set_xlim(2.5, max(x) + 0.8)
-
-    legend_below(figure, axes, columns=2)
-    draw("lecture_chain", figure)
 
 
 def main() -> None:

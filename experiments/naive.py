@@ -263,41 +263,9 @@ def run(naive: Naive) -> Row:
     """Returns which tests fail on a copy of the package with one mistake."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "remat"
-        shutil.copytree(
-            ROOT,
-            copy,
-            symlinks=True,
-            ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "build", "instances"),
-        )
-        path = copy / naive.path
-        text = path.read_text()
-        for before, after in naive.edits:
-            assert text.count(before) == 1, (
-                f"{naive.path} has {before!r} {text.count(before)} times; adjust {naive.name!r}"
-            )
-            text = text.replace(before, after)
-        path.write_text(text)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            "--tb=no",
-            "--show-capture=no",
-            *naive.tests,
-        ]
-        command = [part.strip("'") for part in command]
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            capture_output=True,
-            text=True,
-            timeout=_TIME_LIMIT_S,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-        )
+        _copy_with(naive, copy)
+        done = _tested(naive, copy)
+
     failed = [
         line.partition(" ")[2].partition(" - ")[0].partition("::")[2]
         for line in done.stdout.splitlines()
@@ -312,6 +280,48 @@ def run(naive: Naive) -> Row:
         else f"NOT RUN: {(done.stdout + done.stderr).strip()[-200:]}"
     )
     return Row(naive.name, tuple(failed), outcome)
+
+
+def _copy_with(naive: Naive, folder: Path) -> None:
+    """Copies the package to `folder` with one mistake in it."""
+    shutil.copytree(
+        ROOT,
+        folder,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "build", "instances"),
+    )
+
+    path = folder / naive.path
+    text = path.read_text()
+    for before, after in naive.edits:
+        assert text.count(before) == 1, (
+            f"{naive.path} has {before!r} {text.count(before)} times; adjust {naive.name!r}"
+        )
+        text = text.replace(before, after)
+    path.write_text(text)
+
+
+def _tested(naive: Naive, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "--tb=no",
+        "--show-capture=no",
+        *naive.tests,
+    ]
+    return subprocess.run(
+        [part.strip("'") for part in command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=_TIME_LIMIT_S,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
 
 
 if __name__ == "__main__":

@@ -294,40 +294,42 @@ def picture(record: Mapping[str, Any]) -> None:
             grid="both",
         )
         titled(axes, name)
-
-        mine = [row for row in rows if row["model"] == name]
-        for family, colour in _COLOURS.items():
-            # in the order of their budgets
-            group = [row for row in mine if row["family"] == family]
-            x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
-            axes.plot(
-                x,
-                y,
-                "o-" if len(group) > 1 else "o",
-                color=colour,
-                markersize=7,
-                linewidth=1.2,
-                label=family,
-            )
-
-        wrong = [row for row in mine if row["gradients"] == "wrong"]
-        axes.plot(
-            [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x",
-            color=RED, markersize=13,
-            markeredgewidth=2.2, linestyle="", label="wrong gradients",
-        )  # fmt: skip
-
-        axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in mine) / 2**20)
-        label_marks(
-            axes,
-            [
-                (row["peak_bytes"] / 2**20, row["ratio"], row["label"], _COLOURS[row["family"]])
-                for row in mine
-            ],
-        )
+        _draw_ways(axes, [row for row in rows if row["model"] == name])
 
     legend_below(figure, list(panels), columns=4)
     draw("side_by_side", figure)
+
+
+def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for family, colour in _COLOURS.items():
+        # in the order of their budgets
+        group = [row for row in rows if row["family"] == family]
+        x, y = [row["peak_bytes"] / 2**20 for row in group], [row["ratio"] for row in group]
+        axes.plot(
+            x,
+            y,
+            "o-" if len(group) > 1 else "o",
+            color=colour,
+            markersize=7,
+            linewidth=1.2,
+            label=family,
+        )
+
+    wrong = [row for row in rows if row["gradients"] == "wrong"]
+    axes.plot(
+        [row["peak_bytes"] / 2**20 for row in wrong], [row["ratio"] for row in wrong], "x",
+        color=RED, markersize=13,
+        markeredgewidth=2.2, linestyle="", label="wrong gradients",
+    )  # fmt: skip
+
+    axes.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in rows) / 2**20)
+    label_marks(
+        axes,
+        [
+            (row["peak_bytes"] / 2**20, row["ratio"], row["label"], _COLOURS[row["family"]])
+            for row in rows
+        ],
+    )
 
 
 def run(pairs: int, *, is_resumed: bool) -> None:

@@ -330,42 +330,7 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
     titled(axes, "GPT-2 medium, 8 × 1,024 tokens: ways of checkpointing")
 
     for row in rows:
-        is_ours, is_fused = row["way"].startswith("ours"), row["attention"].startswith("fused")
-        x, y, colour = row["peak_bytes"] / 2**30, 1000 * row["step_s"], BLUE if is_fused else ORANGE
-
-        if is_ours:
-            axes.plot(
-                x,
-                y,
-                "D",
-                markerfacecolor="none",
-                markeredgecolor=colour,
-                markeredgewidth=1.8,
-                markersize=13,
-            )
-
-            change = (
-                1000
-                * row["step_s"]
-                / next(
-                    1000 * r["step_s"]
-                    for r in rows
-                    if r["way"] in row["way"] and r["attention"] == row["attention"]
-                )
-            )
-            text, offset = f"ours, same memory: {100 * (change - 1):+.1f} % time", (12, -13)
-        else:
-            axes.plot(x, y, "o", color=colour, markersize=7)
-            text, offset = row["way"], (12, 2)
-
-        axes.annotate(
-            text.replace(" x ", " × "),
-            (x, y),
-            xytext=offset,
-            textcoords="offset points",
-            fontsize=8.5,
-            color=colour,
-        )
+        _draw_way(axes, row, rows)
 
     axes.plot([], [], "o", color=ORANGE, label="attention written out")
     axes.plot([], [], "o", color=BLUE, label="attention fused")
@@ -381,6 +346,40 @@ def _draw_ways(axes: Any, rows: list[dict[str, Any]]) -> None:
 
     axes.set_xlim(right=max(row["peak_bytes"] for row in rows) / 2**30 * 1.2)
     axes.margins(y=0.15)
+
+
+def _draw_way(axes: Any, row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    is_ours, is_fused = row["way"].startswith("ours"), row["attention"].startswith("fused")
+    x, y, colour = row["peak_bytes"] / 2**30, 1000 * row["step_s"], BLUE if is_fused else ORANGE
+
+    if is_ours:
+        axes.plot(
+            x,
+            y,
+            "D",
+            markerfacecolor="none",
+            markeredgecolor=colour,
+            markeredgewidth=1.8,
+            markersize=13,
+        )
+        theirs = next(
+            1000 * r["step_s"]
+            for r in rows
+            if r["way"] in row["way"] and r["attention"] == row["attention"]
+        )
+        text, offset = f"ours, same memory: {100 * (y / theirs - 1):+.1f} % time", (12, -13)
+    else:
+        axes.plot(x, y, "o", color=colour, markersize=7)
+        text, offset = row["way"], (12, 2)
+
+    axes.annotate(
+        text.replace(" x ", " × "),
+        (x, y),
+        xytext=offset,
+        textcoords="offset points",
+        fontsize=8.5,
+        color=colour,
+    )
 
 
 def main() -> None:
@@ -405,7 +404,10 @@ def main() -> None:
 
     record = read("transformer_arithmetic")
     picture(record)
+    _show(record)
 
+
+def _show(record: Mapping[str, Any]) -> None:
     print(
         table(
             [[part, f"{count:g}"] for part, count in record["numbers"].items()],

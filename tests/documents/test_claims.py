@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -256,6 +257,11 @@ def new_lengths(d: dict[str, Any]) -> Claims:
     assert all(row["symbolic_captures"] == 1 for row in rows)
 
 
+def step_text(row: dict[str, Any]) -> str:
+    held = (row["allocated"] - row["base"]) / MIB
+    return f"{1000 * row['step_s']:.1f} ms in {held:,.0f} MiB"
+
+
 def gpu_run(d: dict[str, Any]) -> Claims:
     measured = {"step_s", "way", "model"}
     rows = {(row["model"], row["way"]): row for row in d["facts"] if measured <= row.keys()}
@@ -294,12 +300,8 @@ def gpu_run(d: dict[str, Any]) -> Claims:
     ours, theirs = (
         fused[way] for way in ("remat inductor 100%", "torch.compile, activation_memory_budget 1.0")
     )
-    yield "{:.1f} ms in {:,.0f} MiB".format(
-        1000 * ours["step_s"], (ours["allocated"] - ours["base"]) / MIB
-    )
-    yield "`torch.compile` takes {:.1f} ms in {:,.0f} MiB".format(
-        1000 * theirs["step_s"], (theirs["allocated"] - theirs["base"]) / MIB
-    )
+    yield step_text(ours)
+    yield f"`torch.compile` takes {step_text(theirs)}"
 
 
 def gpu_run_h200(d: dict[str, Any]) -> Claims:
@@ -320,9 +322,7 @@ def gpu_run_h200(d: dict[str, Any]) -> Claims:
     yield f"held {off[cut]:.1f} MiB more than predicted, and so {above:.2f} % more than its budget"
 
     def said(model: str, way: str) -> str:
-        row = rows[model, way]
-        held = (row["allocated"] - row["base"]) / MIB
-        return f"{1000 * row['step_s']:.1f} ms in {held:,.0f} MiB"
+        return step_text(rows[model, way])
 
     ours, theirs = "remat inductor 100%", "torch.compile, activation_memory_budget 1.0"
     gpt = "gpt2-medium, 12 layers"
@@ -352,18 +352,22 @@ def gpu_run_h200(d: dict[str, Any]) -> Claims:
     assert {gpt, f"{gpt}, no dropout", "llama-3-8b, 8 layers"} == set(refused)
 
 
+def rows_by_budget(
+    models: dict[str, list[dict[str, Any]]], name: str, way: str = "remat"
+) -> dict[str, dict[str, Any]]:
+    first = models[name][0]
+    return {
+        row["asked"]: row | {
+            "share": row["peak_bytes"] / first["peak_bytes"],
+            "time": row["seconds"] / first["seconds"],
+        }
+        for row in reversed(models[name]) if row["way"] == way and not row["outcome"]
+    }  # fmt: skip
+
+
 def inductor(record: dict[str, Any]) -> Claims:
     models = record["models"]
-
-    def rows(name: str, way: str = "remat") -> dict[str, dict[str, Any]]:
-        first = models[name][0]
-        return {
-            row["asked"]: row | {
-                "share": row["peak_bytes"] / first["peak_bytes"],
-                "time": row["seconds"] / first["seconds"],
-            }
-            for row in reversed(models[name]) if row["way"] == way and not row["outcome"]
-        }  # fmt: skip
+    rows = partial(rows_by_budget, models)
 
     held = {
         name: [row["first_bytes"] / row["predicted_bytes"] for row in rows(name).values()]
