@@ -175,11 +175,11 @@ ALL = (
         ("if index in step.generator_states else", "if False else"),
     ),
     _naive(
-        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "inductor/test_backend -k budget_are_planned_again",
+        "the peak of Inductor's kernels is not looked at", "remat/face/planned_module.py", "inductor/test_known_peaks -k budget_are_planned_again",
         ("        if excess > 0:\n", "        if False:\n"),
     ),
     _naive(
-        "Inductor's kernels may hold more than the budget in a first step", "remat/inductor/backend.py", "inductor/test_backend -k before_they_run",
+        "Inductor's kernels may hold more than the budget in a first step", "remat/inductor/backend.py", "inductor/test_known_peaks -k before_they_run",
         ("            if peak_bytes > budget_bytes:\n", "            if False:\n"),
     ),
     _naive(
