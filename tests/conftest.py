@@ -40,12 +40,17 @@ def few_objects_to_collect() -> None:
 
 
 @pytest.fixture
-def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Clears dynamo's compiled code before and after a test, and seeds its random numbers.
+def untimed_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps torch from timing its guards.
 
-    Guards are not timed: for that, torch empties the processor's caches after each compilation.
+    For that, it empties the processor's caches after each compilation.
     """
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+
+
+@pytest.fixture
+def fresh_torch(untimed_guards: None) -> Iterator[None]:
+    """Clears dynamo's compiled code before and after a test, and seeds its random numbers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

@@ -22,7 +22,10 @@ from remat.huggingface import RematCallback as TrainerPlan  # noqa: E402
 from remat.lightning import RematCallback as LightningPlan  # noqa: E402
 from remat.solvers.auto.minimum import minimum  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # the libraries' own warnings
+    pytest.mark.usefixtures("untimed_guards"),
+]
 
 
 def gpt2() -> Any:

@@ -22,7 +22,7 @@ from tests.support.broken_steps import (
 )
 from tests.support.planned import keep_nothing, loss_of, planned
 
-pytestmark = pytest.mark.usefixtures("fresh_torch")
+pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
 class Gap(Base):

@@ -15,7 +15,7 @@ from remat.run.measure import FirstStepMeter
 from tests.support.planned import UNLIMITED, Given, keep_nothing
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.usefixtures("fresh_torch", "quick_first_step"),
     # torch 2.13 warns when `torch.compile` imports Inductor
     pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]

@@ -29,6 +29,7 @@ from tests.support.planned import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("untimed_guards", "quick_first_step"),
     # torch's own warnings: about what dynamo reads, and how it handles a custom function
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
