@@ -31,7 +31,7 @@ LEAST_OF_EIGHT = Graph.from_arrays(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_budget_near_the_least_ends_in_an_answer_or_a_budget_error(seed: int) -> None:
     assert outcome(Problem(seed))
 
@@ -64,6 +64,8 @@ def test_the_scout_reports_a_budget_no_stage_can_meet_and_leaves_the_stages() ->
             assert refinement.stages.singles == frozenset()
             assert refinement.stages.cuts == {refinement.first + 1}
             assert refinement.best_s < math.inf
+        elif seen:
+            break  # larger budgets can be met as well
 
     assert seen
 
