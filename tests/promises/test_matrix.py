@@ -76,7 +76,7 @@ def optimum(family: str, budget_bytes: int) -> Solution:
 def _solve(solver: str, graph: Graph, budget_bytes: int) -> Solution | None:
     """The solution, or None if the graph is outside the class of a `SPECIAL` method."""
     if solver not in SPECIAL:
-        return make_solver(solver, time_limit_s=1.0).solve(graph, budget_bytes=budget_bytes)
+        return make_solver(solver, time_limit_s=0.5).solve(graph, budget_bytes=budget_bytes)
     try:
         return make_solver(solver).solve(graph, budget_bytes=budget_bytes)
     except SolverError:
