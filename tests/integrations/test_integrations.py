@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # the libraries' own warnings
     pytest.mark.usefixtures("untimed_guards"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps `accelerate` from collecting Python's garbage around each training.
+
+    Collections take long among all the objects of the libraries.
+    """
+    monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
 
 
 def gpt2() -> Any:
