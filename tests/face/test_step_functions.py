@@ -221,8 +221,13 @@ def keeping_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
     return remat.checkpoint(step, UNLIMITED, solver=Given(keep_nothing), costs="flops")
 
 
-def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]:
-    """Two rounds of all steps with an optimizer: results, gradients, state and random state."""
+def after_training(
+    make: Callable[[], Setting], planning: Planning
+) -> tuple[list[Any], Setting, Callable[..., Any]]:
+    """Two rounds of all steps with an optimizer: results, gradients, state and random state.
+
+    Returns the trained setting and its last step as well.
+    """
     torch.manual_seed(0)
     setting = make()
     steps = [planning(step) for step in setting.steps]
@@ -238,7 +243,8 @@ def after_training(make: Callable[[], Setting], planning: Planning) -> list[Any]
             found[-1].append({name: t.detach().clone() for name, t in _named(result)})
             optimizer.step()
 
-    return [found, [module.state_dict() for module in setting.modules.values()]]
+    states = [module.state_dict() for module in setting.modules.values()]
+    return [found, states], setting, steps[-1]
 
 
 def _named(result: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -246,28 +252,30 @@ def _named(result: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
-def test_a_planned_function_trains_as_the_plain_one(make: Callable[[], Setting]) -> None:
-    assert_same(after_training(make, keeping_nothing), after_training(make, plain))
+def test_a_planned_function_trains_as_the_plain_one_and_counts_all_it_reaches(
+    make: Callable[[], Setting],
+) -> None:
+    found, setting, planned = after_training(make, keeping_nothing)
+    assert_same(found, after_training(make, plain)[0])
+    assert_all_is_counted(setting, planned, rows(1).nbytes if make is adversarial else 0)
 
 
-@pytest.mark.parametrize("make", SETTINGS, ids=lambda make: make.__name__)
-def test_everything_reached_is_counted(make: Callable[[], Setting]) -> None:
+def assert_all_is_counted(setting: Setting, planned: Callable[..., Any], unread_bytes: int) -> None:
     """The plan counts parameters, buffers and inputs of called modules, and of no others.
 
     Measured from outside, the whole step with its loss holds what the plan predicts.
-    """
-    setting = make()
-    step, args = setting.steps[-1], setting.args[-1]
-    given = torch.utils._pytree.tree_leaves((args, setting.kwargs))
-    held = {t.data_ptr(): t.nbytes for t in (*setting.tensors(), *given) if torch.is_tensor(t)}
-    unread_bytes = rows(1).nbytes if make is adversarial else 0  # an argument that is not used
 
-    planned = keeping_nothing(step)
-    for _ in range(2 if make is in_pieces else 1):
-        run_step(planned, setting)
+    Args:
+        setting: its last step was planned, and has run.
+        planned: the planned step.
+        unread_bytes: of arguments that the step does not use.
+    """
+    given = torch.utils._pytree.tree_leaves((setting.args[-1], setting.kwargs))
+    held = {t.data_ptr(): t.nbytes for t in (*setting.tensors(), *given) if torch.is_tensor(t)}
     report = remat.report(planned)
     assert report.graph.resident_bytes == sum(held.values()) - unread_bytes
 
+    drop_gradients(setting)
     measured = remat.measure(lambda: run_step(planned, setting), device="cpu").peak_bytes
     measured += report.graph.resident_bytes
     # more: the loss and the gradient that its backward starts from; less: an estimated workspace
@@ -280,6 +288,10 @@ def test_everything_reached_is_counted(make: Callable[[], Setting]) -> None:
 def run_step(step: Callable[..., Any], setting: Setting) -> None:
     """One step whose gradients are dropped at once."""
     loss_of(step(*setting.args[-1], **setting.kwargs)).backward()
+    drop_gradients(setting)
+
+
+def drop_gradients(setting: Setting) -> None:
     for tensor in setting.tensors():
         tensor.grad = None
 
@@ -362,22 +374,22 @@ def test_a_function_can_be_traced_solved_and_fitted() -> None:
     setting = closure()
     (step,), (args,) = setting.steps, setting.args
     graph = remat.trace(step, args, costs="flops")
-    least = remat.minimum(graph, time_limit_s=1.0).peak_bytes
-    solution = remat.solve(graph, least, time_limit_s=1.0)
+    least = remat.minimum(graph, time_limit_s=0.5).peak_bytes
+    solution = remat.solve(graph, least, time_limit_s=0.5)
 
     planned = remat.wrap(step, solution, costs="flops")
     planned(*args).backward()
     assert remat.report(planned).solution == solution
 
-    fit = remat.fits(step, args, device="H100", time_limit_s=1.0)
+    fit = remat.fits(step, args, device="H100", time_limit_s=0.5)
     trained = sum(p.nbytes for p in setting.modules["model"].parameters())
     assert fit and fit.model.endswith("step") and fit.held.gradient_bytes == trained
 
     setting.modules["model"].eval()  # one row has no variance
     found = remat.max_batch(
-        step, batch, budget="69MiB", limit=64, device="H100", points=1, time_limit_s=0.5
+        step, batch, budget="69MiB", limit=2, device="H100", points=1, time_limit_s=0.2
     )
-    assert found.largest == 64
+    assert found.largest == 2
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
