@@ -43,9 +43,16 @@ from tests.support.planned import (
 pytestmark = pytest.mark.usefixtures("fresh_torch", "quick_first_step")
 
 
+# each with another reason why a peak could be measured wrongly
+MEASURED = ("Loop", "Views", "Unused", "ManyResults", "Hooked")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_in_pieces_equals_the_plain_step(name: str) -> None:
-    """Naive: a backward reads what a later piece changed; a piece keeps its first plan."""
+    """The measured peak, too, is that of a step (`test_step_meter.py` has more on it).
+
+    Naive: a backward reads what a later piece changed; a piece keeps its first plan.
+    """
     model, plain = MODELS[name](), MODELS[name]()
     plain.load_state_dict(model.state_dict())
     planned(model, keep_nothing)
@@ -60,6 +67,11 @@ def test_a_step_in_pieces_equals_the_plain_step(name: str) -> None:
     assert plan is not None
     assert len(plan.step.runs) > 1
     assert plan.solution.overhead > 0
+
+    if name in MEASURED:
+        state_after(model, batch(0), 0)
+        measured = remat.report(model).measured_peak_bytes
+        assert measured == peak_of_a_step(model, batch(0).requires_grad_())
 
 
 class Noted(nn.Module):
