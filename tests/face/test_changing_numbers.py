@@ -174,7 +174,7 @@ IN_PIECES: list[type[Net]] = [RandomAndCut, CutAndCounting]
     ("make", "steps_of"),
     [
         *((make, repeat_anything(3)) for make in MODELS),
-        *((make, keep_nothing) for make in (*IN_PIECES, Mathematics, Counter)),
+        *((make, keep_nothing) for make in IN_PIECES),
     ],
 )
 def test_a_changing_number_costs_one_more_plan(make: type[Net], steps_of: Steps) -> None:
@@ -268,11 +268,11 @@ def test_a_number_that_cannot_be_an_input_is_reported_at_the_third_plan(
 
     said = []
     with caplog.at_level(logging.WARNING, "remat"):
-        for step in range(STEPS):
+        for step in range(4):
             assert_same(state_after(model, X, step), state_after(plain, X, step))
             said.append(sum("third plan" in message for message in caplog.messages))
 
-    assert said[1:] == [0, 1, 1, 1]
+    assert said[1:] == [0, 1, 1]
     message = next(message for message in caplog.messages if "third plan" in message)
     assert make.__name__ in message
     assert "args[1] == 0" in message or "step == 0" in message

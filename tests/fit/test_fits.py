@@ -199,8 +199,15 @@ def test_another_device_rounds_and_keeps_no_generator_state() -> None:
     assert {v.size_bytes for v in found.graph.values if v.name.endswith("_generator")} == {0}
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        *((dtype, None) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((torch.float32, autocast) for autocast in (torch.bfloat16, torch.float16)),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
 def test_dropout_on_a_gpu_keeps_one_byte_per_element(
     dtype: torch.dtype, autocast: torch.dtype | None
 ) -> None:

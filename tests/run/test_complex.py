@@ -80,11 +80,20 @@ def assert_is_plain(plain: nn.Module, x: torch.Tensor, steps_of: Any) -> nn.Modu
     return model
 
 
-@pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("reader", READERS)
-def test_conjugate_and_negative_bits_are_kept(reader: str, steps_of: Any) -> None:
-    """Naive: a copy that resolves such a bit is dropped as one that changes nothing."""
-    assert_is_plain(Reads(READERS[reader]), torch.randn(8, 16, 64), steps_of)
+@pytest.mark.parametrize(
+    ("reader", "schedule"),
+    [
+        *((reader, "anything again") for reader in READERS),
+        ("both", "all kept"),
+        ("both", "nothing kept"),
+    ],
+)
+def test_conjugate_and_negative_bits_are_kept(reader: str, schedule: str) -> None:
+    """Copies are dropped at the capture, before there is a schedule.
+
+    Naive: a copy that resolves such a bit is dropped as one that changes nothing.
+    """
+    assert_is_plain(Reads(READERS[reader]), torch.randn(8, 16, 64), SCHEDULES[schedule])
 
 
 @pytest.mark.parametrize("steps_of", SCHEDULES.values(), ids=SCHEDULES)
