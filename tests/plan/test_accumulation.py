@@ -7,6 +7,7 @@ named bytes that nobody had reserved; the report gave another budget in every mi
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,19 @@ class Cut(Net):
 GRADIENT_BYTES = sum(p.nbytes for p in Net().parameters())
 
 
+@cache
+def traced() -> remat.Graph:
+    return remat.trace(Net(), (X,), costs="flops")
+
+
 def keep_all_bytes() -> int:
-    graph = remat.trace(Net(), (X,), costs="flops")
-    return remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
+    return remat.simulate(traced(), remat.Schedule.keep_all(traced())).peak_bytes
+
+
+@cache
+def least_bytes() -> int:
+    fit = remat.fits(Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5)
+    return fit.minimum_bytes
 
 
 def rooms_of(model: nn.Module, micro_steps: int, x: torch.Tensor = X) -> list[Room]:
@@ -101,9 +112,7 @@ def test_keeping_everything_includes_the_accumulated_gradients() -> None:
 
 def test_announced_accumulation_must_fit_from_the_first_step() -> None:
     """A budget that the first micro-step could meet, but not the second, is refused at once."""
-    least = remat.fits(
-        Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5
-    ).minimum_bytes
+    least = least_bytes()
     budget = least + GRADIENT_BYTES // 2
     announced = remat.checkpoint(Net(), budget, is_accumulating=True, **OPTIONS)
 
@@ -122,9 +131,7 @@ def test_a_percentage_that_held_without_gradients_holds_with_them(
 
     The same percentage of a peak that includes the gradients would leave the plan too little.
     """
-    least = remat.fits(
-        Net(), (X,), device="cpu", optimizer="none", budget="100%", time_limit_s=5
-    ).minimum_bytes
+    least = least_bytes()
     budget = f"{100 * (least + 1000) / keep_all_bytes():.3f}%"
     model = remat.checkpoint(Net(), budget, **OPTIONS)
 
@@ -169,9 +176,8 @@ def test_a_report_in_percent_says_of_what() -> None:
 
 def test_a_reserve_counts_the_same_everywhere() -> None:
     """A percentage counts the reserve, in `solve` as in `checkpoint`."""
-    graph = remat.trace(Net(), (X,), costs="flops")
     reserve_bytes = 1_000_000
-    solved = remat.solve(graph, "90%", reserve_bytes=reserve_bytes)
+    solved = remat.solve(traced(), "90%", reserve_bytes=reserve_bytes)
 
     model = remat.checkpoint(Net(), "90%", reserve_bytes=reserve_bytes, **OPTIONS)
     model(X).backward()

@@ -6,6 +6,7 @@ import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ def checkpointed(
     model: nn.Module, budget: str | int = "80%", *, plan_cache: bool = True
 ) -> nn.Module:
     return remat.checkpoint(model, budget, costs="flops", time_limit_s=2.0, plan_cache=plan_cache)
+
+
+@cache
+def traced(rows: int) -> remat.Graph:
+    return remat.trace(Net(), (batch(rows),), costs="flops")
 
 
 def plan_files(folder: Path) -> list[Path]:
@@ -87,12 +93,12 @@ def test_a_plan_is_found_again_by_the_next_job(tmp_path: Path, solved: list[floa
 
 
 def test_what_a_plan_depends_on_is_its_key() -> None:
-    graph = remat.trace(Net(), (batch(64),), costs="flops")
+    graph = traced(64)
     slower = graph.with_costs([2 * op.cost_s for op in graph.operators])
     larger = graph.with_costs(
         [op.cost_s for op in graph.operators], [op.workspace_bytes + 1 for op in graph.operators]
     )
-    other = remat.trace(Net(), (batch(65),), costs="flops")
+    other = traced(65)
 
     keys = [
         key_of(g, budget, how)
@@ -109,7 +115,7 @@ def test_what_a_plan_depends_on_is_its_key() -> None:
 def test_a_damaged_plan_is_made_again(
     damage: str, tmp_path: Path, solved: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    graph = remat.trace(Net(), (batch(64),), costs="flops")
+    graph = traced(64)
     cache = PlanCache(tmp_path)
     solution = cache.get_or_solve(graph, 1 << 30, "auto", lambda: remat.solve(graph, 1 << 30))
     (path,) = tmp_path.glob("*.json")
@@ -128,7 +134,7 @@ def test_a_plan_that_does_not_fit_its_step_is_made_again(
 
     A copied or edited file then exceeds the budget.
     """
-    graph = remat.trace(Net(), (batch(64),), costs="flops")
+    graph = traced(64)
     keep_all = remat.solve(graph, "100%")
     budget_bytes = int(0.8 * keep_all.peak_bytes)
     cache = PlanCache(tmp_path)
@@ -144,7 +150,7 @@ def test_a_plan_that_does_not_fit_its_step_is_made_again(
 
 
 def test_concurrent_readers_and_writers_see_whole_plans(tmp_path: Path) -> None:
-    graph = remat.trace(Net(), (batch(64),), costs="flops")
+    graph = traced(64)
     solution = remat.solve(graph, "100%")
     cache = PlanCache(tmp_path, limit_bytes=0)  # every write removes what the others wrote
 
@@ -156,7 +162,7 @@ def test_concurrent_readers_and_writers_see_whole_plans(tmp_path: Path) -> None:
 
 
 def test_the_folder_stays_within_its_limit(tmp_path: Path) -> None:
-    graph = remat.trace(Net(), (batch(64),), costs="flops")
+    graph = traced(64)
     solution = remat.solve(graph, "100%")
     cache = PlanCache(tmp_path)
     for turn in range(4):
@@ -201,7 +207,7 @@ def test_declared_sizes_are_planned_for_at_their_largest(solved: list[float]) ->
 
 def test_a_largest_size_that_cannot_fit_is_refused_at_the_first_call() -> None:
     """Naive: a small first batch fits, and training stops hours later at a long one."""
-    largest = remat.minimum(remat.trace(Net(), (batch(4096),))).peak_bytes
+    largest = remat.minimum(traced(4096)).peak_bytes
     model, x = checkpointed(Net(), largest // 4), batch(2)
     torch._dynamo.mark_dynamic(x, 0, max=4096)
     with pytest.raises(remat.BudgetError):
