@@ -319,13 +319,15 @@ def test_nothing_is_reported_about_a_number_that_becomes_an_input(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -0.0, 1e100, 2**30, True])
-def test_nan_infinity_and_other_special_numbers_stay_exact(value: Any) -> None:
+@pytest.mark.parametrize(
+    "values", [(math.inf, 0.0, -0.0, 1e100), (math.nan,), (2**30,), (True,)], ids=str
+)
+def test_nan_infinity_and_other_special_numbers_stay_exact(values: tuple[Any, ...]) -> None:
     plain = Argument()
     plain.forward = plain.scaled  # type: ignore[method-assign, assignment]
     model = planned(_with_forward(Argument(), "scaled", plain))
 
-    for scale in (0.5, 0.25, value, 0.125, value):
+    for scale in (0.5, 0.25, *(each for value in values for each in (value, 0.125, value))):
         assert_same(state_after(model, X, scale), state_after(plain, X, scale))
 
 

@@ -24,6 +24,7 @@ from torch import nn
 import remat
 from remat.torch_border.modules import get_call
 from tests.support.planned import (
+    COMPILES,
     assert_same,
     call_of,
     keep_all,
@@ -92,8 +93,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=0.1, eps=1e-2)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_both_executors
+@pytest.mark.parametrize(
+    ("executor", "set_to_none"),
+    [("eager", True), ("eager", False), pytest.param("inductor", True, marks=COMPILES)],
+)
 def test_accumulated_and_clipped_gradients_train_the_same(executor: str, set_to_none: bool) -> None:
     def loop(model: nn.Module) -> list[float]:
         optimizer, losses = adam(model), []
