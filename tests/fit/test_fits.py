@@ -140,7 +140,13 @@ def test_plain_pytorch_and_keeping_everything_are_told_apart(
 ) -> None:
     """A user took "keeping everything" for what plain PyTorch holds, which was 7 % more."""
     found = remat.fits(
-        model, (x,), device="cpu", budget="1GiB", optimizer="none", reserve_bytes=77, time_limit_s=1
+        model,
+        (x,),
+        device="cpu",
+        budget="1GiB",
+        optimizer="none",
+        reserve_bytes=77,
+        time_limit_s=0.5,
     )
 
     model(x).backward()
@@ -164,7 +170,7 @@ def test_a_model_that_reads_data_has_no_plain_peak() -> None:
                 raise ValueError
             return super().forward(x)
 
-    found = remat.fits(Reads(), batch_of(4), device="cpu", budget="1GiB", time_limit_s=1)
+    found = remat.fits(Reads(), batch_of(4), device="cpu", budget="1GiB", time_limit_s=0.5)
 
     assert found.plain_bytes is None
     assert "plain PyTorch" not in str(found)

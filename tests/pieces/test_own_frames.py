@@ -101,7 +101,7 @@ def test_an_encoder_in_pieces_keeps_its_budget() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_an_encoder_told_whether_its_mask_is_causal_runs_as_one_graph(is_causal: bool) -> None:
-    model = encoder()
+    model = encoder(1)
     plain = copy.deepcopy(model)
     planned(model, keep_nothing, differentiate="all")
 
@@ -119,7 +119,7 @@ def test_between_steps_modules_are_as_they_were() -> None:
 
     A shallow copy, such as `DataParallel` makes, would then run the original.
     """
-    model = planned(encoder(), keep_nothing, differentiate="all")
+    model = planned(encoder(2), keep_nothing, differentiate="all")
     before = [dict(vars(part)) for part in model.modules()]
     model(
         torch.randn(2, LENGTH, WIDTH), mask=nn.Transformer.generate_square_subsequent_mask(LENGTH)

@@ -113,7 +113,7 @@ def state_space(kind: str, **config: Any) -> Any:
 def test_the_loop_of_a_short_state_space_model_is_captured(kind: str) -> None:
     plain = state_space(kind)
     model = planned(copy.deepcopy(plain))
-    assert_same_step(model, plain, input_ids=tokens(6), labels=tokens(6))
+    assert_same_step(model, plain, input_ids=tokens(4), labels=tokens(4))
 
 
 def test_a_long_state_space_model_scans_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
