@@ -300,8 +300,13 @@ def with_lightning(
     return module
 
 
-def test_lightning_trains_as_without_a_plan(tmp_path: Path) -> None:
-    plain = with_lightning(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Regression:
+    """Trained without a plan."""
+    return with_lightning(tmp_path_factory.mktemp("plain"))
+
+
+def test_lightning_trains_as_without_a_plan(tmp_path: Path, plain: Regression) -> None:
     module = with_lightning(tmp_path, LightningPlan("85%", module="model", costs="flops", gap=0.2))
 
     assert module.losses == plain.losses and len(set(module.losses)) == 4
@@ -311,9 +316,9 @@ def test_lightning_trains_as_without_a_plan(tmp_path: Path) -> None:
     assert module.report.measured_peak_bytes <= module.report.solution.budget_bytes
 
 
-def test_lightning_plans_all_of_a_training_step(tmp_path: Path) -> None:
+def test_lightning_plans_all_of_a_training_step(tmp_path: Path, plain: Regression) -> None:
     """Logging, and reading the loss, work as before."""
-    plain, callback = with_lightning(tmp_path), LightningPlan("85%", costs="flops", gap=0.2)
+    callback = LightningPlan("85%", costs="flops", gap=0.2)
     module = with_lightning(tmp_path, callback)
 
     assert module.losses == plain.losses and len(set(module.losses)) == 4
