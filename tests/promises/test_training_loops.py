@@ -192,8 +192,7 @@ def test_evaluation_in_between_runs_the_plain_model(executor: str) -> None:
     assert_same_loop(loop, executor=executor)
 
 
-@on_both_executors
-def test_layers_may_be_frozen_and_trained_again(executor: str) -> None:
+def test_layers_may_be_frozen_and_trained_again() -> None:
     """Naive: the gradients planned at the first step are those of all steps."""
 
     def loop(model: nn.Module) -> None:
@@ -204,7 +203,7 @@ def test_layers_may_be_frozen_and_trained_again(executor: str) -> None:
             model(x).backward()
             optimizer.step()
 
-    assert_same_loop(loop, executor=executor)
+    assert_same_loop(loop)
 
 
 class LoRA(nn.Module):
@@ -249,11 +248,10 @@ def test_adapters_of_low_rank_train_the_same(executor: str) -> None:
     }
 
 
-@on_both_executors
-def test_adapters_of_peft_train_the_same(executor: str) -> None:
+def test_adapters_of_peft_train_the_same() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(r=2, target_modules=["layers.0", "layers.3"], lora_dropout=0.2)
-    assert_same_loop(train, lambda: peft.get_peft_model(Untied(), config), executor)
+    assert_same_loop(train, lambda: peft.get_peft_model(Untied(), config))
 
 
 @on_both_executors
