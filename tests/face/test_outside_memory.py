@@ -241,7 +241,7 @@ def test_a_loss_inside_needs_no_room(caplog: pytest.LogCaptureFixture) -> None:
     """At the least budget, which the plan uses to the last byte."""
     model, x = WithLoss(), batch()
     graph = remat.trace(model, (x,), costs="flops")
-    planned(model, remat.minimum(graph, time_limit_s=2.0).peak_bytes)
+    planned(model, remat.minimum(graph, time_limit_s=2.0).peak_bytes, gap=0.5)
     with caplog.at_level(logging.WARNING, logger="remat"):
         run_steps(loss_inside, model, x)
 
