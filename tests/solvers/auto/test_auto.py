@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -210,7 +210,7 @@ def test_annealing_never_leaves_the_regions() -> None:
 def test_every_family_is_solved_at_the_least_a_middle_and_the_full_budget(family: str) -> None:
     graph = FAMILIES[family]()
     least, ceiling = minimum(graph), keep_all_bytes(graph)
-    solver = Auto(rounds=1, time_limit_s=0.6)
+    solver = Auto(rounds=1, time_limit_s=0.3)
     assert solver.solve(graph, budget_bytes=ceiling).status is Status.OPTIMAL
 
     for budget in {least.peak_bytes, (least.peak_bytes + ceiling) // 2}:
@@ -233,14 +233,15 @@ def test_the_least_budget_has_a_schedule_before_models_may_take_the_time(
     graph = FAMILIES[family]()
     has_schedule: list[bool] = []
 
-    def no_time(solve: Solve, **options: object) -> None:
+    def first_model(solve: Solve, **options: object) -> NoReturn:
         has_schedule.append(solve.search.steps is not None)
+        raise KeyboardInterrupt  # the rest of the solve shows nothing more
 
-    monkeypatch.setattr(raising, "refine", no_time)
-    QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
+    monkeypatch.setattr(raising, "refine", first_model)
+    with pytest.raises(KeyboardInterrupt):
+        QUICK.solve(graph, budget_bytes=minimum(graph).peak_bytes)
 
-    assert has_schedule
-    assert has_schedule[0]
+    assert has_schedule == [True]
 
 
 def test_the_least_budget_is_always_met() -> None:
@@ -355,13 +356,11 @@ def test_far_below_keep_all_runs_start_from_the_schedule_that_fits(
     """On a small graph the second set of runs starts without it."""
     budget = int(share * keep_all_bytes(graph))
     starts: list[list[list[int]]] = []
-    run = Restarts.run
 
     def recording(self: Restarts, begins: Sequence[Sequence[int]], **options: Any) -> None:
-        starts.append([list(steps) for steps in begins])
+        starts.append([list(steps) for steps in begins])  # nothing runs from them
         if len(starts) == 2:
             raise KeyboardInterrupt
-        run(self, begins, **options)
 
     monkeypatch.setattr(Restarts, "run", recording)
     bounds = tuple(technique.name for technique in raising.BOUNDING)
@@ -393,11 +392,11 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
     graph = chain(300)
     budget = int(share * keep_all_bytes(graph))
     planned: list[list[int] | None] = []
-    annealed: list[list[int]] = []
     run = LocalSearch.run
 
     def recording(self: LocalSearch, steps: Any, round_: Round, **options: Any) -> Any:
-        annealed.append(list(steps))
+        if list(steps) in planned:
+            raise KeyboardInterrupt  # the rest of the solve shows nothing more
         return run(self, steps, replace(round_, iterations=500), **options)
 
     def planning(graph: Graph, budget_bytes: int, **_: Any) -> list[int] | None:
@@ -411,20 +410,26 @@ def test_far_below_keeping_everything_segments_are_planned_and_annealed(
     monkeypatch.setattr(Segments, "applies", applies)
     monkeypatch.setattr(LocalSearch, "run", recording)
 
-    solution = Auto(gap=0.0, rounds=1, time_limit_s=4.0, threads=threads).improve(
-        graph, budget_bytes=budget, shared=Shared(graph, minimum(graph))
-    )
-
-    assert solution.is_solved
-    assert len(planned) == is_far
+    shared = Shared(graph, minimum(graph))
+    solver = Auto(gap=0.0, rounds=1, time_limit_s=4.0, threads=threads)
     if is_far:
-        assert planned[0] in annealed
+        segments_of(graph, budget)  # before the clock starts
+        with pytest.raises(KeyboardInterrupt):
+            solver.improve(graph, budget_bytes=budget, shared=shared)
+    else:
+        assert solver.improve(graph, budget_bytes=budget, shared=shared).is_solved
+
+    assert len(planned) == is_far
 
 
 @pytest.mark.parametrize(("time_limit_s", "is_planned"), [(5.0, False), (100.0, True)])
 def test_segments_are_not_planned_under_the_limit_of_a_point_of_a_curve(
-    time_limit_s: float, is_planned: bool
+    time_limit_s: float, is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def planning(graph: Graph, budget_bytes: int, **_: Any) -> list[int] | None:
+        return segments_of(graph, budget_bytes)
+
+    monkeypatch.setattr(starting, "rotor_steps", planning)
     graph = chain(300)
     search = Search(
         graph, budget_bytes=int(0.04 * keep_all_bytes(graph)), gap=0.0, time_limit_s=time_limit_s
@@ -471,7 +476,11 @@ def test_every_improvement_names_its_technique(threads: int) -> None:
     assert solution.proved_by == told[-1].proved_by != ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+# these run on large graphs only, or on graphs of a few operators
+ELSEWHERE = {"prices", "relaxations", "margins", "segments", "exhaustive"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
 def test_a_technique_that_is_off_finds_and_proves_nothing(name: str) -> None:
     graph = random_layered(24, seed=3, is_training=True)
     told: list[Progress] = []
@@ -500,7 +509,7 @@ def test_a_misspelled_option_is_refused_and_those_of_searches_are_not() -> None:
 def test_the_log_says_who_found_and_who_proved(caplog: pytest.LogCaptureFixture) -> None:
     graph = random_layered(24, seed=3, is_training=True)
     with caplog.at_level(logging.INFO, "remat"):
-        solution = remat.solve(graph, "60%", time_limit_s=2.0)
+        solution = remat.solve(graph, "60%", time_limit_s=1.0)
     assert caplog.messages[-1].endswith(
         f"; found by {solution.found_by}, bound by {solution.proved_by}"
     )
