@@ -16,17 +16,21 @@ from remat.solvers.core import compiled
 from tests.support.checkout import ROOT
 
 SOLVE = """
+import math
 import sys
 if "without numba" in sys.argv:
     sys.modules["numba"] = None
 from remat.solvers.auto.solver import Auto
 from remat.solvers.core.compiled import IS_COMPILED
 from remat.solvers.auto.minimum import minimum
+from remat.solvers.search.greedy_eviction import is_compiled, steps_with_eviction
 from remat.tracers.synthetic import random_step
 from remat.core.validate import validate
-graph = random_step(30, seed=1)
-budget = minimum(graph).peak_bytes * 11 // 10
-solution = Auto(time_limit_s=15).solve(graph, budget_bytes=budget)
+graph, compiles_all = random_step(30, seed=1), "eviction only" not in sys.argv
+if not compiles_all:
+    assert not is_compiled() and steps_with_eviction(graph, 1 << 40) is not None and is_compiled()
+budget = minimum(graph, time_limit_s=math.inf if compiles_all else 1.0).peak_bytes * 11 // 10
+solution = Auto(time_limit_s=15 if compiles_all else 1.0).solve(graph, budget_bytes=budget)
 assert solution.schedule is not None and not validate(graph, solution.schedule, budget_bytes=budget)
 print("compiled" if IS_COMPILED else "plain")
 """
@@ -54,14 +58,14 @@ def test_without_the_compiler_it_solves_in_plain_python(
 
 
 def test_without_a_folder_for_compiled_code_it_solves_and_says_so_once() -> None:
+    """The annealing would be compiled in the same way, but takes several times as long."""
     pytest.importorskip("numba")
-    done = solve([], NO_FOLDER)
+    done = solve(["eviction only"], NO_FOLDER)
     assert done.stdout == "compiled\n"
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
-@pytest.mark.parametrize("beside", [".", "nested."])
-@pytest.mark.parametrize("changed", ["function", "constant"])
+@pytest.mark.parametrize(("changed", "beside"), [("function", "."), ("constant", "nested.")])
 def test_a_change_recompiles_everything_that_used_the_old_code(
     changed: str, beside: str, tmp_path: Path
 ) -> None:
