@@ -26,7 +26,7 @@ GRAPH = random_layered(40, seed=0, is_training=True)
 TIGHT = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes * 28 // 100
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
 def test_no_bound_of_chosen_stages_is_above_the_optimum(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 4, 7)
@@ -76,7 +76,7 @@ def test_stages_of_long_forwards_are_not_scouted() -> None:
     assert scout(refinement, deadline=math.inf) == -math.inf
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.0, 0.01, 0.25, 0.5]))
 def test_no_bound_of_crowded_stages_is_above_the_optimum(seed: int, share: float) -> None:
     graph = random_training_graph(seed, 4, 7)

@@ -27,16 +27,18 @@ from tests.support.graphs import keep_all_bytes, random_training_graph
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 100_000), share=st.sampled_from([0.2, 0.5, 0.8]))
 def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
-    graph = random_training_graph(seed, 8, 20)
+    graph = random_training_graph(seed, 6, 12)
     floor, ceiling = working_set_bytes(graph), keep_all_bytes(graph)
     steps = rotor_steps(graph, int(floor + share * (ceiling - floor)))
     if steps is not None:
         assert not validate(graph, Schedule.from_steps(graph, steps))
 
 
-@pytest.mark.parametrize(
-    "family", sorted(FAMILIES.keys() - {"two_regions", "random_layered_without_phases"})
-)
+# two have tests of their own, and names are not read
+ELSEWHERE = {"two_regions", "random_layered_without_phases", "transformer_without_names"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ELSEWHERE))
 def test_on_every_family_the_steps_fit(family: str) -> None:
     graph = FAMILIES[family]()
     floor, ceiling = working_set_bytes(graph), keep_all_bytes(graph)

@@ -86,7 +86,7 @@ def assert_bounds_hold(slots: Ints) -> None:
     assert (slots[LEAST, : len(starts)] <= np.minimum.reduceat(slots[HELD], starts)).all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     num_operators=st.integers(8, 60),
