@@ -94,7 +94,7 @@ def test_a_loop_ends_as_with_torch_compile(loop: Loop) -> None:
     model = Net()
     plain = copy.deepcopy(model)
     step = remat.checkpoint(
-        model, "90%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
+        model, "90%", executor="inductor", costs="roofline", time_limit_s=1.0, plan_cache=False
     )
 
     ends = []

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_torch", "quick_first_step"), *COMPI
 OPTIONS: dict[str, Any] = {
     "executor": "inductor",
     "costs": "roofline",
-    "time_limit_s": 1.0,
+    "time_limit_s": 0.5,
     "plan_cache": False,
 }
 
@@ -34,7 +34,7 @@ def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list
     return [loss.detach(), torch.rand(3), *gradients, *(b.clone() for b in model.buffers())]
 
 
-@pytest.mark.parametrize("name", ["Broken", "Views", "Branches"])
+@pytest.mark.parametrize("name", ["Broken", "Views"])
 def test_pieces_compute_what_torch_compile_does(name: str) -> None:
     """Results are equal to the bit, dropout included.
 
@@ -189,6 +189,7 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
     monkeypatch.setattr(
         fused_pieces.FusedPiecewise, "kernels_peak_bytes", lambda *_: report.budget_bytes + 20_000
     )
+    monkeypatch.setattr("remat.inductor.attempts.ATTEMPTS", 2)
     torch._dynamo.reset()
     again = MODELS["Broken"]()
     remat.checkpoint(again, "100%", **OPTIONS)
