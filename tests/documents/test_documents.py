@@ -28,6 +28,7 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`(remat \w+\s[^`|]+)`")
+LIMIT = re.compile(r"(time_limit_s(?:=|\": ))[2-9](?:\.0)?")
 EXAMPLE = re.compile(r"Example:  (remat .*)$", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make (\w+)", re.MULTILINE)
 SHORTER = {
@@ -74,15 +75,16 @@ def _commands() -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the demo's GPT fewer layers, and every plan less time.
+    """Gives the demo's GPT fewer layers and recordings, and every plan less time.
 
-    What the documents show depends on neither.
+    What the documents show depends on none of these.
     """
     monkeypatch.setattr("remat.cli.demo.LAYERS", 2)
+    monkeypatch.setattr("remat.cli.demo._RECORDINGS", 1)
     for planner in (remat.checkpoint, remat.solve):
         defaults = planner.__kwdefaults__
         assert defaults is not None
-        monkeypatch.setitem(defaults, "time_limit_s", 2.0)
+        monkeypatch.setitem(defaults, "time_limit_s", 1.0)
 
 
 @pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
@@ -94,7 +96,8 @@ def test_every_block_of_code_runs(
     """Each block is a module of its own: step functions find models through its globals."""
     module = types.ModuleType(f"block_{re.sub(r'[^a-z0-9]', '_', name.lower())}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(code.replace("/tmp/", f"{tmp_path}/"), name, "exec"), vars(module))
+    code = LIMIT.sub(r"\g<1>1.0", code.replace("/tmp/", f"{tmp_path}/"))
+    exec(compile(code, name, "exec"), vars(module))
 
 
 @pytest.fixture(scope="module")

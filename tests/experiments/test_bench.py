@@ -123,7 +123,7 @@ def test_traced_points_are_solved_until_proved(
         "--output",
         str(tmp_path),
         "--time-limit",
-        "2",
+        "0.5",
         "--names",
         "gpt2_48",
     ]
