@@ -182,13 +182,17 @@ class Attentive(nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_torch")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_step_for_a_card_holds_what_its_autocast_makes(dtype: torch.dtype) -> None:
+def test_a_step_for_a_card_holds_what_its_autocast_makes() -> None:
     """On a CPU the norm and the softmax keep the lower type, of 2 bytes per element."""
     args = (torch.randn(1024, 64),)
     card, cpu = (
         remat.fits(
-            Attentive(), args, device=device, optimizer="none", autocast=dtype, time_limit_s=1
+            Attentive(),
+            args,
+            device=device,
+            optimizer="none",
+            autocast=torch.bfloat16,
+            time_limit_s=1,
         )
         for device in ("H100", "cpu")
     )
@@ -202,7 +206,7 @@ def test_a_step_for_a_card_holds_what_its_autocast_makes(dtype: torch.dtype) -> 
             for value in operator.writes
         }
 
-    lower = str(dtype).removeprefix("torch.")
+    lower = "bfloat16"
     for target in ("aten.native_layer_norm.default", "aten._softmax.default"):
         assert "float32" in types_of(card, target)
         assert lower not in types_of(card, target)
