@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experiments import ablation, bench
+from experiments import ablation, bench, bench_frontier, bench_real
 from experiments.bench_proof import is_proved
 from experiments.bench_published import best_published
 from experiments.bench_rows import Rows, geometric_mean, mean_seconds
@@ -24,6 +24,7 @@ from remat.tracers.synthetic import random_layered, transformer
 from tests.support.checkout import ROOT, SHARED
 
 REFEREE, RESULTS = SHARED / "referee.py", ROOT / "experiments" / "results"
+NUM_POINTS = 6
 INSTANCE = {
     "cost": [1, 1, 1, 1],
     "size": [4, 4, 4, 1],
@@ -41,7 +42,7 @@ INSTANCE = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs the sets that need no tracing, once."""
+    """Runs the sets that need no tracing, once, at fewer budgets."""
     folder = tmp_path_factory.mktemp("bench")
     for name in ("instances", "graphs", "results"):
         (folder / name).mkdir()
@@ -61,7 +62,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     options = [*map(str, places), "--time-limit", "0.2", "--gap", "0.05", "--names", "tiny"]
 
-    assert bench.main(["published", "real", "frontier", "pictures", *options]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_real, "_SHARES", (90, 60))
+        patch.setattr(bench_frontier, "_NUM_POINTS", NUM_POINTS)
+        assert bench.main(["published", "real", "frontier", "pictures", *options]) == 0
     return folder
 
 
@@ -156,7 +160,7 @@ def test_the_curve_is_compared_with_single_solves(results: Path) -> None:
     found = rows(results, "frontier")
     curve = next(row for row in found if row["kind"] == "curve")
     assert curve["is_monotone"]
-    assert len(curve["points"]) == 20
+    assert len(curve["points"]) == NUM_POINTS
     assert {row["budget_bytes"] for row in found if row["kind"] == "separate"} == {
         point[0] for point in curve["points"]
     }
