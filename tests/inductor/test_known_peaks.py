@@ -76,7 +76,7 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_peak_is_known_to_the_byte_before_the_first_step(kind: str, budget: str) -> None:
     model = Images() if kind == "images" else Words()
     inputs = torch.randn(8, 3, 32, 32) if kind == "images" else torch.randint(64, (16, 32))
-    options = {"costs": "roofline", "time_limit_s": 2.0, "plan_cache": False}
+    options = {"costs": "roofline", "time_limit_s": 1.0, "plan_cache": False}
     remat.checkpoint(model, budget, executor="inductor", **options)  # type: ignore[arg-type]  # of several types
     model(inputs).backward()
 
@@ -188,7 +188,7 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     labels = torch.zeros(2, 32, 32, dtype=torch.long)
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {
-        "executor": "inductor", "costs": "roofline", "time_limit_s": 2.0, "plan_cache": False,
+        "executor": "inductor", "costs": "roofline", "time_limit_s": 1.0, "plan_cache": False,
     }  # fmt: skip
 
     remat.checkpoint(model, "80%", **options)

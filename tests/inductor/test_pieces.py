@@ -143,14 +143,13 @@ class Stack(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("budget", ["100%", "55%"])
-def test_blocks_are_compiled_once_and_hold_what_was_predicted(budget: str) -> None:
+def test_blocks_are_compiled_once_and_hold_what_was_predicted() -> None:
     """The plan leaves out what the eager head holds while it runs: a few hundred bytes."""
     model, x = Stack(), torch.randn(256, 32)
     plain = copy.deepcopy(model)
     for layer in plain.layers:
         layer.compile()
-    remat.checkpoint(model, budget, blocks=model.layers, **OPTIONS)
+    remat.checkpoint(model, "55%", blocks=model.layers, **OPTIONS)
 
     for seed in range(2):
         got = state_after(model, model, x, seed)
