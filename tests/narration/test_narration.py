@@ -151,7 +151,7 @@ def test_the_log_says_what_was_captured_solved_and_planned(
 def test_a_script_that_trains_shows_how_far_planning_is(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    remat.solve(transformer(3), "85%", time_limit_s=3.0, gap=0.0)
+    remat.solve(transformer(3), "85%", time_limit_s=1.0, gap=0.0)
     assert "remat: planning " in terminal.getvalue()
     assert "found +" in terminal.getvalue()
 
