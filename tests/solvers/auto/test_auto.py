@@ -484,7 +484,7 @@ ELSEWHERE = {"prices", "relaxations", "margins", "segments", "exhaustive"}
 def test_a_technique_that_is_off_finds_and_proves_nothing(name: str) -> None:
     graph = random_layered(24, seed=3, is_training=True)
     told: list[Progress] = []
-    solver = Auto(gap=0.0, rounds=1, time_limit_s=1.0, without=(name,), progress=told.append)
+    solver = Auto(gap=0.0, rounds=1, time_limit_s=0.7, without=(name,), progress=told.append)
     solution = solver.solve(graph, budget_bytes=int(0.6 * keep_all_bytes(graph)))
 
     assert solution.is_solved

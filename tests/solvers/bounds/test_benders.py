@@ -88,7 +88,7 @@ def test_with_barely_violated_cuts_no_bound_is_above_a_schedule_that_fits(
     monkeypatch.setattr(module, "_VIOLATION", 1e-9)
     known = Auto(threads=1, time_limit_s=30, gap=0.0).solve(GRAPH, budget_bytes=PEAK * 70 // 100)
     assert known.cost_s is not None
-    for bound_s in bounds(GRAPH, PEAK * 70 // 100, known.cost_s * 1.5, 3):
+    for bound_s in bounds(GRAPH, PEAK * 70 // 100, known.cost_s * 1.5, 2):
         assert bound_s <= known.cost_s * (1 + 1e-9)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,13 +35,17 @@ def test_on_any_graph_the_steps_are_valid(seed: int, share: float) -> None:
 
 # two have tests of their own, and names are not read
 ELSEWHERE = {"two_regions", "random_layered_without_phases", "transformer_without_names"}
+# a budget of the largest working set, at which hardly anything fits, is tried on these
+AT_THE_LEAST = {"chain", "random_step", "zero_cost"}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ELSEWHERE))
 def test_on_every_family_the_steps_fit(family: str) -> None:
     graph = FAMILIES[family]()
     floor, ceiling = working_set_bytes(graph), keep_all_bytes(graph)
-    budgets = np.linspace(floor, ceiling, 3).astype(int).tolist()
+    budgets = [(floor + ceiling) // 2, ceiling]
+    if family in AT_THE_LEAST:
+        budgets.insert(0, floor)
     found = {budget: rotor_steps(graph, budget) for budget in budgets}
 
     for budget, steps in found.items():
