@@ -142,7 +142,7 @@ def test_budgets_whose_answer_is_known_are_not_solved(monkeypatch: pytest.Monkey
 
 
 def test_other_solvers_have_curves_too() -> None:
-    graph = chain(25)
+    graph = chain(20)
     budgets = spread(graph, 5)
     solutions = frontier_solutions(graph, budgets, ChenGreedy())
     costs = [s.cost_s for s in solutions if s.is_solved]
@@ -151,7 +151,7 @@ def test_other_solvers_have_curves_too() -> None:
 
 
 def test_remat_frontier_spreads_budgets_from_the_least_to_keep_all() -> None:
-    graph = chain(12)
+    graph = chain(9)
     solutions = remat.frontier(graph, 4, time_limit_s=0.5)
     assert [s.budget_bytes for s in solutions] == spread(graph, 4)
     check(graph, spread(graph, 4), solutions)
