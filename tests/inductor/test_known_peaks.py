@@ -164,7 +164,7 @@ def test_kernels_that_hold_more_than_the_budget_are_planned_again(
 ) -> None:
     model = Net()
     remat.checkpoint(
-        model, "90%", executor="inductor", costs="roofline", time_limit_s=2.0, plan_cache=False
+        model, "90%", executor="inductor", costs="roofline", time_limit_s=1.0, plan_cache=False
     )
     model(batch()).backward()
 
@@ -317,7 +317,7 @@ def scored() -> tuple[Scored, tuple[torch.Tensor, torch.Tensor]]:
 def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> None:
     model, args = scored()
     plain = copy.deepcopy(model)
-    remat.checkpoint(model, budget, executor="inductor", costs="roofline", time_limit_s=2.0)
+    remat.checkpoint(model, budget, executor="inductor", costs="roofline", time_limit_s=1.0)
 
     results = []
     for one in (model, plain):

@@ -451,7 +451,7 @@ def test_a_large_graph_is_answered_within_the_time_limit() -> None:
 def test_progress_is_reported_and_never_gets_worse() -> None:
     graph = random_layered(16, seed=7)
     told: list[Progress] = []
-    solution = Auto(rounds=1, time_limit_s=1.5, progress=told.append).solve(
+    solution = Auto(rounds=1, time_limit_s=0.8, progress=told.append).solve(
         graph, budget_bytes=int(0.6 * keep_all_bytes(graph))
     )
 
