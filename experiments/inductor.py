@@ -116,6 +116,7 @@ class Comparison:
     """Rows of one model, and the steps to be timed."""
 
     def __init__(self, name: str, device: str) -> None:
+        torch._dynamo.reset()  # not between ways: their steps would be compiled again when timed
         self.device, self.workload = device, workload(name)
         self.model = self.workload.model.to(device)
 
@@ -139,7 +140,6 @@ class Comparison:
         return row
 
     def _add(self, row: Row, prepare: Callable[[nn.Module], Step]) -> Row:
-        torch._dynamo.reset()
         model = copy.deepcopy(self.model)
         step = prepare(model)
 
