@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import remat
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.compiled import is_ready
 from remat.solvers.search.annealing import anneal
@@ -25,6 +26,17 @@ def compiled_search() -> None:
     """
     if not is_ready(anneal):
         minimum(random_layered(8, seed=0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_plans() -> Iterator[None]:
+    """Gives plans 2 s where a test does not say how long; a proof may take all of the usual 60."""
+    with pytest.MonkeyPatch.context() as patch:
+        for planner in (remat.checkpoint, remat.solve):
+            defaults = planner.__kwdefaults__
+            assert defaults is not None
+            patch.setitem(defaults, "time_limit_s", 2.0)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
