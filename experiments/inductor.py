@@ -218,11 +218,16 @@ class Comparison:
         return sum(storages.values()) + remat.measure(run, device=self.device).peak_bytes
 
     def time(self, rounds: int) -> None:
-        """Times the steps in turn, so that other load on the machine affects all of them."""
+        """Times the steps in turn, so that other load on the machine affects all of them.
+
+        A step that would be compiled again, without the settings of its way, is an error.
+        """
         found: dict[int, list[float]] = {place: [] for place in self.steps}
-        for _ in range(rounds):
-            for place, (model, step) in self.steps.items():
-                found[place].append(self.seconds(model, step))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(rounds):
+                for place, (model, step) in self.steps.items():
+                    found[place].append(self.seconds(model, step))
+
         for place, seconds in found.items():
             self.rows[place] = replace(self.rows[place], seconds=statistics.median(seconds))
 
