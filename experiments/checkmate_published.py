@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import parser_of
+from experiments.command_line import add_instances, has_instances, parser_of
 from experiments.environment import environment
 from remat.core.graph import Graph
 from remat.solvers.checkmate.milp import MILP
@@ -100,12 +100,7 @@ def run_all(folder: Path, time_limit_s: float) -> list[dict[str, Any]]:
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--instances",
-        type=Path,
-        default=HERE.parents[2] / "shared" / "instances",
-        help="folder of the published graphs",
-    )
+    add_instances(parser)
     parser.add_argument(
         "--time-limit", type=float, default=3600.0, help="seconds per point (default: 3600)"
     )
@@ -121,16 +116,7 @@ def main() -> int:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    missing = sorted(
-        {name for name, _ in POINTS if not (options.instances / f"{name}.json").is_file()}
-    )
-
-    if missing:
-        log.error(
-            "%s: no %s; give the folder of the published instances with --instances",
-            options.instances,
-            ", ".join(missing),
-        )
+    if not has_instances(options.instances, (name for name, _ in POINTS)):
         return 2
 
     rows = run_all(options.instances, options.time_limit)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+_INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
+
+log = logging.getLogger(__name__)
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -10,3 +17,22 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def add_instances(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the folder of the published graphs."""
+    parser.add_argument(
+        "--instances", type=Path, default=_INSTANCES, help="folder of the published graphs"
+    )
+
+
+def has_instances(folder: Path, names: Iterable[str]) -> bool:
+    """Logs which of the published graphs are not in the folder; returns True if all are."""
+    missing = sorted({name for name in names if not (folder / f"{name}.json").is_file()})
+    if missing:
+        log.error(
+            "%s: no %s; give the folder of the published instances with --instances",
+            folder,
+            ", ".join(missing),
+        )
+    return not missing

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import remat
-from experiments.command_line import parser_of
+from experiments.command_line import add_instances, has_instances, parser_of
 from experiments.environment import environment
 from experiments.models import make
 from remat.core.graph import Graph
@@ -177,13 +177,7 @@ def training_steps(time_limit_s: float) -> list[dict[str, Any]]:
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--instances",
-        type=Path,
-        default=HERE.parents[2] / "shared" / "instances",
-        help="folder of the published graphs",
-    )
-
+    add_instances(parser)
     parser.add_argument(
         "--time-limit",
         type=float,
@@ -200,13 +194,7 @@ def main() -> int:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    missing = [name for name in INSTANCES if not (options.instances / f"{name}.json").is_file()]
-    if missing:
-        log.error(
-            "%s: no %s; give the folder of the published instances with --instances",
-            options.instances,
-            ", ".join(missing),
-        )
+    if not has_instances(options.instances, INSTANCES):
         return 2
 
     made = environment()  # before the solves: a commit may follow meanwhile
