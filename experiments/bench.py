@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,10 +39,9 @@ from experiments import (
     bench_scale,
 )
 from experiments.bench_rows import Row, Rows, warm_up
-from experiments.command_line import parser_of
+from experiments.command_line import INSTANCES_VARIABLE, add_instances, parser_of
 
 HERE = Path(__file__).resolve()
-INSTANCES_VARIABLE = "REMAT_INSTANCES"
 SETS: dict[str, Any] = {
     "published": bench_published,
     "proof": bench_proof,
@@ -57,23 +55,12 @@ _OF_PUBLISHED = ("published", "proof")
 _LOG = logging.getLogger("bench")
 
 
-def instances_folder(given: Path | None) -> Path:
-    """Returns the folder of the published instances.
-
-    This is the given folder, else the one that the environment variable names, else one beside
-    the checkout.
-    """
-    return given or Path(
-        os.environ.get(INSTANCES_VARIABLE) or HERE.parents[2] / "shared" / "instances"
-    )
-
-
 def run_set(name: str, options: argparse.Namespace) -> bool:
     """Runs one set and prints its table; returns False if its instances are missing."""
     module = SETS[name]
     limit_s = options.time_limit if options.time_limit is not None else module.TIME_LIMIT_S
     gap = options.gap if options.gap is not None else module.GAP
-    folder = instances_folder(options.instances) if name in _OF_PUBLISHED else options.graphs
+    folder = options.instances if name in _OF_PUBLISHED else options.graphs
 
     if name in _OF_PUBLISHED and not any(folder.glob("*.json")):
         _LOG.error(
@@ -125,11 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--names", nargs="+", default=[], help="only these instances of the sets")
 
-    parser.add_argument(
-        "--instances",
-        type=Path,
-        help=f"folder of the published instances (or the variable {INSTANCES_VARIABLE})",
-    )
+    add_instances(parser)
     parser.add_argument(
         "--graphs",
         type=Path,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-_INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "instances"
+INSTANCES_VARIABLE = "REMAT_INSTANCES"
+_BESIDE_THE_CHECKOUT = Path(__file__).resolve().parents[2] / "shared" / "instances"
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +22,15 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_instances(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the folder of the published graphs."""
+    """Adds the option for the folder of the published graphs.
+
+    By default, that is the one that the environment variable names, or one beside the checkout.
+    """
     parser.add_argument(
-        "--instances", type=Path, default=_INSTANCES, help="folder of the published graphs"
+        "--instances",
+        type=Path,
+        default=Path(os.environ.get(INSTANCES_VARIABLE) or _BESIDE_THE_CHECKOUT),
+        help=f"folder of the published graphs (or the variable {INSTANCES_VARIABLE})",
     )
 
 

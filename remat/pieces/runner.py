@@ -34,14 +34,12 @@ from remat.pieces.step_meter import StepMeter
 from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, resident_values, tensors_of
 from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
-from remat.run.capture import Step, compiled_by_aot, device_type, refuse_uncapturable
+from remat.run.capture import Step, check_joint, compiled_by_aot, device_type, refuse_uncapturable
 from remat.run.executor import compile_graph
-from remat.run.refusals import refuse_what_has_no_size
 from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
-from remat.torch_border.scalars import refuse_changing_sizes
 from remat.tracers.costs import CostModel
-from remat.tracers.recomputable import are_inference, mark_inference_inputs
+from remat.tracers.recomputable import are_inference
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,9 +136,7 @@ class Piecewise:
             static_lifetime_input_indices: Any = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            refuse_changing_sizes(joint.graph)
-            refuse_what_has_no_size(joint)
-            mark_inference_inputs(joint, inference)
+            check_joint(joint, inference)
             pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
 
             step = pieces[-1].step(frozenset())

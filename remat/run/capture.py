@@ -214,10 +214,7 @@ class _Capture:
         static_lifetime_input_indices: Any = None,
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        refuse_changing_sizes(joint.graph)
-        refuse_what_has_no_size(joint)
-        mark_inference_inputs(joint, self.inference)
-
+        check_joint(joint, self.inference)
         step = read_joint(
             joint,
             num_fwd_outputs,
@@ -236,6 +233,13 @@ class _Capture:
     def compile_backward(self, graph: fx.GraphModule, _: Any) -> Any:
         last = self.planned[-1]
         return runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)
+
+
+def check_joint(joint: fx.GraphModule, inference: Sequence[bool]) -> None:
+    """Refuses a joint graph that no plan can run, and marks inputs made under inference mode."""
+    refuse_changing_sizes(joint.graph)
+    refuse_what_has_no_size(joint)
+    mark_inference_inputs(joint, inference)
 
 
 def refuse_uncapturable(module: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ not get stuck. Each eviction rule tries ever finer budgets, and its schedules ma
 and the one with the lowest peak is returned.
 
 The result is remembered for the latest graphs: a budget that was named as the least can be met
-later, in whatever time there is then.
+later, in whatever time there is then. A longer search starts anew, and the better result stays.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
 Tarjan, 1980). Only graphs of a few operators are solved exactly, by exhaustive search
@@ -94,7 +94,8 @@ def minimum(
 
     Args:
         graph: any graph.
-        time_limit_s: ends the search early; without it the answer depends only on the graph.
+        time_limit_s: ends the search early; without it the answer depends only on the graph, unless
+            an earlier search that was cut short found less.
         families: the graph's closed-form schedules, where they exist already.
 
     Complexity: about 50 runs of greedy eviction, up to 200 on small graphs, O(n E) each in compiled

@@ -59,7 +59,7 @@ def test_operators_are_traced_with_the_layouts_of_their_kernels(dtype: torch.dty
     """The seed is fixed, so that the sample does not change from run to run."""
     names = sorted({info.name for info in operators()})
     found = searched(set(random.Random(7).sample(names, 10)), (dtype,))
-    assert found.promises
+    assert len(found.promises) > 10
     assert not wrong(found.promises, PROMISES[1:])
     assert not wrong(found.in_place, ("allowed",))
 
