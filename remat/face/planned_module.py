@@ -353,7 +353,14 @@ class PlannedCall(OwnCall):
             plain_steps=self._plain_steps,
         )
 
-    def _plan(self, step: Step, held_bytes: int, *, unplanned_bytes: int = 0) -> Solution:
+    def _plan(
+        self,
+        step: Step,
+        held_bytes: int,
+        *,
+        unplanned_bytes: int = 0,
+        known: Solution | None = None,
+    ) -> Solution:
         """Returns the plan of a step, with room for gradients and for unplanned memory."""
 
         def plan(step: Step, room_bytes: int) -> Solution:
@@ -362,6 +369,7 @@ class PlannedCall(OwnCall):
                 gradient_bytes=held_bytes,
                 unplanned_bytes=self.unplanned_bytes + unplanned_bytes,
                 gap_bytes=room_bytes,
+                known=known,
             )
 
         return self.outside.plan(step, plan)

@@ -1,18 +1,54 @@
-"""The plans tried to make a step's kernels fit a budget, and the next one to try."""
+"""The plans tried to make a step's kernels fit a budget, and the next one to try.
+
+The plan whose kernels held least is remembered for the latest graphs, as an error names that peak
+as a budget that suffices: under such a budget, that plan is the second one tried.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.core.solution import Solution
 
 ATTEMPTS = 4  # compiled plans above the budget, after which there is an error
 _ATTEMPTS_COPYING = 2  # such plans, after which convolutions keep the layouts of their inputs
 _LEAST_SLOPE = 0.5  # of the secant (kernels' peak against plan's peak) that gives the next plan
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A plan whose kernels were compiled.
+
+    Attributes:
+        solution: the plan.
+        peak_bytes: the peak of its kernels.
+        keeps_layouts: see `CompiledHalves`.
+    """
+
+    solution: Solution
+    peak_bytes: int
+    keeps_layouts: bool
+
+
+_MOST_REMEMBERED = 32  # graphs
+_least: OrderedDict[str, _Compiled] = OrderedDict()  # the latest one is last
+
+
+def _remembered(graph: Graph, compiled: _Compiled) -> _Compiled:
+    """Returns the plan of this graph whose kernels held least, this one included."""
+    known = _least.pop(graph.fingerprint, compiled)
+    least = min(known, compiled, key=lambda plan: plan.peak_bytes)
+    _least[graph.fingerprint] = least
+    if len(_least) > _MOST_REMEMBERED:
+        _least.popitem(last=False)
+    return least
 
 
 @dataclass(eq=False)
@@ -27,6 +63,7 @@ class Attempts:
     Attributes:
         room_bytes: how far the next plan's budget is below the step's; negative if it is above.
         keeps_layouts: see `CompiledHalves`.
+        known: the next plan, where one is remembered whose kernels fit the budget.
         held: for each plan that was compiled, its `room_bytes` and the peak of its kernels.
         budget_bytes: the budget for the kernels of the last compiled plan.
         refusal: the error for the first plan that did not fit the budget.
@@ -34,6 +71,7 @@ class Attempts:
 
     room_bytes: int = 0
     keeps_layouts: bool = False
+    known: Solution | None = None
     held: list[tuple[int, int]] = field(default_factory=list)
     budget_bytes: int = 0
     refusal: BudgetError | None = None
@@ -56,7 +94,7 @@ class Attempts:
         self.refusal = error
 
     def held_too_much(
-        self, peak_bytes: int, budget_bytes: int, *, may_keep_layouts: bool = False
+        self, graph: Graph, plan: Solution, peak_bytes: int, *, may_keep_layouts: bool = False
     ) -> None:
         """Notes the peak of a plan's kernels, which is above the budget.
 
@@ -64,7 +102,13 @@ class Attempts:
             BudgetError: nothing is left to try.
         """
         self.held.append((self.room_bytes, peak_bytes))
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes = plan.budget_bytes + self.room_bytes
+        least = _remembered(graph, _Compiled(plan, peak_bytes, self.keeps_layouts))
+        if self.known is None and least.peak_bytes <= budget_bytes:
+            self.known, self.keeps_layouts = least.solution, least.keeps_layouts
+            self.room_bytes = budget_bytes - least.solution.budget_bytes
+            return
+
         self.room_bytes += self._more_room(peak_bytes - budget_bytes)
         self._may_keep_layouts = may_keep_layouts and not self.keeps_layouts
 

@@ -124,7 +124,11 @@ def _within_budget(
     while True:
         room_bytes = attempts.room_bytes
         compilation = _Compilation(
-            read, _with_room(plan, room_bytes), plain, room_bytes, attempts.keeps_layouts
+            read,
+            _with_room(plan, room_bytes, attempts.known),
+            plain,
+            room_bytes,
+            attempts.keeps_layouts,
         )
         try:
             compilation.compile(module, example_inputs)
@@ -136,8 +140,12 @@ def _within_budget(
         if planned is not None and peak_bytes is not None:
             budget_bytes = planned.solution.budget_bytes + room_bytes
             if peak_bytes > budget_bytes:
-                may_keep_layouts = _may_copy_layouts(planned.step)
-                attempts.held_too_much(peak_bytes, budget_bytes, may_keep_layouts=may_keep_layouts)
+                attempts.held_too_much(
+                    planned.graph,
+                    planned.solution,
+                    peak_bytes,
+                    may_keep_layouts=_may_copy_layouts(planned.step),
+                )
                 continue
         elif attempts.refusal:
             raise attempts.refusal
@@ -153,9 +161,10 @@ def _may_copy_layouts(step: TracedStep) -> bool:
     )
 
 
-def _with_room(plan: Planner, room_bytes: int) -> Planner:
+def _with_room(plan: Planner, room_bytes: int, known: Solution | None) -> Planner:
     def planned(step: Step, *, unplanned_bytes: int = 0) -> Solution:
-        return plan(step, unplanned_bytes=unplanned_bytes + room_bytes)
+        given = {"known": known} if known else {}
+        return plan(step, unplanned_bytes=unplanned_bytes + room_bytes, **given)
 
     return planned
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from remat.core.errors import BudgetError, TraceError
 from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.kernel_graph import FusedStep, fuse
@@ -162,18 +163,19 @@ class FusedPiecewise(Piecewise):
         held_bytes: int,
         unplanned_bytes: int = 0,
         kernels_room_bytes: int = 0,
+        known: Solution | None = None,
     ) -> JoinedPlan:
         """Plans a path; plans again with a smaller budget until its kernels fit.
 
         Raises:
             BudgetError: no plan's kernels fit.
         """
-        attempts = Attempts(kernels_room_bytes)
+        attempts = Attempts(kernels_room_bytes, known=known)
         while True:
             room_bytes = attempts.room_bytes
             try:
                 planned = super().install(
-                    path, copies, joined, held_bytes, unplanned_bytes, room_bytes
+                    path, copies, joined, held_bytes, unplanned_bytes, room_bytes, attempts.known
                 )
             except BudgetError:
                 if attempts.held:
@@ -185,7 +187,7 @@ class FusedPiecewise(Piecewise):
             if peak_bytes <= budget_bytes:
                 return planned
             del self.plans[path, held_bytes]
-            attempts.held_too_much(peak_bytes, budget_bytes)
+            attempts.held_too_much(joined.graph, planned.solution, peak_bytes)
 
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule

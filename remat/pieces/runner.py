@@ -51,11 +51,18 @@ class StepPlanner(Protocol):
     """Returns the solution for a step.
 
     It reserves `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
-    pieces, and `unplanned_bytes` for what exists only because of the plan.
+    pieces, and `unplanned_bytes` for what exists only because of the plan. A solution that is
+    `known` is used as it is.
     """
 
     def __call__(
-        self, step: Step, *, gradient_bytes: int = 0, gap_bytes: int = 0, unplanned_bytes: int = 0
+        self,
+        step: Step,
+        *,
+        gradient_bytes: int = 0,
+        gap_bytes: int = 0,
+        unplanned_bytes: int = 0,
+        known: Solution | None = None,
     ) -> Solution:
         """Returns the solution for a step."""
 
@@ -310,9 +317,13 @@ class Piecewise:
         held_bytes: int,
         unplanned_bytes: int = 0,
         kernels_room_bytes: int = 0,
+        known: Solution | None = None,
     ) -> JoinedPlan:
-        """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients."""
-        solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes)
+        """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients.
+
+        With `known`, that is its plan.
+        """
+        solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes, known)
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
         numbers = tuple(
@@ -339,7 +350,12 @@ class Piecewise:
         return planned
 
     def _solution(
-        self, joined: JoinedStep, held_bytes: int, gap_bytes: int, kernels_room_bytes: int
+        self,
+        joined: JoinedStep,
+        held_bytes: int,
+        gap_bytes: int,
+        kernels_room_bytes: int,
+        known: Solution | None,
     ) -> Solution:
         assert self.plan_of is not None
         try:
@@ -348,6 +364,7 @@ class Piecewise:
                 gradient_bytes=held_bytes,
                 gap_bytes=gap_bytes,
                 unplanned_bytes=kernels_room_bytes,
+                known=known,
             )
         except BudgetError as error:
             raise naming_breaks(error, self.breaks) from None

@@ -24,6 +24,7 @@ class FixedPlan:
         gradient_bytes: int = 0,
         unplanned_bytes: int = 0,
         gap_bytes: int = 0,
+        known: Solution | None = None,
     ) -> Solution:
         """Returns the solution if it was made for this step, with its numbers computed again.
 
@@ -33,6 +34,7 @@ class FixedPlan:
             ScheduleError: it has no schedule, is for another step or is invalid.
             BudgetError: it leaves no room for what is held besides the plan.
         """
+        del known
         if self.solution.schedule is None:
             raise ScheduleError(
                 f"this solution has no schedule to run: its status is {self.solution.status}"

@@ -18,7 +18,7 @@ from remat.core.validate import validate
 from remat.plan.card import budget_of_card, check_has_card, library_bytes
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
-from remat.plan.distributed import bucket_bytes, solve_once
+from remat.plan.distributed import bucket_bytes, is_distributed, solve_once
 from remat.plan.solving import solve_in
 from remat.run.capture import Step
 from remat.run.plain_steps import OnUnsupported, check_on_unsupported
@@ -28,7 +28,9 @@ from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
 _ELSEWHERE = ", for another shape"
-_SHARE_OF_TIME = 0.1  # of the time limit, if the plan of another shape already fits the step
+# of the time limit, if the plan of another shape already fits the step, or if the same step was
+# planned before and has to hold less
+_SHARE_OF_TIME = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,33 @@ class Options:
         check_on_unsupported(self.on_unsupported)
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """Plans that were made before, and are of use to a step.
+
+    Attributes:
+        fitting: the cheapest whose schedule fits the step, made for another shape or budget of it.
+        near: those of the same step for other budgets, where its kernels or its pieces held more
+            than their plan; the solver starts from them.
+    """
+
+    fitting: Solution | None = None
+    near: tuple[Solution, ...] = ()
+
+    @property
+    def share_of_time(self) -> float:
+        """The part of the time limit that the solver gets."""
+        return _SHARE_OF_TIME if self.fitting or self.near else 1.0
+
+
 class Plans:
     """Plans by graph.
 
     A step that is captured again is not solved again, in this process or, if plans are cached on
     disk, in another one. For a new shape of a step that has a plan, such as the last batch of an
     epoch, the solver gets a tenth of its time limit if that plan's schedule fits, and the cheaper
-    of the two schedules is used.
+    of the two schedules is used. It also gets a tenth, and starts from the plan before, if a step
+    is planned again because its kernels held more than planned.
     """
 
     def __init__(self, options: Options) -> None:
@@ -128,6 +150,7 @@ class Plans:
         unplanned_bytes: int = 0,
         gap_bytes: int = 0,
         is_largest: bool = False,
+        known: Solution | None = None,
     ) -> Solution:
         """Returns the solution for a captured step, the same on all ranks.
 
@@ -142,8 +165,12 @@ class Plans:
             gap_bytes: reserved for code that runs between pieces, with any plan; percentages count
                 it.
             is_largest: whether all smaller shapes use its schedule, without being solved.
+            known: a solution for this step, to be used as it is; not with several ranks, which
+                need the same one.
         """
         graph, others = step.graph, (unplanned_bytes, gap_bytes)
+        if known and not is_distributed():
+            return self._take(known, graph, gradient_bytes, *others)
         accumulated_bytes = self._accumulated_bytes(graph)
         if gradient_bytes < accumulated_bytes:
             self._plan(graph, accumulated_bytes, *others)
@@ -172,6 +199,19 @@ class Plans:
             room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
             self._known[key] = (graph, *self._solve(graph, room, key[0]))
             _LOG.info("%s", _plan_text(graph, *self._known[key][1:]))
+        return self._known[key][1]
+
+    def _take(
+        self,
+        known: Solution,
+        graph: Graph,
+        gradient_bytes: int,
+        unplanned_bytes: int,
+        gap_bytes: int,
+    ) -> Solution:
+        key = (computation_of(graph), gradient_bytes + unplanned_bytes + gap_bytes)
+        room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
+        self._known[key] = (graph, replace(known), room)
         return self._known[key][1]
 
     def _room(
@@ -207,34 +247,32 @@ class Plans:
 
         If there is neither, it returns the first micro-step's plan, if that may be used.
         """
-        known = self._of_another_shape(graph, room.plan_bytes)
-        if known and self._has_largest:
-            return known, room
+        earlier = self._earlier(graph, room, computation)
+        if earlier.fitting and self._has_largest:
+            return earlier.fitting, room
 
         try:
-            return self._of_all_ranks(graph, room, known), room
+            return self._of_all_ranks(graph, room, earlier), room
         except BudgetError:
             first = self._before_gradients(room, computation)
             if first is None:
                 raise
             return first
 
-    def _of_all_ranks(self, graph: Graph, room: Room, known: Solution | None) -> Solution:
+    def _of_all_ranks(self, graph: Graph, room: Room, earlier: _Earlier) -> Solution:
         """Returns the plan that one rank finds, in the cache or by a solver, for all of them."""
         options = self.options
-        # without the share of time: ranks with and without another shape's plan share an answer
+        # without the share of time: ranks with and without earlier plans share an answer
         asked = (
             f"{room.budget_bytes} {room.held_bytes} {options.solver} {options.gap} "
             f"{options.time_limit_s}"
         )
-        look = partial(self._of_the_cache, graph, room, known, asked)
+        look = partial(self._of_the_cache, graph, room, earlier, asked)
         return solve_once(graph, asked, look, time_limit_s=options.time_limit_s)
 
-    def _of_the_cache(
-        self, graph: Graph, room: Room, known: Solution | None, asked: str
-    ) -> Solution:
-        time_limit_s = self.options.time_limit_s * (_SHARE_OF_TIME if known else 1)
-        solve = partial(self._of_a_solver, graph, room, known, time_limit_s)
+    def _of_the_cache(self, graph: Graph, room: Room, earlier: _Earlier, asked: str) -> Solution:
+        time_limit_s = self.options.time_limit_s * earlier.share_of_time
+        solve = partial(self._of_a_solver, graph, room, earlier, time_limit_s)
         if self._cache is None:
             return solve()
         # a plan depends on the time limit, and on whether the solver's loops are compiled
@@ -242,17 +280,24 @@ class Plans:
         return self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
 
     def _of_a_solver(
-        self, graph: Graph, room: Room, known: Solution | None, time_limit_s: float
+        self, graph: Graph, room: Room, earlier: _Earlier, time_limit_s: float
     ) -> Solution:
-        """Returns the solver's schedule, or `known` if that is cheaper or the only one."""
-        solver, gap = self.options.solver, self.options.gap
+        """Returns the solver's schedule, or the fitting one if that is cheaper or the only one."""
+        fitting = earlier.fitting
         try:
-            solved = solve_in(room, graph, solver=solver, time_limit_s=time_limit_s, gap=gap)
+            solved = solve_in(
+                room,
+                graph,
+                solver=self.options.solver,
+                time_limit_s=time_limit_s,
+                gap=self.options.gap,
+                near=earlier.near,
+            )
         except BudgetError:
-            if known is None:
+            if fitting is None:
                 raise
-            return known
-        return _better(solved, known) if known else solved
+            return fitting
+        return _better(solved, fitting) if fitting else solved
 
     def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
         """Returns the first micro-step's plan, if gradients accumulate without `is_accumulating`.
@@ -278,6 +323,14 @@ class Plans:
         return replace(solution), replace(
             before, budget_bytes=budget_bytes, gradient_bytes=room.gradient_bytes
         )
+
+    def _earlier(self, graph: Graph, room: Room, computation: str) -> _Earlier:
+        near = (
+            solution
+            for (known, _), (_, solution, before) in self._known.items()
+            if known == computation and before.gradient_bytes == room.gradient_bytes
+        )
+        return _Earlier(self._of_another_shape(graph, room.plan_bytes), tuple(near))
 
     def _of_another_shape(self, graph: Graph, budget_bytes: int) -> Solution | None:
         """Returns the cheapest schedule of another shape of this step that fits the budget."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,11 @@ def solve_in(
     time_limit_s: float,
     gap: float,
     progress: Callable[[Any], None] | None = None,
+    near: Sequence[Solution] = (),
 ) -> Solution:
     """Returns the solution for `graph` within the plan's part of the budget.
+
+    `near` are solutions of `graph` for other budgets, from which `auto` starts.
 
     Raises:
         BudgetError: no schedule was found that fits.
@@ -43,19 +46,19 @@ def solve_in(
         else solver
     )
 
-    solution = _solved(graph, room.plan_bytes, method)
+    solution = _solved(graph, room.plan_bytes, method, near)
     if solution.is_solved:
         return replace(solution, outline=outline(graph))
     raise _budget_error(graph, solution, room)
 
 
-def _solved(graph: Graph, budget_bytes: int, method: Solver) -> Solution:
+def _solved(graph: Graph, budget_bytes: int, method: Solver, near: Sequence[Solution]) -> Solution:
     """Solves, and reports progress on stderr and in the log."""
     what = f"{graph.num_operators:,} operators within {Units.of(graph).size_text(budget_bytes)}"
     _LOG.info("solving %s with %s", what, method)
     with stage(f"planning {what}") as progress:
         telling = method.telling(lambda moment: progress.say(moment.text(graph.cost_s)))
-        solution = telling.solve(graph, budget_bytes=budget_bytes)
+        solution = telling.solve_near(graph, near, budget_bytes=budget_bytes)
 
     outcome = "; ".join(filter(None, (solution.verdict, solution.techniques)))
     _LOG.info("solved %s in %.1f s: %s", what, solution.wall_s, outcome)

@@ -66,7 +66,8 @@ class FusedOperators(Step, Protocol):
         """Returns a schedule of kernels as a schedule of operators."""
 
 
-# step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step
+# step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step, and
+# `known=` is a solution to use as it is
 Planner = Callable[..., Solution]
 
 

@@ -138,6 +138,20 @@ class Auto(Solver):
         """Returns the best schedule found within `budget_bytes` with the best bound proved."""
         return self.improve(graph, budget_bytes=budget_bytes)
 
+    def solve_near(self, graph: Graph, near: Sequence[Solution], *, budget_bytes: int) -> Solution:
+        """Does the same as `solve`, starting from solutions of `graph` for other budgets."""
+        bounds = (
+            known.lower_bound_s
+            for known in near
+            if known.budget_bytes >= budget_bytes and not known.is_bound_stated
+        )
+        return self.improve(
+            graph,
+            budget_bytes=budget_bytes,
+            known_steps=[known.schedule.steps for known in near if known.schedule],
+            known_bound_s=max(bounds, default=0.0),
+        )
+
     def improve(
         self,
         graph: Graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,6 +27,11 @@ class Solver(ABC):
         `Status.INFEASIBLE` always has a proof. The schedule is validated, and its numbers come from
         the simulator.
         """
+
+    def solve_near(self, graph: Graph, near: Sequence[Solution], *, budget_bytes: int) -> Solution:
+        """Does the same as `solve`; some methods start from solutions for other budgets."""
+        del near
+        return self.solve(graph, budget_bytes=budget_bytes)
 
     def telling(self, tell: ProgressCallback) -> Solver:
         """Returns a copy that also calls `tell` with its progress; itself if it reports none."""

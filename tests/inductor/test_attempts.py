@@ -1,0 +1,107 @@
+"""A budget that an error names for kernels is met by the next one who asks for it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+
+from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
+from remat.inductor import attempts as module
+from remat.inductor.attempts import ATTEMPTS, Attempts
+from remat.plan.planner import Options, Plans
+from remat.tracers.synthetic import chain
+
+GRAPH = chain(8)
+PEAK_BYTES = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes
+BUDGET_BYTES = PEAK_BYTES + 100
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_least", OrderedDict())
+
+
+def plan_of(budget_bytes: int, graph: Graph = GRAPH) -> Solution:
+    steps = Schedule.keep_all(graph).steps
+    return Solution.of_steps(
+        graph, budget_bytes, steps, lower_bound_s=graph.cost_s, solver="", wall_s=0.0
+    )
+
+
+def exceed(attempts: Attempts, budget_bytes: int, excess_bytes: list[int]) -> None:
+    """Notes plans whose kernels exceed a budget by so much."""
+    for excess in excess_bytes:
+        plan = plan_of(budget_bytes - attempts.room_bytes)
+        attempts.held_too_much(GRAPH, plan, budget_bytes + excess)
+
+
+def until_refused(budget_bytes: int, excess_bytes: list[int]) -> BudgetError:
+    with pytest.raises(BudgetError) as refusal:
+        exceed(Attempts(), budget_bytes, excess_bytes)
+    return refusal.value
+
+
+def test_the_named_budget_is_met_by_the_plan_that_held_it() -> None:
+    """Naive: the next search finds another plan, whose kernels may hold more."""
+    named_bytes = until_refused(BUDGET_BYTES, [9, 5, 7, 8]).minimum_bytes
+    assert named_bytes == BUDGET_BYTES + 5
+
+    attempts = Attempts()
+    attempts.held_too_much(GRAPH, plan_of(named_bytes), named_bytes + 3)
+
+    known = attempts.known
+    assert known is not None
+    assert known.budget_bytes == BUDGET_BYTES - 9  # the second plan had room for the first excess
+    assert known.budget_bytes + attempts.room_bytes == named_bytes
+
+
+def test_below_the_named_budget_nothing_is_known() -> None:
+    named_bytes = until_refused(BUDGET_BYTES, [9, 5, 7, 8]).minimum_bytes
+    attempts = Attempts()
+    attempts.held_too_much(GRAPH, plan_of(named_bytes - 1), named_bytes + 3)
+    assert attempts.known is None
+    assert attempts.room_bytes == 4
+
+
+def test_another_graph_has_plans_of_its_own() -> None:
+    until_refused(BUDGET_BYTES, [9, 5, 7, 8])
+    other, attempts = chain(9), Attempts()
+    attempts.held_too_much(other, plan_of(2 * BUDGET_BYTES, other), 2 * BUDGET_BYTES + 1)
+    assert attempts.known is None
+
+
+def test_a_known_plan_that_holds_more_now_is_tried_once() -> None:
+    """Naive: it is tried again and again."""
+    until_refused(BUDGET_BYTES, [9, 5, 7, 8])
+    attempts = Attempts()
+    with pytest.raises(BudgetError):
+        exceed(attempts, 2 * BUDGET_BYTES, [1] * (ATTEMPTS + 1))
+    assert len(attempts.held) == ATTEMPTS
+
+
+def test_how_layouts_were_compiled_is_part_of_what_is_known() -> None:
+    first = Attempts(keeps_layouts=True)
+    first.held_too_much(GRAPH, plan_of(BUDGET_BYTES), BUDGET_BYTES + 5)
+
+    later = Attempts()
+    later.held_too_much(GRAPH, plan_of(BUDGET_BYTES + 5), BUDGET_BYTES + 9)
+    assert later.keeps_layouts
+    assert later.known is not None
+
+
+def test_a_planner_takes_a_known_plan_as_it_is() -> None:
+    class Step:
+        graph = GRAPH
+
+    plans = Plans(Options(BUDGET_BYTES, plan_cache=False, time_limit_s=1.0))
+    known = plan_of(BUDGET_BYTES - 50)
+
+    taken = plans(Step(), unplanned_bytes=50, known=known)
+
+    assert taken == known
+    assert plans.room_of(taken).budget_bytes == BUDGET_BYTES
+    assert plans(Step(), unplanned_bytes=50) is taken
