@@ -183,7 +183,7 @@ ALL = (
         ("            if peak_bytes > budget_bytes:\n", "            if False:\n"),
     ),
     _naive(
-        "a backward runs as often as it is asked to", "remat/run/capture.py", "promises/test_running -k 'kept_is_refused or gradient_of_a_gradient'",
+        "a backward runs as often as it is asked to", "remat/run/capture.py", "promises/test_refused -k 'kept_is_refused or gradient_of_a_gradient'",
         ("        if is_graph_kept():", "        if False:"),
     ),
     _naive(
@@ -215,11 +215,11 @@ ALL = (
         ("plan.unplanned_bytes + unused_bytes + excess", "plan.unplanned_bytes + excess"),
     ),
     _naive(
-        "what needs no gradient is compiled too", "remat/face/planned_module.py", "promises/test_running -k no_grad",
+        "what needs no gradient is compiled too", "remat/face/planned_module.py", "promises/test_still_a_module -k no_grad",
         ("if not torch.is_grad_enabled() or torch.compiler", "if torch.compiler"),
     ),
     _naive(
-        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "promises/test_running -k own_getstate",
+        "a plan is copied and pickled with its module", "remat/torch_border/modules.py", "promises/test_still_a_module -k own_getstate",
         ("def __reduce__", "def reduce"),
     ),
     _naive(
