@@ -4,9 +4,10 @@ Each protection is removed from a copy of the package, and the test for it must 
 
     python -m experiments.naive [WORD ...]     # all, or those whose name contains a WORD
 
-The others keep their rows. `tests/promises/test_never_wrong.py` removes protections itself. Those
-of the other tests are here, because removing them needs an edit of the source: the text to replace
-must occur exactly once, or the script stops. Writes `experiments/results/naive.json` and `.md`.
+The others keep their rows. `test_never_wrong.py` and `test_computed_again.py` in `tests/promises`
+remove protections themselves. Those of the other tests are here, because removing them needs an
+edit of the source: the text to replace must occur exactly once, or the script stops. Writes
+`experiments/results/naive.json` and `.md`.
 """
 
 from __future__ import annotations

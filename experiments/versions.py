@@ -29,7 +29,8 @@ RESULTS = Path(__file__).parent / "results" / "versions.json"
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = (
     "tests/tracers", "tests/run", "tests/inductor", "tests/face",
-    "tests/promises/test_never_wrong.py", "tests/promises/test_training_loops.py",
+    "tests/promises/test_never_wrong.py", "tests/promises/test_computed_again.py",
+    "tests/promises/test_training_loops.py",
 )  # fmt: skip
 
 
