@@ -93,7 +93,7 @@ _REPLAY = "        return _drawn(operator, args, kwargs, state, move_on=False)"
 
 ALL = (
     _naive(
-        "a number read off a tensor belongs to the backward", "tracers/phases.py", "run/test_numbers_read -k Computes-flops",
+        "what has no phase belongs to the backward", "tracers/phases.py", "inductor/test_backend -k computes",
         ("is_forward = is_forward or any(\n", "is_forward = is_forward or False and any(\n"),
     ),
     _naive(

@@ -19,8 +19,8 @@ def mark_phases(graph: fx.Graph) -> None:
 
     AOTAutograd tags what the forward made, and has other tags for changes of inputs. A node without
     a tag, such as one made by the backward of a custom `autograd.Function`, belongs to the
-    backward, unless the forward reads it: a number that Python reads from a tensor becomes
-    operators without a tag.
+    backward, unless the forward reads it, as it reads the seeds that Inductor adds for random
+    numbers.
 
     Raises:
         TraceError: the backward changes an input or a buffer.
