@@ -177,16 +177,20 @@ class Views(Base):
 
 
 class ViewAfterwards(Base):
-    """A piece reads what it was given, and later a view of it.
+    """A piece reads what it was given, and later a view of it; then eager code changes it.
 
-    A sum in between must not overwrite its memory.
+    So the piece copies it, and a sum in between must not overwrite the copy.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
-        moved = (x + self.head.weight.sum()).exp().mean()
-        return self.loss(self.blocks[1](x[1:])) + moved
+        moved = (x + self.head.weight.sum()).exp()
+        part = (x[1:] * 0.5).sin()
+        torch._dynamo.graph_break()
+
+        x.detach().mul_(0.5)
+        return self.loss(self.blocks[1](part)) + moved.mean()
 
 
 class Branches(Base):
