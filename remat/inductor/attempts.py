@@ -23,25 +23,27 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """A plan whose kernels were compiled.
+class CompiledPlan:
+    """A plan whose kernels were compiled, and all that their peak depends on.
 
     Attributes:
         solution: the plan.
         peak_bytes: the peak of its kernels.
+        room_bytes: how far its budget was below the step's, which decides how much is fused.
         keeps_layouts: see `CompiledHalves`.
     """
 
     solution: Solution
     peak_bytes: int
+    room_bytes: int
     keeps_layouts: bool
 
 
 _MOST_REMEMBERED = 32  # graphs
-_least: OrderedDict[str, _Compiled] = OrderedDict()  # the latest one is last
+_least: OrderedDict[str, CompiledPlan] = OrderedDict()  # the latest one is last
 
 
-def _remembered(graph: Graph, compiled: _Compiled) -> _Compiled:
+def _remembered(graph: Graph, compiled: CompiledPlan) -> CompiledPlan:
     """Returns the plan of this graph whose kernels held least, this one included."""
     known = _least.pop(graph.fingerprint, compiled)
     least = min(known, compiled, key=lambda plan: plan.peak_bytes)
@@ -63,7 +65,7 @@ class Attempts:
     Attributes:
         room_bytes: how far the next plan's budget is below the step's; negative if it is above.
         keeps_layouts: see `CompiledHalves`.
-        known: the next plan, where one is remembered whose kernels fit the budget.
+        known: the next plan, if one is remembered whose kernels fit the budget; tried once.
         held: for each plan that was compiled, its `room_bytes` and the peak of its kernels.
         budget_bytes: the budget for the kernels of the last compiled plan.
         refusal: the error for the first plan that did not fit the budget.
@@ -71,11 +73,12 @@ class Attempts:
 
     room_bytes: int = 0
     keeps_layouts: bool = False
-    known: Solution | None = None
+    known: CompiledPlan | None = None
     held: list[tuple[int, int]] = field(default_factory=list)
     budget_bytes: int = 0
     refusal: BudgetError | None = None
     _may_keep_layouts: bool = False
+    _is_known_tried: bool = False
 
     def refused(self, error: BudgetError) -> None:
         """Notes that no plan fits the budget it was given.
@@ -83,6 +86,7 @@ class Attempts:
         Raises:
             BudgetError: nothing is left to try.
         """
+        self.known = None
         if self._may_keep_layouts:
             self._keep_layouts()
             return
@@ -103,9 +107,11 @@ class Attempts:
         """
         self.held.append((self.room_bytes, peak_bytes))
         self.budget_bytes = budget_bytes = plan.budget_bytes + self.room_bytes
-        least = _remembered(graph, _Compiled(plan, peak_bytes, self.keeps_layouts))
-        if self.known is None and least.peak_bytes <= budget_bytes:
-            self.known, self.keeps_layouts = least.solution, least.keeps_layouts
+        compiled = CompiledPlan(plan, peak_bytes, self.limit_room_bytes, self.keeps_layouts)
+        self.known, least = None, _remembered(graph, compiled)
+        if least.peak_bytes <= budget_bytes and not self._is_known_tried:
+            self.known, self._is_known_tried = least, True
+            self.keeps_layouts = least.keeps_layouts
             self.room_bytes = budget_bytes - least.solution.budget_bytes
             return
 
@@ -124,6 +130,11 @@ class Attempts:
             describe_bytes(peak_bytes - budget_bytes),
             next_,
         )
+
+    @property
+    def limit_room_bytes(self) -> int:
+        """How far the limit of the next kernels is below the step's budget; see `CompiledPlan`."""
+        return self.known.room_bytes if self.known else self.room_bytes
 
     def error(self) -> BudgetError:
         """Returns the error for a step whose kernels exceed the budget with every plan tried."""

@@ -17,7 +17,7 @@ from torch import fx
 
 from remat.core.errors import BudgetError
 from remat.core.solution import Solution
-from remat.inductor.attempts import Attempts
+from remat.inductor.attempts import Attempts, CompiledPlan
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
@@ -128,6 +128,7 @@ def _within_budget(
             _with_room(plan, room_bytes, attempts.known),
             plain,
             room_bytes,
+            attempts.limit_room_bytes,
             attempts.keeps_layouts,
         )
         try:
@@ -161,9 +162,9 @@ def _may_copy_layouts(step: TracedStep) -> bool:
     )
 
 
-def _with_room(plan: Planner, room_bytes: int, known: Solution | None) -> Planner:
+def _with_room(plan: Planner, room_bytes: int, known: CompiledPlan | None) -> Planner:
     def planned(step: Step, *, unplanned_bytes: int = 0) -> Solution:
-        given = {"known": known} if known else {}
+        given = {"known": known.solution} if known else {}
         return plan(step, unplanned_bytes=unplanned_bytes + room_bytes, **given)
 
     return planned
@@ -178,6 +179,7 @@ class _Compilation:
         plan: step -> solution.
         plain: can run the step as plain PyTorch.
         room_bytes: how far the plan's budget is below the step's; negative if it is above.
+        limit_room_bytes: see `Attempts`.
         keeps_layouts: see `CompiledHalves`.
         compiled: the compiled step; set by `compile`.
         planned: its plan; None where nothing needs a gradient.
@@ -187,6 +189,7 @@ class _Compilation:
     plan: Planner
     plain: PlainForward | None
     room_bytes: int
+    limit_room_bytes: int
     keeps_layouts: bool
     compiled: Callable[..., Any] = field(init=False)
     planned: PlannedStep | None = None
@@ -230,7 +233,7 @@ class _Compilation:
 
         limit_bytes = (
             self.planned.solution.budget_bytes
-            + min(0, self.room_bytes)
+            + min(0, self.limit_room_bytes)
             - fused.step.graph.resident_bytes
         )
         self._halves = CompiledHalves(

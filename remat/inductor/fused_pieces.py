@@ -170,12 +170,18 @@ class FusedPiecewise(Piecewise):
         Raises:
             BudgetError: no plan's kernels fit.
         """
-        attempts = Attempts(kernels_room_bytes, known=known)
+        attempts = Attempts(kernels_room_bytes)
         while True:
             room_bytes = attempts.room_bytes
             try:
                 planned = super().install(
-                    path, copies, joined, held_bytes, unplanned_bytes, room_bytes, attempts.known
+                    path,
+                    copies,
+                    joined,
+                    held_bytes,
+                    unplanned_bytes,
+                    room_bytes,
+                    attempts.known.solution if attempts.known else known,
                 )
             except BudgetError:
                 if attempts.held:

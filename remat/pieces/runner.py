@@ -52,7 +52,7 @@ class StepPlanner(Protocol):
 
     It reserves `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
     pieces, and `unplanned_bytes` for what exists only because of the plan. A solution that is
-    `known` is used as it is.
+    `known` is used if it fits.
     """
 
     def __call__(
@@ -321,7 +321,7 @@ class Piecewise:
     ) -> JoinedPlan:
         """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients.
 
-        With `known`, that is its plan.
+        `known` is its plan, if that fits.
         """
         solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes, known)
         assert solution.schedule is not None, "planners answer with a schedule or raise"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -165,12 +166,13 @@ class Plans:
             gap_bytes: reserved for code that runs between pieces, with any plan; percentages count
                 it.
             is_largest: whether all smaller shapes use its schedule, without being solved.
-            known: a solution for this step, to be used as it is; not with several ranks, which
-                need the same one.
+            known: a solution to use if it fits this step; not with several ranks, which need the
+                same one.
         """
         graph, others = step.graph, (unplanned_bytes, gap_bytes)
         if known and not is_distributed():
-            return self._take(known, graph, gradient_bytes, *others)
+            with suppress(BudgetError):  # more may be held beside the step than when it was made
+                return self._take(known, graph, gradient_bytes, *others)
         accumulated_bytes = self._accumulated_bytes(graph)
         if gradient_bytes < accumulated_bytes:
             self._plan(graph, accumulated_bytes, *others)
@@ -211,8 +213,9 @@ class Plans:
     ) -> Solution:
         key = (computation_of(graph), gradient_bytes + unplanned_bytes + gap_bytes)
         room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
-        self._known[key] = (graph, replace(known), room)
-        return self._known[key][1]
+        solution = replace(known, budget_bytes=room.plan_bytes).on(graph)
+        self._known[key] = (graph, solution, room)
+        return solution
 
     def _room(
         self, graph: Graph, gradient_bytes: int, unplanned_bytes: int, gap_bytes: int

@@ -67,7 +67,7 @@ class FusedOperators(Step, Protocol):
 
 
 # step -> solution; `unplanned_bytes=` reserves memory for what is not part of the step, and
-# `known=` is a solution to use as it is
+# `known=` is a solution to use if it fits
 Planner = Callable[..., Solution]
 
 
