@@ -52,13 +52,26 @@ def resized(index: int) -> Graph:
             changed(1, pinned="it changes"),
             "operator 1, aten.relu, may be recomputed in only one of the two",
         ),
+        (
+            replace(GRAPH, outputs=(1, 2)),
+            "operator 0, aten.mm of layer, has a result that outlives the step in only one of the "
+            "two",
+        ),
         (resized(0), "an input has another size"),
+        (
+            replace(GRAPH, values=(replace(VALUES[0], kind=ValueKind.BUFFER), *VALUES[1:])),
+            "a parameter is not trained, or is an input, in only one of the two",
+        ),
         (
             replace(GRAPH, values=(*VALUES, Value("bias", 4, ValueKind.PARAMETER))),
             "there are more or fewer inputs or parameters",
         ),
         (
-            Graph(VALUES[:2], OPERATORS[:1], (1,)),
+            Graph(
+                (*VALUES, Value("more", 8)),
+                (*OPERATORS, Operator("third", cost_s=1.0, reads=(2,), writes=(3,), phase=_LAST)),
+                (2,),
+            ),
             "one of the two has more operators",
         ),
     ],
