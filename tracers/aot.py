@@ -98,7 +98,7 @@ def read_joint(
     """
     refuse_uneven_gates(module.graph)
     storages = Storages()
-    mark_phases(module.graph)
+    mark_phases(module.graph, num_forward_outputs)
     clean(module, storages)
     return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(
         model_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -14,17 +16,19 @@ _TAG = "partitioner_tag"  # AOTAutograd's (torch 2.13)
 _COPY = torch.ops.aten.copy_.default
 
 
-def mark_phases(graph: fx.Graph) -> None:
+def mark_phases(graph: fx.Graph, num_forward_outputs: int) -> None:
     """Tags each node of a joint graph "is_forward" or "is_backward".
 
     AOTAutograd tags what the forward made, and has other tags for changes of inputs. A node without
     a tag, such as one made by the backward of a custom `autograd.Function`, belongs to the
     backward, unless the forward reads it, as it reads the seeds that Inductor adds for random
-    numbers.
+    numbers, or it is one of the forward's results, as a product with a number that changes may be.
 
     Raises:
         TraceError: the backward changes an input or a buffer.
     """
+    results: Any = graph.output_node().args[0]
+    returned = set(results[:num_forward_outputs])
     for node in reversed(graph.nodes):
         tag = node.meta.get(_TAG)
         is_change = node.target is _COPY
@@ -38,7 +42,7 @@ def mark_phases(graph: fx.Graph) -> None:
         is_forward = (
             tag in ("is_forward", "must_be_in_forward")
             or is_change
-            or (tag is None and node.op != "call_function")
+            or (tag is None and (node.op != "call_function" or node in returned))
         )
         is_forward = is_forward or any(
             user.op != "output" and user.meta[_TAG] == "is_forward" for user in node.users

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from remat.core.operators import Value, ValueKind
+from remat.torch_border.higher_order import is_token
 from remat.torch_border.scalars import is_symbol
 
 from .phases import is_backward_input
@@ -107,9 +108,11 @@ class StepValues:
     def add_inputs(self, order: list[fx.Node]) -> None:
         """Adds the resident values: parameters, buffers, inputs and constants."""
         primals = -1
-        numbers = {
-            node for node in order if node.op == "placeholder" and is_only_read_as_number(node)
-        }
+        inputs = [node for node in order if node.op == "placeholder"]
+        numbers = {node for node in inputs if is_only_read_as_number(node)}
+        # effect tokens come first, and have no gradients
+        num_tokens = sum(is_token(node) and not is_backward_input(node) for node in inputs)
+        gradients = [*[None] * num_tokens, *self.gradients]
 
         for node in order:
             if node.op not in ("placeholder", "get_attr"):
@@ -128,19 +131,19 @@ class StepValues:
 
             if key not in self.value_of_storage:
                 assert isinstance(tensor, torch.Tensor)
-                self.add(node.name, tensor, self._input_kind(node, primals))
+                self.add(node.name, tensor, self._input_kind(node, primals, gradients))
             self.value_of[node] = self.value_of_storage[key]
 
             if is_inference(node):
                 self.unsavable.add(self.value_of[node])
 
-    def _input_kind(self, node: fx.Node, place: int) -> ValueKind:
+    def _input_kind(self, node: fx.Node, place: int, gradients: Sequence[Any]) -> ValueKind:
         if node.op == "get_attr":
             return ValueKind.BUFFER
         if place not in self.static_inputs:
             return ValueKind.INPUT
         # the step returns its gradient
-        is_trained = self.gradients[place] is not None
+        is_trained = gradients[place] is not None
         return ValueKind.PARAMETER if is_trained else ValueKind.BUFFER
 
     def add_unread(self, model_bytes: int) -> None:

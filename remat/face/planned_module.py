@@ -124,7 +124,7 @@ class PlannedCall(OwnCall):
 
         self.executor = chosen_executor(module, plan, self.device_type)
         # a fixed plan was made for a graph in which every number is a constant
-        self._numbers_are_inputs = isinstance(plan, Plans) and not self.is_inductor
+        self._numbers_are_inputs = isinstance(plan, Plans)
 
     @property
     def is_inductor(self) -> bool:
@@ -291,9 +291,7 @@ class PlannedCall(OwnCall):
         self, piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         def call() -> Any:
-            return run_compiled(
-                in_pieces, args, kwargs, is_whole=False, numbers_are_inputs=not self.is_inductor
-            )
+            return run_compiled(in_pieces, args, kwargs, is_whole=False)
 
         return piecewise.run(call, tensors_in(args, kwargs))
 

@@ -19,6 +19,7 @@ from remat.core.errors import BudgetError
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts, CompiledPlan
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
+from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
@@ -198,11 +199,12 @@ class _Compilation:
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Plans and compiles a captured forward and its backward."""
         patches = {"custom_partitioner_fn": inductor_partitioner(self._cut)}
-        with backward_without_autocast(), halves_compiled_at_once():
+        floats = FloatResults()
+        with backward_without_autocast(), halves_compiled_at_once(), floats.taken_out():
             self.compiled = compile_fx(
                 copied(module),
                 list(example_inputs),
-                inner_compile=self._compile_half,
+                inner_compile=floats.added(self._compile_half),
                 config_patches=patches,
             )
 

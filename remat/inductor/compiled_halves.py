@@ -25,6 +25,7 @@ from remat.torch_border.inductor import (
     inductor_compilers,
     kernels_later,
 )
+from remat.torch_border.scalars import is_symbol
 from remat.tracers.aot import TracedStep
 
 _, compile_fx_inner = inductor_compilers()
@@ -68,7 +69,10 @@ class CompiledHalves:
         self._resident = {node.name for node in inputs}
         given = split.backward.graph.find_nodes(op="placeholder")
         num_saved = len(_results(split.forward)) - step.num_forward_outputs
-        self._saved = [node.name for node in given[:num_saved]]
+        saved = [node.name for node in given[:num_saved]]
+        # the backward takes numbers first, the forward returns them last
+        num_numbers = sum(is_symbol(node.meta.get("val")) for node in inputs)
+        self._saved = saved[num_numbers:] + saved[:num_numbers]
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Returns a half compiled by Inductor, whose options are `kwargs`.

@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import fx
 
-from remat.core.errors import BudgetError, TraceError
+from remat.core.errors import BudgetError
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
+from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
@@ -34,6 +35,7 @@ from remat.run.executor import BoxedFunction
 from remat.run.refusals import refuse_cudnn_rnns
 from remat.run.rewrite import SplitStep, split
 from remat.torch_border.autograd import backward_without_autocast
+from remat.torch_border.higher_order import make_tokens_inside
 from remat.torch_border.inductor import (
     copied as copied_module,
 )
@@ -51,21 +53,23 @@ compile_fx, _ = inductor_compilers()
 class FusedPiece(Piece):
     """A piece whose operators are kernels."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        num_forward: int,
+        static_inputs: Sequence[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        num_tokens = make_tokens_inside(joint, num_forward)
+        static_inputs = [place - num_tokens for place in static_inputs]
+        super().__init__(joint, num_forward - num_tokens, static_inputs, *args, **kwargs)
         share_paddings(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
         # for each number of halves: by how much the kernels of the forward and of the backward
         # exceed the plan
         self.excess_bytes: list[tuple[int, int] | None] = []
-
-        if self.num_numbers or any("with_effects" in str(n.target) for n in self.joint.graph.nodes):
-            raise TraceError(
-                "a piece of this step has an operator with an effect, such as a check, or takes a "
-                "number that changes, and remat supports neither for pieces that Inductor "
-                'compiles; use executor="eager"'
-            )
 
     def step(self, copied: Copied) -> FusedStep:
         """Returns the piece's kernels, with copies of some inputs and results."""
@@ -95,8 +99,9 @@ class FusedPiece(Piece):
             run_forward = kernels.compile(forward, inputs)
 
         given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
-        saved = strides[num_forward:]
-        for place, stride in enumerate(saved):
+        # the forward returns the numbers last, the backward takes them first
+        saved = strides[num_forward : len(strides) - self.num_numbers]
+        for place, stride in enumerate(saved, start=self.num_numbers):
             if stride is not None:
                 given[place] = given[place].as_strided(given[place].shape, stride)
         run_backward = kernels.compile(backward, given, is_backward=True)
@@ -139,11 +144,12 @@ def compiled_by_inductor(
         return compile_(graph, inputs)
 
     patches = {"custom_partitioner_fn": inductor_partitioner(cut)}
-    with backward_without_autocast(), halves_compiled_at_once():
+    floats = FloatResults()
+    with backward_without_autocast(), halves_compiled_at_once(), floats.taken_out():
         compiled: Callable[..., Any] = compile_fx(
             copied_module(module),
             list(example_inputs),
-            inner_compile=compile_half,
+            inner_compile=floats.added(compile_half),
             config_patches=patches,
         )
     return compiled

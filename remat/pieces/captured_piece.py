@@ -7,7 +7,6 @@ graph, so they are planned with it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,6 +21,7 @@ from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.rewrite import SplitStep, split
 from remat.run.tangents import Tangents, is_tangent
 from remat.solvers.auto.minimum import minimum
+from remat.torch_border.higher_order import is_token
 from remat.torch_border.kernels import is_dense
 from remat.torch_border.scalars import is_symbol
 from remat.tracers.aot import TracedStep, read_joint
@@ -128,7 +128,7 @@ class Piece:
         made = [
             ("result", i)
             for i, node in enumerate(results[: self.num_forward])
-            if _is_dense(node) and node.op == "call_function" and not _is_token(node)
+            if _is_dense(node) and node.op == "call_function" and not is_token(node)
         ]
         return frozenset(given + made)
 
@@ -149,15 +149,6 @@ _PROVISIONAL_S = 1.0  # time limit of the search for a schedule of low peak
 def _is_copied(argument: Any) -> bool:
     """False for parameters, and for effect tokens, in whose place no tensor is passed."""
     return isinstance(argument, torch.Tensor) and not isinstance(argument, nn.Parameter)
-
-
-def _is_token(node: fx.Node) -> bool:
-    """True for an effect token, which orders operators such as checks.
-
-    It is no tensor at run time.
-    """
-    made_by = node.args[0] if node.target is operator.getitem else None
-    return isinstance(made_by, fx.Node) and str(made_by.target) == "with_effects"
 
 
 def _is_dense(node: Any) -> bool:

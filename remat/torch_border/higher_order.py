@@ -5,11 +5,14 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.effects import with_effects  # 2.13
 from torch._higher_order_ops.wrap import tag_activation_checkpoint  # 2.13
 from torch._ops import HigherOrderOperator
 
@@ -33,6 +36,40 @@ def is_custom_function(name: str) -> bool:
 def is_checkpointed_region(name: str) -> bool:
     """True for a `torch.utils.checkpoint.checkpoint`, as dynamo captures it."""
     return bool(name == tag_activation_checkpoint.name())
+
+
+def make_tokens_inside(joint: fx.GraphModule, num_forward: int) -> int:
+    """Changes a joint graph so that it makes its effect tokens itself, and returns none.
+
+    Tokens order operators that have effects, such as checks. Inductor wants them inside of a graph,
+    and AOTAutograd then neither passes nor expects them (`prims._make_token`, 2.13).
+
+    Returns:
+        How many of the first `num_forward` results were tokens.
+    """
+    graph, output = joint.graph, joint.graph.output_node()
+    tokens = [node for node in graph.find_nodes(op="placeholder") if is_token(node)]
+    for node in tokens:
+        with graph.inserting_before(next(iter(node.users))):
+            made = graph.call_function(torch.ops.prims._make_token.default)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+    results: Any = output.args[0]
+    stays = [not (isinstance(result, fx.Node) and is_token(result)) for result in results]
+    output.args = (tuple(compress(results, stays)),)
+    if "desc" in output.meta:
+        output.meta["desc"] = list(compress(output.meta["desc"], stays))
+    return stays[:num_forward].count(False)
+
+
+def is_token(node: fx.Node) -> bool:
+    """True for an effect token of a joint graph, which is no tensor at run time."""
+    if node.op == "placeholder":
+        return any(user.target is with_effects and user.args[0] is node for user in node.users)
+    made_by = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    return isinstance(made_by, fx.Node) and made_by.target is with_effects
 
 
 class Unpacked(fx.Interpreter):

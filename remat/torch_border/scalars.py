@@ -11,7 +11,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,6 +109,26 @@ def python_numbers() -> Iterator[None]:
     private: Any = graph_compile
     plain = private._apply_tensorify_python_scalars
     private._apply_tensorify_python_scalars = lambda module: None
+    try:
+        yield
+    finally:
+        private._apply_tensorify_python_scalars = plain
+
+
+@contextmanager
+def before_floats_are_tensors(act: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+    """Calls `act` with each graph in which AOTAutograd turns floats into tensors.
+
+    It uses `_apply_tensorify_python_scalars` (2.13), which makes constants of other floats.
+    """
+    private: Any = graph_compile
+    plain = private._apply_tensorify_python_scalars
+
+    def apply(module: fx.GraphModule) -> None:
+        act(module)
+        plain(module)
+
+    private._apply_tensorify_python_scalars = apply
     try:
         yield
     finally:
