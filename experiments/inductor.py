@@ -358,9 +358,9 @@ def main() -> None:
         asked.output.write_text(
             json.dumps({"environment": made, "models": models}, indent=1) + "\n"
         )
-        asked.output.with_suffix(".md").write_text(table(models) + "\n")
+        asked.output.with_suffix(".md").write_text(pages(models) + "\n")
 
-    print(table(models))
+    print(pages(models))
 
 
 def _kept(path: Path, made: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -373,7 +373,69 @@ def _kept(path: Path, made: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return models
 
 
-def table(models: dict[str, list[dict[str, Any]]]) -> str:
+def pages(models: dict[str, list[dict[str, Any]]]) -> str:
+    """Returns three Markdown tables: plans, PyTorch's own budget beside them, and all rows."""
+    rows = {name: [Row(**row) for row in kept] for name, kept in models.items()}
+    return "\n\n".join(
+        (
+            "Step times and peaks of plans through Inductor, relative to `torch.compile`, with the "
+            "predicted overhead in brackets; the least budget beside the eager executor's:",
+            _of_plans(rows),
+            "Steps within `activation_memory_budget`, plans whose budget is the peak measured "
+            "there, and the largest error of the former's gradients:",
+            _of_knapsack(rows),
+            "All rows:",
+            table(rows),
+        )
+    )
+
+
+def _of_plans(models: dict[str, list[Row]]) -> str:
+    asked = [*(f"{share:.0%}" for share in _SHARES), "least"]
+    lines = [f"| model | {' | '.join(asked)} | least, eager |", f"|---|{'---:|' * 6}"]
+    for name, rows in models.items():
+        first, least = rows[0], {}
+        cells = []
+        for way in (_INDUCTOR, _EAGER):
+            found = {row.asked: row for row in reversed(rows) if row.way == way and not row.outcome}
+            least[way] = found["least"].predicted_bytes
+            if way == _INDUCTOR:
+                cells = [_beside(found.get(each), first) for each in asked]
+        lines.append(f"| {name} | {' | '.join(cells)} | {least[_INDUCTOR] / least[_EAGER]:.2f} x |")
+    return "\n".join(lines)
+
+
+def _beside(row: Row | None, first: Row) -> str:
+    if row is None:
+        return ""
+    return (
+        f"{row.seconds / first.seconds:.2f} x in {row.peak_bytes / first.peak_bytes:.0%} "
+        f"({100 * row.overhead:.1f} %)"
+    )
+
+
+def _of_knapsack(models: dict[str, list[Row]]) -> str:
+    lines = [
+        "| model | share | peak | its step | a plan's step | error of its gradients |",
+        f"|---|{'---:|' * 5}",
+    ]
+    for name, rows in models.items():
+        first = rows[0]
+        for row in rows:
+            if row.way != _PYTORCH:
+                continue
+            plans = (r for r in rows if r.way == _INDUCTOR and r.budget_bytes == row.peak_bytes)
+            plan = next(plans)
+            planned_step = plan.outcome or f"{plan.seconds / first.seconds:.2f} x"
+            lines.append(
+                f"| {name} | {row.asked} | {row.peak_bytes / first.peak_bytes:.0%} | "
+                f"{row.seconds / first.seconds:.2f} x | {planned_step} | "
+                f"{row.gradient_difference:.0e} |"
+            )
+    return "\n".join(lines)
+
+
+def table(models: dict[str, list[Row]]) -> str:
     """Returns the rows as Markdown."""
     titles = (
         "model",
@@ -390,8 +452,7 @@ def table(models: dict[str, list[dict[str, Any]]]) -> str:
     )
 
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8]
-    for name, kept in models.items():
-        rows = [Row(**row) for row in kept]
+    for name, rows in models.items():
         lines += [f"| {name} | {' | '.join(_cells(row, rows[0]))} |" for row in rows]
 
     return "\n".join(lines)
