@@ -35,7 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from remat.face.capturing import compile_call
 from .bench_rows import warm_up
 from .command_line import parser_of
 from .environment import environment
+from .inductor_tables import COMPILE, EAGER, INDUCTOR, PYTORCH, SHARES, Row, pages
 from .large_models import UNet
 from .models import GPT, MODELS, Workload, make
 
@@ -60,56 +61,12 @@ NAMES = (
     *(name for name in MODELS if name not in ("GPT", "Llama, tied")),
 )  # fmt: skip
 _KNAPSACK = (0.75, 0.5, 0.25)  # shares for PyTorch's `activation_memory_budget`
-_SHARES = (1.0, 0.8, 0.6, 0.4)
 _ZERO = 1e-7  # of the largest entry of all gradients: smaller ones are rounding
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
 _ATTEMPTS = 3  # at the least budget: only compiling shows what kernels need beyond a plan
-_COMPILE, _PYTORCH, _INDUCTOR, _EAGER = (
-    "torch.compile",
-    "activation_memory_budget",
-    "remat",
-    "eager",
-)
 
 Step = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to run the step.
-
-    Attributes:
-        way: what decided which values are kept: `torch.compile`, `activation_memory_budget`,
-            `remat` through Inductor, or `eager` for remat's own executor.
-        asked: the budget that it was given.
-        budget_bytes: the same in bytes, if it has one.
-        predicted_bytes: the peak predicted before the first step.
-        first_bytes: peak of that first step, measured by remat itself.
-        peak_bytes: everything that a later step holds, measured from outside.
-        seconds: median time of a step, forward and backward.
-        compile_s: time until the first step was done.
-        overhead: predicted extra compute of a plan.
-        loss_difference: relative difference from the loss of `torch.compile` alone.
-        gradient_difference: largest difference of a gradient, relative to its largest entry;
-            None if random numbers differ.
-        outcome: empty, or why there is no number.
-        minimum_bytes: a budget known to suffice, if this one could not be met.
-    """
-
-    way: str
-    asked: str
-    budget_bytes: int = 0
-    predicted_bytes: int = 0
-    first_bytes: int = 0
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    compile_s: float = 0.0
-    overhead: float = 0.0
-    loss_difference: float = 0.0
-    gradient_difference: float | None = 0.0
-    outcome: str = ""
-    minimum_bytes: int = 0
 
 
 class Comparison:
@@ -152,7 +109,7 @@ class Comparison:
             return self.rows[-1]
 
         row = replace(row, compile_s=time.perf_counter() - start)
-        if row.way in (_INDUCTOR, _EAGER):
+        if row.way in (INDUCTOR, EAGER):
             report = remat.report(model)
             row = replace(
                 row,
@@ -164,7 +121,7 @@ class Comparison:
         state = self.state(model, step)
         self.expected = self.expected or state
         loss, *gradients = _differences(state, self.expected)
-        is_comparable = row.way != _EAGER or not self.has_dropout
+        is_comparable = row.way != EAGER or not self.has_dropout
 
         self.steps[len(self.rows)] = (model, step)
         self.rows.append(
@@ -251,15 +208,15 @@ def workload(name: str) -> Workload:
 def compare(name: str, device: str, rounds: int, knapsack: Sequence[float]) -> list[Row]:
     """Returns the rows of a model."""
     found = Comparison(name, device)
-    whole = found.add(Row(_COMPILE, ""), _compiled).peak_bytes
+    whole = found.add(Row(COMPILE, ""), _compiled).peak_bytes
 
     peaks = []
     for share in knapsack:
         with functorch_config.patch(activation_memory_budget=share):
-            peaks.append(found.add(Row(_PYTORCH, str(share)), _compiled).peak_bytes)
+            peaks.append(found.add(Row(PYTORCH, str(share)), _compiled).peak_bytes)
 
-    budgets = [int(share * whole) for share in _SHARES]
-    ways = {_INDUCTOR: ("inductor", [*budgets, *dict.fromkeys(peaks)]), _EAGER: ("eager", budgets)}
+    budgets = [int(share * whole) for share in SHARES]
+    ways = {INDUCTOR: ("inductor", [*budgets, *dict.fromkeys(peaks)]), EAGER: ("eager", budgets)}
 
     for way, (executor, asked_bytes) in ways.items():
         for budget_bytes in asked_bytes:
@@ -371,110 +328,6 @@ def _kept(path: Path, made: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     is_same = known["environment"]["commit"] == made["commit"]
     models: dict[str, list[dict[str, Any]]] = known.get("models", {}) if is_same else {}
     return models
-
-
-def pages(models: dict[str, list[dict[str, Any]]]) -> str:
-    """Returns three Markdown tables: plans, PyTorch's own budget beside them, and all rows."""
-    rows = {name: [Row(**row) for row in kept] for name, kept in models.items()}
-    return "\n\n".join(
-        (
-            "Step times and peaks of plans through Inductor, relative to `torch.compile`, with the "
-            "predicted overhead in brackets; the least budget beside the eager executor's:",
-            _of_plans(rows),
-            "Steps within `activation_memory_budget`, plans whose budget is the peak measured "
-            "there, and the largest error of the former's gradients:",
-            _of_knapsack(rows),
-            "All rows:",
-            table(rows),
-        )
-    )
-
-
-def _of_plans(models: dict[str, list[Row]]) -> str:
-    asked = [*(f"{share:.0%}" for share in _SHARES), "least"]
-    lines = [f"| model | {' | '.join(asked)} | least, eager |", f"|---|{'---:|' * 6}"]
-    for name, rows in models.items():
-        first, least = rows[0], {}
-        cells = []
-        for way in (_INDUCTOR, _EAGER):
-            found = {row.asked: row for row in reversed(rows) if row.way == way and not row.outcome}
-            least[way] = found["least"].predicted_bytes
-            if way == _INDUCTOR:
-                cells = [_beside(found.get(each), first) for each in asked]
-        lines.append(f"| {name} | {' | '.join(cells)} | {least[_INDUCTOR] / least[_EAGER]:.2f} x |")
-    return "\n".join(lines)
-
-
-def _beside(row: Row | None, first: Row) -> str:
-    if row is None:
-        return ""
-    return (
-        f"{row.seconds / first.seconds:.2f} x in {row.peak_bytes / first.peak_bytes:.0%} "
-        f"({100 * row.overhead:.1f} %)"
-    )
-
-
-def _of_knapsack(models: dict[str, list[Row]]) -> str:
-    lines = [
-        "| model | share | peak | its step | a plan's step | error of its gradients |",
-        f"|---|{'---:|' * 5}",
-    ]
-    for name, rows in models.items():
-        first = rows[0]
-        for row in rows:
-            if row.way != _PYTORCH:
-                continue
-            plans = (r for r in rows if r.way == _INDUCTOR and r.budget_bytes == row.peak_bytes)
-            plan = next(plans)
-            planned_step = plan.outcome or f"{plan.seconds / first.seconds:.2f} x"
-            lines.append(
-                f"| {name} | {row.asked} | {row.peak_bytes / first.peak_bytes:.0%} | "
-                f"{row.seconds / first.seconds:.2f} x | {planned_step} | "
-                f"{row.gradient_difference:.0e} |"
-            )
-    return "\n".join(lines)
-
-
-def table(models: dict[str, list[Row]]) -> str:
-    """Returns the rows as Markdown."""
-    titles = (
-        "model",
-        "decided by",
-        "asked",
-        "predicted",
-        "first step",
-        "measured peak",
-        "step",
-        "predicted overhead",
-        "until the first step",
-        "loss",
-        "gradient",
-    )
-
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8]
-    for name, rows in models.items():
-        lines += [f"| {name} | {' | '.join(_cells(row, rows[0]))} |" for row in rows]
-
-    return "\n".join(lines)
-
-
-def _cells(row: Row, first: Row) -> list[str]:
-    if row.outcome:
-        return [row.way, row.asked, row.outcome, *[""] * 7]
-
-    gradient = row.gradient_difference
-    return [
-        row.way,
-        row.asked,
-        f"{row.predicted_bytes:,} B" if row.predicted_bytes else "",
-        f"{row.first_bytes:,} B" if row.first_bytes else "",
-        f"{row.peak_bytes / 2**20:.1f} MiB, {row.peak_bytes / first.peak_bytes:.0%}",
-        f"{row.seconds / first.seconds:.2f} x" if first.seconds else "",
-        f"{100 * row.overhead:.1f} %",
-        f"{row.compile_s / first.compile_s:.2f} x",
-        f"{row.loss_difference:.0e}",
-        "" if gradient is None else f"{gradient:.0e}",
-    ]
 
 
 if __name__ == "__main__":
