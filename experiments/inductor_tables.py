@@ -72,14 +72,14 @@ def _of_plans(models: dict[str, list[Row]]) -> str:
     asked = [*(f"{share:.0%}" for share in SHARES), "least"]
     lines = [f"| model | {' | '.join(asked)} | least, eager |", f"|---|{'---:|' * 6}"]
     for name, rows in models.items():
-        first, least = rows[0], {}
-        cells = []
-        for way in (INDUCTOR, EAGER):
-            found = {row.asked: row for row in reversed(rows) if row.way == way and not row.outcome}
-            least[way] = found["least"].predicted_bytes
-            if way == INDUCTOR:
-                cells = [_beside(found.get(each), first) for each in asked]
-        lines.append(f"| {name} | {' | '.join(cells)} | {least[INDUCTOR] / least[EAGER]:.2f} x |")
+        plans, eager = (
+            {row.asked: row for row in reversed(rows) if row.way == way and not row.outcome}
+            for way in (INDUCTOR, EAGER)
+        )
+        cells = [_beside(plans.get(each), rows[0]) for each in asked]
+        least, other = plans.get("least"), eager.get("least")
+        share = f"{least.predicted_bytes / other.predicted_bytes:.2f} x" if least and other else ""
+        lines.append(f"| {name} | {' | '.join(cells)} | {share} |")
     return "\n".join(lines)
 
 
@@ -102,8 +102,11 @@ def _of_knapsack(models: dict[str, list[Row]]) -> str:
         for row in rows:
             if row.way != PYTORCH:
                 continue
-            plans = (r for r in rows if r.way == INDUCTOR and r.budget_bytes == row.peak_bytes)
-            plan = next(plans)
+            plan = next(
+                each
+                for each in rows
+                if each.way == INDUCTOR and each.budget_bytes == row.peak_bytes
+            )
             planned_step = plan.outcome or f"{plan.seconds / first.seconds:.2f} x"
             lines.append(
                 f"| {name} | {row.asked} | {row.peak_bytes / first.peak_bytes:.0%} | "

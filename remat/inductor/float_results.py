@@ -59,7 +59,7 @@ class FloatResults:
         self._run, self._inputs = _alone(list(floats.values()))
         _read_inputs(output, self._inputs)
         # effect tokens are no longer among the results when a half is compiled
-        tokens = [place for place, each in enumerate(results) if _is_token(each)]
+        tokens = [place for place, each in enumerate(results) if is_token(each)]
         self._places = [place - sum(token < place for token in tokens) for place in floats]
         output.args = (tuple(None if i in floats else each for i, each in enumerate(results)),)
 
@@ -74,10 +74,6 @@ class FloatResults:
 
         run_with_floats._boxed_call = True  # type: ignore[attr-defined]
         return run_with_floats
-
-
-def _is_token(result: Any) -> bool:
-    return isinstance(result, fx.Node) and is_token(result)
 
 
 def _read_inputs(output: fx.Node, names: Sequence[str]) -> None:

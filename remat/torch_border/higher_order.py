@@ -57,15 +57,17 @@ def make_tokens_inside(joint: fx.GraphModule, num_forward: int) -> int:
         graph.erase_node(node)
 
     results: Any = output.args[0]
-    stays = [not (isinstance(result, fx.Node) and is_token(result)) for result in results]
+    stays = [not is_token(result) for result in results]
     output.args = (tuple(compress(results, stays)),)
     if "desc" in output.meta:
         output.meta["desc"] = list(compress(output.meta["desc"], stays))
     return stays[:num_forward].count(False)
 
 
-def is_token(node: fx.Node) -> bool:
+def is_token(node: Any) -> bool:
     """True for an effect token of a joint graph, which is no tensor at run time."""
+    if not isinstance(node, fx.Node):
+        return False
     if node.op == "placeholder":
         return any(user.target is with_effects and user.args[0] is node for user in node.users)
     made_by = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None

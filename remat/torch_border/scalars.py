@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -100,35 +100,37 @@ def _symbols_in(size: Any) -> Iterator[str]:
             yield source.name if isinstance(source.name, str) else source.name()
 
 
-@contextmanager
-def python_numbers() -> Iterator[None]:
-    """Leaves arithmetic on floats to Python (`_apply_tensorify_python_scalars`, 2.13).
+def python_numbers() -> AbstractContextManager[None]:
+    """Leaves arithmetic on floats to Python.
 
     Use it around a backend's call; dynamo runs one such call at a time.
     """
-    private: Any = graph_compile
-    plain = private._apply_tensorify_python_scalars
-    private._apply_tensorify_python_scalars = lambda module: None
-    try:
-        yield
-    finally:
-        private._apply_tensorify_python_scalars = plain
+    return _floats_to_tensors_by(lambda module, plain: None)
 
 
-@contextmanager
-def before_floats_are_tensors(act: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+def before_floats_are_tensors(
+    act: Callable[[fx.GraphModule], None],
+) -> AbstractContextManager[None]:
     """Calls `act` with each graph in which AOTAutograd turns floats into tensors.
 
-    It uses `_apply_tensorify_python_scalars` (2.13), which makes constants of other floats.
+    It makes constants of other floats.
     """
-    private: Any = graph_compile
-    plain = private._apply_tensorify_python_scalars
 
-    def apply(module: fx.GraphModule) -> None:
+    def apply(module: fx.GraphModule, plain: Callable[[fx.GraphModule], None]) -> None:
         act(module)
         plain(module)
 
-    private._apply_tensorify_python_scalars = apply
+    return _floats_to_tensors_by(apply)
+
+
+@contextmanager
+def _floats_to_tensors_by(
+    apply: Callable[[fx.GraphModule, Callable[[fx.GraphModule], None]], None],
+) -> Iterator[None]:
+    """Calls `apply` in place of AOTAutograd's pass (`_apply_tensorify_python_scalars`, 2.13)."""
+    private: Any = graph_compile
+    plain = private._apply_tensorify_python_scalars
+    private._apply_tensorify_python_scalars = lambda module: apply(module, plain)
     try:
         yield
     finally:
