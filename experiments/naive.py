@@ -61,10 +61,10 @@ def _naive(name: str, path: str, tests: str, *edits: tuple[str, str]) -> Naive:
     return Naive(name, path, edits, (f"tests/{file}.py", "-k", words))
 
 
-_FORWARD = "        return self.planned[-1].meter.forward(run) if self.planned else run"
+_FORWARD = "        return self.planned[-1].forward(run) if self.planned else run"
 _NOTED = """        if not self.planned:
             return run
-        inner = self.planned[-1].meter.forward(run)
+        inner = self.planned[-1].forward(run)
 
         def noted(args):
             self.latest[:] = results = list(inner(args))
@@ -161,7 +161,7 @@ ALL = (
     ),
     _naive(
         "no gradient is a gradient of zeros", "remat/pieces/runner.py", "pieces/test_graph_breaks -k Unused",
-        ("return without_zeros_for_no_gradient(compiled, self) if pieces else compiled", "return compiled"),
+        ("return as_part_of(self, compiled) if pieces else compiled", "return compiled"),
     ),
     _naive(
         "what gaps hold is left to luck", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'one_budget and Views'",

@@ -46,7 +46,6 @@ def make_solver(name: str, **options: Any) -> Solver:
     Raises:
         ValueError: no solver is called `name`.
         TypeError: the method does not have one of the other options.
-        SolverError: the solver's backend is not installed.
     """
     if name not in _SOLVERS:
         raise ValueError(f"no solver is called {name!r}; choose one of {', '.join(_SOLVERS)}")

@@ -10,6 +10,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from remat.core.operators import Phase
+
+from .phases import phase_of
 from .recomputable import is_inference, is_random, pinned_reason
 from .storages import Storages, tensors_of
 
@@ -23,8 +26,9 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
 
     1. `detach` and `alias` are removed.
     2. Copies that change nothing are removed (dropout with p = 0 leaves a `clone`, autocast leaves
-       redundant casts). Two kinds stay: copies without which a result would share memory with
-       another result or an input, and copies of inputs that autograd can't save.
+       redundant casts). Three kinds stay: what the forward returns, which its caller may change;
+       copies without which a gradient would share memory with another result, an input or a
+       constant; copies of inputs that autograd can't save.
     3. Constant parts of operators (lengths that attention kernels return) become constants.
     4. Views of views become one view.
     5. The backward of batch norm no longer reads the new running statistics, which it does not use
@@ -43,7 +47,7 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
         if (node.target in _DETACHES and output not in node.users) or (
             node.target in _COPIES
             and _changes_nothing(node)
-            and not _would_share_a_result(node, storages)
+            and not _separates_a_result(node, storages)
             and storages.of(node.args[0]) not in unsavable
         ):
             _replace(node, node.args[0], storages)
@@ -74,18 +78,22 @@ def _reads_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
     return marks[0] == marks[1]
 
 
-def _would_share_a_result(node: fx.Node, storages: Storages) -> bool:
-    """True where, without the copy, a result would share memory with another or an input."""
+def _separates_a_result(node: fx.Node, storages: Storages) -> bool:
+    """True where a result would share memory, without the copy, that it must not share."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
 
     key, copied = storages.of(source), storages.of(node)
-    results = {storages.of(n) for n in node.graph.output_node().all_input_nodes}
-    inputs = {storages.of(n) for n in node.graph.find_nodes(op="placeholder")}
+    graph = node.graph
+    results = {storages.of(n) for n in graph.output_node().all_input_nodes}
+    given = {storages.of(n) for op in ("placeholder", "get_attr") for n in graph.find_nodes(op=op)}
     is_copied_back = any(user.target is aten.copy_.default for user in node.users)
 
-    return (copied in results and (key in results or key in inputs)) or (
-        is_copied_back and key in inputs
+    is_returned = copied in results and phase_of(node) is Phase.FORWARD
+    return (
+        is_returned
+        or (copied in results and (key in results or key in given))
+        or (is_copied_back and key in given)
     )
 
 
@@ -116,11 +124,12 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
 def _shorten_views(graph: fx.Graph) -> None:
     """Makes a view of a view directly from the source, and removes views that change nothing.
 
-    `_unsafe_view` becomes `view`: outside autograd they are the same.
+    `_unsafe_view` becomes `view`: outside autograd they are the same, except for a result, since a
+    caller can't change in place what a custom function returns as a view.
     """
     output = graph.output_node()
     for node in graph.nodes:
-        if node.target is aten._unsafe_view.default:
+        if node.target is aten._unsafe_view.default and output not in node.users:
             node.target = aten.view.default
 
         source: Any = node.args[0] if node.op == "call_function" and node.args else None
@@ -205,7 +214,8 @@ def _frozen(argument: Any) -> Any:
         return tuple(map(_frozen, argument))
     if isinstance(argument, dict):
         return tuple(sorted((name, _frozen(item)) for name, item in argument.items()))
-    return (type(argument), argument) if isinstance(argument, int | float | bool) else argument
+    is_number = isinstance(argument, int | float | complex)
+    return (type(argument), repr(argument)) if is_number else argument  # 0.0 == -0.0 == 0
 
 
 def _is_view(node: fx.Node, storages: Storages) -> bool:

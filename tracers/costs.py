@@ -32,9 +32,11 @@ _FREE = OperatorCost(0.0, 0)
 
 @dataclass(eq=False)
 class CostModel(ABC):
-    """The costs of operators; equal calls are measured once."""
+    """The costs of operators; equal calls are measured once with the same settings of torch."""
 
-    _known: dict[Call, OperatorCost] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[tuple[str, Call], OperatorCost] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     @abstractmethod
@@ -53,9 +55,19 @@ class CostModel(ABC):
         if node.op != "call_function":
             return _FREE
         call = Call.of(node)
-        if call not in self._known:
-            self._known[call] = self.cost_of(call) if call.computes else _FREE
-        return self._known[call]
+        key = devices.cpu_settings(), call
+        if key not in self._known:
+            self._known[key] = self.cost_of(call) if call.computes else _FREE
+        return self._known[key]
+
+    def workspace_of(self, call: Call) -> int:
+        """Returns the workspace of a call that is made while another program is compiled.
+
+        On a GPU it is known if the call was measured.
+        """
+        if call.device_type == "cpu":
+            return workspace_bytes(call, "cpu")
+        return self._known.get((devices.cpu_settings(), call), _FREE).workspace_bytes
 
 
 @final

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from remat.torch_border.kernels import is_onednn_on
+
 from .cache import DiskCache, cache_path
 
 _T, _G = 1e12, 1e9
@@ -216,12 +218,15 @@ def local_device(device_type: str = "") -> Device:
 
 
 def machine() -> str:
-    """Returns what a CPU measurement depends on: the machine, torch's threads and version."""
+    """Returns what a CPU measurement depends on: the machine, torch's version and settings."""
     where = f"{platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return (
-        f"{where} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}"
-    )
+    return f"{where} {os.cpu_count()} cores, {cpu_settings()}, torch {torch.__version__}"
+
+
+def cpu_settings() -> str:
+    """Returns the settings of torch that choose kernels on a CPU and their memory."""
+    onednn = "" if is_onednn_on() else ", no oneDNN"
+    return f"{torch.get_num_threads()} threads{onednn}"
 
 
 def cuda_settings() -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from remat.torch_border.kernels import has_kernel
+
 from .storages import tensors_of
 
 _COLLECTIVES = frozenset(
@@ -31,7 +33,7 @@ _KNOWN_NAMESPACES = frozenset({"aten", "prims", "remat"})
 # Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
 _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put",
-    "aten::_index_put_impl_", "aten::put_",
+    "aten::_index_put_impl_", "aten::put",
     "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::kthvalue",
     "aten::scatter_reduce", "aten::index_reduce",
     "aten::embedding_dense_backward", "aten::_embedding_bag_backward",
@@ -53,7 +55,10 @@ _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_flash_attention_backward",
     "aten::_efficient_attention_backward", "aten::_cudnn_attention_backward",
 })  # fmt: skip
+# Operators whose kernels on a CPU add float32 numbers by atomics, in threads, if they accumulate.
+_ACCUMULATING = frozenset({"aten::index_put", "aten::_unsafe_index_put", "aten::put"})
 NONDETERMINISTIC = "its CUDA kernel gives another result at every run"
+_ADDS_IN_THREADS = "its threads add numbers in another order at every run"
 _COMMUTATIVE = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 _COMPLEX_SUMS = frozenset({"aten::add.Tensor", "aten::sub.Tensor"})
 
@@ -104,7 +109,7 @@ def pinned_reason(node: fx.Node, device_type: str) -> str:
         return "its result decides shapes or Python values"
     if is_nondeterministic(str(target), device_type):
         return NONDETERMINISTIC
-    return ""
+    return _ADDS_IN_THREADS if device_type == "cpu" and _adds_in_threads(node) else ""
 
 
 def is_nondeterministic(target: str, device_type: str) -> bool:
@@ -113,6 +118,18 @@ def is_nondeterministic(target: str, device_type: str) -> bool:
     `target` is its name, such as `aten.scatter_add.default`.
     """
     return device_type == "cuda" and "::".join(target.split(".")[:2]) in _NONDETERMINISTIC_ON_CUDA
+
+
+def _adds_in_threads(node: fx.Node) -> bool:
+    """True where an operator's result on a CPU depends on the order of its threads."""
+    value, target = node.meta.get("val"), node.target
+    return (
+        isinstance(target, OpOverload)
+        and target._schema.name in _ACCUMULATING
+        and isinstance(value, torch.Tensor)
+        and value.dtype is torch.float32
+        and bool(named_arguments(node)["accumulate"])
+    )
 
 
 def is_random(node: fx.Node) -> bool:
@@ -246,18 +263,13 @@ def _has_same_layout(value: Any, output: Any) -> bool:
     )
 
 
-def _has_kernel(overload: OpOverload, device_type: str) -> bool:
-    key = "CUDA" if device_type == "cuda" else "CPU"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key))
-
-
 @cache
 def _in_place_overload(target: OpOverload, device_type: str) -> OpOverload | None:
     packet = getattr(
         getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
     )
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if not isinstance(overload, OpOverload) or not _has_kernel(overload, device_type):
+    if not isinstance(overload, OpOverload) or not has_kernel(overload, device_type):
         return None
 
     same = [a.name for a in overload._schema.arguments] == [
@@ -277,7 +289,7 @@ def _out_overload(target: OpOverload, device_type: str) -> tuple[OpOverload, str
             str(a.type) for a in target._schema.arguments
         ]
 
-        if len(outs) == 1 and rest == names and types and _has_kernel(overload, device_type):
+        if len(outs) == 1 and rest == names and types and has_kernel(overload, device_type):
             return overload, outs[0]
 
     return None

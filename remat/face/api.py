@@ -25,6 +25,7 @@ from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
 from remat.plan.solving import solve_in
 from remat.run.capture import GraphBreak
+from remat.run.other_outputs import check_differentiate
 from remat.run.plain_steps import OnUnsupported
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.frontier import frontier_solutions
@@ -107,7 +108,7 @@ def checkpoint(
             runs planned. Buffers that the step changes are copied; the budget counts the copies.
 
     Raises:
-        ValueError, TypeError: a malformed budget or option, at once; no budget on a CPU.
+        ValueError, TypeError: a malformed budget or option, or no budget on a CPU, at once.
         BudgetError: at the first call, if the budget can't be met; the error names one that can.
         TraceError: at the first call, if the step can't be captured.
     """
@@ -158,6 +159,7 @@ def wrap(
             are computed again, whatever the solution says.
     """
     step = as_step(model)
+    check_differentiate(differentiate)
     if solution.schedule is None:
         raise ScheduleError(
             f"this solution has no schedule to run: its status is {solution.status}"
@@ -216,7 +218,8 @@ def trace(
 
     Runs on fake copies of parameters, buffers and inputs: nothing is allocated, and the model is
     not changed. If `torch.compile` cuts the step into pieces, they are joined into one graph; the
-    code between them, such as a `print`, then runs once, on fake tensors.
+    code between them, such as a `print`, then runs once, on fake tensors. With `device` or Inductor
+    the step must be one graph.
 
     Args:
         model: any module, or a step function.
@@ -289,7 +292,7 @@ def solve(
 
     Args:
         graph: from `trace`, `Graph.load` or `Graph.from_arrays`.
-        budget: bytes, "8GiB", or "60%" of the peak of keeping everything.
+        budget: bytes, "8GiB", or "60%" of the peak of keeping everything and the reserve.
         solver: a name (`remat.SOLVER_NAMES`) or a solver; "free-order" may also reorder first
             computations, and `wrap` does not run its schedules.
         time_limit_s: time limit; the solver stops earlier, once `gap` is proved.
@@ -327,7 +330,7 @@ def frontier(
             peak of keeping everything.
         solver: a name (`remat.SOLVER_NAMES`) or a solver.
         time_limit_s: time limit of one solve; `auto` shares results between budgets, so 20 budgets
-            take at most about five time limits.
+            take at most four and a half time limits.
     """
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
     if isinstance(budgets, int):

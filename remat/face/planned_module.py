@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from remat.core.budget import describe_bytes
@@ -119,6 +119,7 @@ class PlannedCall(OwnCall):
 
         # bytes of gradients that earlier steps left -> the compiled step
         self._whole: dict[int, Callable[..., Any]] = {}
+        self._num_runs = 0  # of compiled graphs, in calls that ran as one graph
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
 
@@ -303,8 +304,14 @@ class PlannedCall(OwnCall):
         """
 
         def run(*, numbers_are_inputs: bool) -> Any:
-            step = self._whole_step()
-            return run_compiled(step, args, kwargs, numbers_are_inputs=numbers_are_inputs)
+            step, num_runs = self._whole_step(), self._num_runs
+            result = run_compiled(step, args, kwargs, numbers_are_inputs=numbers_are_inputs)
+            if self._num_runs == num_runs and self.pieces:
+                given = set(map(id, tensors_in(args, kwargs)))
+                made = (tensor for tensor in tensors_of(result) if id(tensor) not in given)
+                if any(tensor.grad_fn is not None for tensor in made):
+                    raise TraceError(NOT_COMPILED)
+            return result
 
         try:
             return run(numbers_are_inputs=self._numbers_are_inputs)
@@ -342,7 +349,7 @@ class PlannedCall(OwnCall):
             # Inductor takes seconds to import
             from remat.inductor.backend import make_inductor_backend as make
 
-        return make(
+        backend = make(
             lambda step, **beside: planned()._plan(step, held_bytes, **beside),
             self.costs,
             lambda step: planned()._note(step),
@@ -350,6 +357,17 @@ class PlannedCall(OwnCall):
             model_bytes=lambda: model_bytes(planned().module),
             plain_steps=self._plain_steps,
         )
+
+        def counted(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = backend(module, example_inputs)
+
+            def run(*args: Any) -> Any:
+                planned()._num_runs += 1
+                return compiled(*args)
+
+            return run
+
+        return counted
 
     def _plan(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from remat.run.counted_storages import CountStorages
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.kernels import with_kernel
 from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+from remat.tracers.workspace import workspace_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +47,10 @@ def plain_peak_bytes(
             does, and dropout runs as its fused kernel.
     """
     is_cuda = device_type == "cuda"
-    counted = CountStorages(CUDA_GRANULARITY_BYTES if is_cuda else 1, workspace_of=device_type)
+    counted = CountStorages(
+        CUDA_GRANULARITY_BYTES if is_cuda else 1,
+        workspace_of=partial(workspace_bytes, device_type=device_type),
+    )
     dropout = torch.ops.aten.dropout.default
     as_on_device = with_kernel(dropout, lambda _: _fused_dropout) if is_cuda else nullcontext()
 

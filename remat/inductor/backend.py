@@ -28,9 +28,9 @@ from remat.run.capture import (
     Planner,
     Step,
     runs_once,
-    with_missing_gradients,
+    with_own_gradients,
 )
-from remat.run.other_outputs import detach_non_scalars, refuse_gradients
+from remat.run.other_outputs import check_differentiate, detach_non_scalars, refuse_gradients
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import refuse_cudnn_rnns, refuse_what_has_no_size
@@ -43,6 +43,7 @@ from remat.torch_border.inductor import (
     leave_kept_graphs_to_the_backward,
 )
 from remat.tracers.aot import TracedStep, read_joint
+from remat.tracers.calls import Call
 from remat.tracers.costs import CostModel
 
 compile_fx, _ = inductor_compilers()
@@ -61,6 +62,7 @@ def make_inductor_backend(
 
     See `make_backend`.
     """
+    check_differentiate(differentiate)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_lost_updates(module)
@@ -81,12 +83,13 @@ def make_inductor_backend(
                 )
             )
 
-        compilation = _within_budget(module, example_inputs, read, plan, plain)
+        workspace_of = costs.workspace_of
+        compilation = _within_budget(module, example_inputs, read, plan, workspace_of, plain)
         compiled, planned = compilation.compiled, compilation.planned
 
         if planned:
             on_planned(_with_kernels(planned, compilation))
-            compiled = with_missing_gradients(compiled, planned.step)
+            compiled = with_own_gradients(compiled, planned)
             if plain_steps and plain:
                 compiled = plain_steps.around(plain, compiled)
 
@@ -114,6 +117,7 @@ def _within_budget(
     example_inputs: Sequence[Any],
     read: Read,
     plan: Planner,
+    workspace_of: Callable[[Call], int],
     plain: PlainForward | None,
 ) -> _Compilation:
     """Plans and compiles a step, as `Attempts` chooses, until its kernels fit the budget.
@@ -127,6 +131,7 @@ def _within_budget(
         compilation = _Compilation(
             read,
             _with_room(plan, room_bytes, attempts.known),
+            workspace_of,
             plain,
             room_bytes,
             attempts.limit_room_bytes,
@@ -178,6 +183,7 @@ class _Compilation:
     Attributes:
         read: reads a joint graph as a step.
         plan: step -> solution.
+        workspace_of: call of a library operator -> its workspace.
         plain: can run the step as plain PyTorch.
         room_bytes: how far the plan's budget is below the step's; negative if it is above.
         limit_room_bytes: see `Attempts`.
@@ -188,6 +194,7 @@ class _Compilation:
 
     read: Read
     plan: Planner
+    workspace_of: Callable[[Call], int]
     plain: PlainForward | None
     room_bytes: int
     limit_room_bytes: int
@@ -242,21 +249,25 @@ class _Compilation:
             fused.step,
             self.planned.split,
             (limit_bytes, limit_bytes),
+            self.workspace_of,
             keeps_layouts=self.keeps_layouts,
         )
 
         return self.planned.split.forward, self.planned.split.backward
 
     def _compile_half(self, graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if self.planned is None or self._halves is None:
+        planned = self.planned
+        if planned is None or self._halves is None:
             return compile_fx_inner(graph, inputs, **kwargs)
 
-        step, meter = self.planned.step, self.planned.meter
         compiled = self._halves.compile(graph, inputs, **kwargs)
         run = compiled.current_callable
         if kwargs.get("is_backward"):
             leave_kept_graphs_to_the_backward()
-            compiled.current_callable = runs_once(meter.backward(run), step, self.plain)
+            compiled.current_callable = runs_once(
+                planned.meter.backward(run), planned.step, self.plain
+            )
         else:
-            compiled.current_callable = meter.forward(run)
+            planned.meter.num_results = self._halves.num_returned(graph)
+            compiled.current_callable = planned.forward(run)
         return compiled

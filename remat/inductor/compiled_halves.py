@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from remat.core.errors import TraceError
-from remat.inductor.dry_run import HalfMemory, dry_run
+from remat.inductor.dry_run import HalfMemory, Shared, dry_run
 from remat.inductor.kernel_plan import KernelPlan
 from remat.inductor.paddings import pads_products
 from remat.narration.stages import stage
@@ -27,6 +27,7 @@ from remat.torch_border.inductor import (
 )
 from remat.torch_border.scalars import is_symbol
 from remat.tracers.aot import TracedStep
+from remat.tracers.calls import Call
 
 _, compile_fx_inner = inductor_compilers()
 
@@ -44,6 +45,7 @@ class CompiledHalves:
         step: the step, operator by operator.
         limits_bytes: the most that the forward's and the backward's kernels may hold, in addition
             to the tensors that exist throughout.
+        workspace_of: call of a library operator -> its workspace.
         keeps_layouts: convolutions get no copies of their inputs in another layout; no plan counts
             the memory of such copies. On a CPU they never get any.
         memory: is it the backward? -> the memory of that half; no entry where a dry run is not
@@ -55,12 +57,14 @@ class CompiledHalves:
         step: TracedStep,
         split: SplitStep,
         limits_bytes: tuple[int, int],
+        workspace_of: Callable[[Call], int],
         *,
         keeps_layouts: bool = False,
     ) -> None:
-        self.step, self.limits_bytes = step, limits_bytes
+        self.step, self.limits_bytes, self.workspace_of = step, limits_bytes, workspace_of
         self.keeps_layouts = keeps_layouts or step.graph.device == "cpu"
         self.memory: dict[bool, HalfMemory] = {}
+        self._shared: dict[str, Shared] = {}  # saved tensors that share memory with others
         self._arriving_bytes = 0  # of the gradients that arrive for the backward
         self._modules: list[CompiledModule] = []
 
@@ -87,9 +91,10 @@ class CompiledHalves:
 
         kernels = KernelPlan(
             self.limits_bytes[is_backward]
-            - (self._held_beside(inputs, is_resident) if is_backward else 0),
+            - (self._held_beside(names, inputs, is_resident) if is_backward else 0),
             frozenset(self._resident),
             device,
+            self.workspace_of,
         )
         options = compile_options(
             keeps_layouts=self.keeps_layouts, pads_products=pads_products(graph.graph)
@@ -102,13 +107,19 @@ class CompiledHalves:
 
         module = compiled_module(compiled)
         if module is not None:
-            num_returned = 0 if is_backward else self.step.num_forward_outputs
-            memory = dry_run(module, inputs, device, is_resident, num_returned)
+            num_returned = 0 if is_backward else self.num_returned(graph)
+            shared = [self._shared.get(name) for name in names]
+            with _refusing():
+                memory = dry_run(
+                    module, inputs, device, is_resident, num_returned, self.workspace_of, shared
+                )
             self.memory[is_backward] = memory
             if not is_backward:  # a saved input may be a copy in another layout
                 stays = list(map(operator.or_, memory.is_input, memory.is_returned))
                 self._resident -= set(self._saved)
                 self._resident.update(compress(self._saved, stays[num_returned:]))
+                places = zip(self._saved, memory.shared[num_returned:], strict=True)
+                self._shared = {name: where for name, where in places if where}
 
             self._modules.append(module)
             if self._is_within_limit(is_backward):
@@ -149,15 +160,30 @@ class CompiledHalves:
         held = self.peaks_bytes or (self.memory[is_backward].peak_bytes,)
         return all(map(operator.le, held, self.limits_bytes))
 
-    def _held_beside(self, inputs: Sequence[Any], is_resident: Sequence[bool]) -> int:
+    def num_returned(self, forward: fx.GraphModule) -> int:
+        """Returns how many results of a forward to compile are not saved.
+
+        The step's own number also counts tokens of effects, which AOTAutograd has removed.
+        """
+        return len(_results(forward)) - len(self._saved)
+
+    def _held_beside(
+        self, names: Sequence[str], inputs: Sequence[Any], is_resident: Sequence[bool]
+    ) -> int:
         """Returns the bytes that stay after the forward and are not inputs of the backward."""
         if False not in self.memory:
             return 0
         num_saved = len(self._saved)
         # autograd itself holds the gradient of 1.0 that `loss.backward()` starts from
         self._arriving_bytes = _bytes_of([x for x in inputs[num_saved:] if x.dim()])
-        given = [x for x, stays in zip(inputs[:num_saved], is_resident, strict=False) if not stays]
-        return max(0, self.memory[False].end_bytes - _bytes_of(given))
+        given = [
+            (name, value)
+            for name, value, stays in zip(names, inputs[:num_saved], is_resident, strict=False)
+            if not stays
+        ]
+        shared = dict(self._shared[name] for name, _ in given if name in self._shared)
+        alone = [value for name, value in given if name not in self._shared]
+        return max(0, self.memory[False].end_bytes - sum(shared.values()) - _bytes_of(alone))
 
 
 @contextmanager

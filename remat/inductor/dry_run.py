@@ -9,9 +9,10 @@ what Inductor decided about buffer reuse, in-place operators and the order of de
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,18 @@ from remat.run.counted_storages import CountStorages
 from remat.run.measured_forward import storages_of
 from remat.torch_border.inductor import CompiledModule
 from remat.torch_border.kernels import FakeTensorMode
+from remat.tracers.calls import Call
 from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 _ALLOCATION = "empty_strided_"
+
+
+class Shared(NamedTuple):
+    """Memory in which several tensors lie."""
+
+    number: int
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,14 @@ class HalfMemory:
             inputs than it makes.
         is_input: for each result, whether it is one of the inputs that exist throughout.
         is_returned: for each result, whether it shares memory with a result that the caller gets.
+        shared: for each result that shares its memory with another one, where that is.
     """
 
     peak_bytes: int
     end_bytes: int
     is_input: tuple[bool, ...] = ()
     is_returned: tuple[bool, ...] = ()
+    shared: tuple[Shared | None, ...] = ()
 
 
 def dry_run(
@@ -48,24 +59,31 @@ def dry_run(
     inputs: Sequence[Any],
     device_type: str,
     is_resident: Sequence[bool],
-    num_returned: int = 0,
+    num_returned: int,
+    workspace_of: Callable[[Call], int],
+    shared: Sequence[Shared | None] = (),
 ) -> HalfMemory:
     """Returns the memory of a compiled half, which it runs without computing anything.
 
     Args:
         compiled: the module that Inductor wrote.
         inputs: tensors of the sizes of its inputs, usually fake ones, and numbers.
-        device_type: `cpu` or `cuda`, whose allocator and operators' workspace are counted.
+        device_type: `cpu` or `cuda`, whose memory is counted as its allocator rounds it.
         is_resident: for each input, whether its caller holds it as well.
         num_returned: how many of the results the caller gets; the others are saved.
+        workspace_of: call of a library operator -> its workspace.
+        shared: for each input that shares its memory with another one, where that is.
     """
     call = compiled.with_names(_without_kernels(compiled))
     counting = CountStorages(
-        CUDA_GRANULARITY_BYTES if device_type == "cuda" else 1, workspace_of=device_type
+        CUDA_GRANULARITY_BYTES if device_type == "cuda" else 1,
+        device_type=device_type,
+        workspace_of=workspace_of,
+        makes_numbers_up=True,  # a kernel in Triton gets the number in a tensor of the CPU
     )
 
     with FakeTensorMode(allow_non_fake_inputs=True), counting:
-        args = [_made_again(value) for value in inputs]
+        args = _made_again(inputs, shared or [None] * len(inputs))
         held = [value for value, stays in zip(args, is_resident, strict=True) if stays]
         begin_bytes = counting.peak_bytes = counting.held_bytes
         results = call(args)
@@ -74,7 +92,11 @@ def dry_run(
         is_returned = _share_memory(results, results[:num_returned])
 
     return HalfMemory(
-        counting.peak_bytes - begin_bytes, end_bytes - begin_bytes, is_input, is_returned
+        counting.peak_bytes - begin_bytes,
+        end_bytes - begin_bytes,
+        is_input,
+        is_returned,
+        tuple(_shared(results)),
     )
 
 
@@ -83,9 +105,32 @@ def _share_memory(results: Sequence[Any], others: Sequence[Any]) -> tuple[bool, 
     return tuple(bool(storages_of([result]).keys() & storages) for result in results)
 
 
-def _made_again(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
+def _shared(results: Sequence[Any]) -> Iterator[Shared | None]:
+    storages = [next(iter(storages_of([result]).items()), None) for result in results]
+    counts = Counter(storage and storage[0] for storage in storages)
+    numbers = {key: number for number, key in enumerate(counts)}
+    for storage in storages:
+        is_shared = storage is not None and counts[storage[0]] > 1
+        yield Shared(numbers[storage[0]], storage[1].size_bytes) if storage and is_shared else None
+
+
+def _made_again(values: Sequence[Any], shared: Sequence[Shared | None]) -> list[Any]:
+    """Returns new tensors, which share memory as `values` do."""
+    memory: dict[int, torch.Tensor] = {}
+    made = []
+    for value, where in zip(values, shared, strict=True):
+        if not isinstance(value, torch.Tensor) or where is None:
+            made.append(_alone(value) if isinstance(value, torch.Tensor) else value)
+            continue
+        if where.number not in memory:
+            size = where.size_bytes // value.element_size()
+            memory[where.number] = torch.empty(size, dtype=value.dtype, device=value.device)
+        held = memory[where.number].view(value.dtype)
+        made.append(held.as_strided(value.shape, value.stride()))
+    return made
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 

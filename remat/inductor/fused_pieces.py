@@ -88,12 +88,17 @@ class FusedPiece(Piece):
         resident_bytes, mark = fused.graph.resident_bytes, schedule.num_forward_steps
         bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
         planned = [int(max(half, default=0)) for half in (bytes_at[:mark], bytes_at[mark:])]
-        kernels = CompiledHalves(fused.step, halves, (planned[0], planned[1]))
+        kernels = CompiledHalves(
+            fused.step, halves, (planned[0], planned[1]), self.costs.workspace_of
+        )
 
         forward, backward = halves.forward, halves.backward
         num_forward = self.num_forward
         forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_forward))
-        backward.graph.output_node().meta["user_visible_output_idxs"] = []
+        gradients: Any = backward.graph.output_node().args[0]
+        backward.graph.output_node().meta["user_visible_output_idxs"] = [
+            place for place, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)
+        ]
         inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
         with reporting_strides(inputs) as strides:
             run_forward = kernels.compile(forward, inputs)

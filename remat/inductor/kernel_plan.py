@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +25,7 @@ from remat.torch_border.kernel_scheduler import (
     realize_operator,
     scheduled,
 )
-from remat.tracers.workspace import workspace_bytes
+from remat.tracers.calls import Call
 
 _ROUNDS = 12  # of fusing again; each halves a blamed loop's distance to the rest of its kernel
 
@@ -38,6 +38,7 @@ class KernelPlan:
         limit_bytes: the most that the half's kernels may hold, including the inputs that they free.
         resident: names of inputs that exist throughout.
         device_type: `cpu` or `cuda`.
+        workspace_of: call of a library operator -> its workspace.
         num_parts: number of loops and library operators.
         num_kernels: number of kernels that they were fused into.
         peak_bytes: an upper bound on what the kernels hold.
@@ -46,6 +47,7 @@ class KernelPlan:
     limit_bytes: int
     resident: frozenset[str]
     device_type: str
+    workspace_of: Callable[[Call], int]
     num_parts: int = 0
     num_kernels: int = 0
     peak_bytes: int = 0
@@ -92,9 +94,9 @@ class KernelPlan:
         if not kernels:
             return kernels
 
-        parts = parts_of(kernels, self.resident)
+        parts = parts_of(kernels, self.resident, self.device_type)
         number = {part.name: index for index, part in enumerate(parts.parts)}
-        loops = _loops(parts, self.device_type)
+        loops = _loops(parts, self.workspace_of)
         self._place_of = {
             part.name: loop.place for part, loop in zip(parts.parts, loops.loops, strict=True)
         }
@@ -145,7 +147,7 @@ def _realize(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             user.replace_input_with(node, realized)
 
 
-def _loops(parts: Parts, device_type: str) -> Loops:
+def _loops(parts: Parts, workspace_of: Callable[[Call], int]) -> Loops:
     place_of = {node: place for place, node in enumerate(parts.nodes)}
     number = {part.name: index for index, part in enumerate(parts.parts)}
     size_bytes: dict[str, int] = {}
@@ -154,7 +156,8 @@ def _loops(parts: Parts, device_type: str) -> Loops:
     buffer = {name: index for index, name in enumerate(size_bytes)}
 
     def loop(part: Part) -> Loop:
-        workspaces = [workspace_bytes(node, device_type) for node in part.origins]
+        called = [] if part.is_loop else [n for n in part.origins if n.op == "call_function"]
+        workspaces = (workspace_of(Call.of(node)) for node in called)
         return Loop(
             place=max((place_of.get(node, -1) for node in part.origins), default=-1),
             after=frozenset(number[name] for name in part.after),
@@ -162,7 +165,7 @@ def _loops(parts: Parts, device_type: str) -> Loops:
             writes=tuple(buffer[name] for name in part.writes),
             is_fusible=part.is_loop,
             overwrites=frozenset(buffer[name] for name in part.overwrites),
-            workspace_bytes=0 if part.is_loop else max(workspaces, default=0),
+            workspace_bytes=max(workspaces, default=0),
         )
 
     return Loops(

@@ -24,10 +24,11 @@ def boxed(call: BoxedFunction) -> BoxedFunction:
     return run
 
 
-def without_zeros_for_no_gradient(compiled: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """Returns a compiled piece whose backward gets None for results without a gradient.
+def as_part_of(owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiled piece of `owner`, a `Piecewise`, which is told what the caller gets.
 
-    Autograd would give it zeros. The piece's autograd nodes are noted as part of `owner`'s plan.
+    Its backward gets None for results without a gradient, for which autograd would give it zeros.
+    Its autograd nodes are noted as part of the owner's plan.
     """
     planned = weakref.ref(owner)
 
@@ -42,6 +43,10 @@ def without_zeros_for_no_gradient(compiled: Callable[..., Any], owner: Any) -> C
                 if node is not None and is_compiled_node(node):
                     node.set_materialize_grads(False)
                     note_planned(node, planned)
+
+        running = planned()
+        assert running is not None, "a piece runs while its module does"
+        running.returned([result for result in results if not is_sharded(result)])
         return results
 
-    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+    return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]

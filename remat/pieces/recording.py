@@ -6,7 +6,7 @@ A joined plan belongs to one path, which is the sequence of pieces that a forwar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,20 @@ class Session:
             if tensor is not None:
                 self.versions.append((turn, kind, place, reference, tensor._version))
         self.places.append((self._inputs, self._places(results)))
+
+    def returned(self, tensors: Iterable[Any]) -> None:
+        """Notes the versions of the tensors that the caller of the run got.
+
+        They may be other tensors over the memory of the run's results, with their own versions.
+        """
+        turn, (_, results) = len(self.pieces) - 1, self.places[-1]
+        for tensor in filter(_is_watched, tensors):
+            storage, reference = tensor.untyped_storage()._cdata, self._reference(tensor)
+            self.versions += [
+                (turn, "result", place, reference, tensor._version)
+                for place, result in enumerate(results)
+                if result is not None and result.storage == storage
+            ]
 
     def _reference(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
         return weakref.ref(tensor) if self.plan else lambda: tensor

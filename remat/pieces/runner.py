@@ -25,7 +25,7 @@ from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
 from remat.pieces.captured_piece import Copied, Piece, signature
-from remat.pieces.compiled_piece import boxed, without_zeros_for_no_gradient
+from remat.pieces.compiled_piece import as_part_of, boxed
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, composed
 from remat.pieces.joiner import join
@@ -35,6 +35,7 @@ from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, residen
 from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
 from remat.run.capture import Step, check_joint, compiled_by_aot, device_type, refuse_uncapturable
+from remat.run.changed_results import SharedResults
 from remat.run.executor import compile_graph
 from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
@@ -80,6 +81,7 @@ class Piecewise:
         last: the path of the last forward.
         plan: the plan of that path.
         joined: the step that was joined last.
+        shared: the results of pieces that lie in memory that these save.
         make_piece: the class of its pieces.
         compile: compiles a dynamo graph, given its inputs, compilers of the halves, a partitioner.
         adjust: adds the memory of parameters that are gathered and freed, given a joined step and
@@ -103,6 +105,7 @@ class Piecewise:
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined
 
         self._pieces: dict[str, Piece] = {}
+        self.shared = SharedResults()
         self._frames = OwnFrames(module)
         self._local = threading.local()
 
@@ -161,7 +164,7 @@ class Piecewise:
         compiled = self.compile(
             module, example_inputs, compile_forward, compile_backward, partition
         )
-        return without_zeros_for_no_gradient(compiled, self) if pieces else compiled
+        return as_part_of(self, compiled) if pieces else compiled
 
     def _piece(
         self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]
@@ -198,12 +201,19 @@ class Piecewise:
         number = session.begin(piece, args)
         results = piece.halves(number)[0](args)
         session.end(results[: piece.num_forward])
+        self.shared.note((piece, number), results, piece.num_forward)
 
         token = torch.empty((0, number, 0))
         if session.plan:
             session.plan.meter.saved(token, results[piece.num_forward :])
         saved.expect(len(results) - piece.num_forward + 1)
         return (*results[: piece.num_forward], token, *results[piece.num_forward :])
+
+    def returned(self, results: Sequence[Any]) -> None:
+        """Notes what the caller of a piece got, so that changes of it are noticed."""
+        if not self.is_trace:
+            self.session.returned(results)
+            self.shared.watch(results)
 
     def run_backward(self, piece: Piece, args: list[Any]) -> Any:
         """Runs the backward half of the forward that saved `args`."""

@@ -20,8 +20,9 @@ from remat.plan.card import budget_of_card, check_has_card, library_bytes
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import bucket_bytes, is_distributed, solve_once
-from remat.plan.solving import solve_in
+from remat.plan.solving import new_solver, solve_in
 from remat.run.capture import Step
+from remat.run.other_outputs import check_differentiate
 from remat.run.plain_steps import OnUnsupported, check_on_unsupported
 from remat.solvers import Solver
 from remat.solvers.core.compiled import IS_COMPILED
@@ -77,6 +78,8 @@ class Options:
         if self.executor not in ("eager", "inductor", "auto"):
             raise ValueError(f'executor={self.executor!r} is not "eager", "inductor" or "auto"')
         check_on_unsupported(self.on_unsupported)
+        check_differentiate(self.differentiate)
+        new_solver(self.solver, time_limit_s=self.time_limit_s, gap=self.gap)
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Plans:
         if known and not is_distributed():
             with suppress(BudgetError):  # more may be held beside the step than when it was made
                 return self._take(known, graph, gradient_bytes, *others)
-        accumulated_bytes = self._accumulated_bytes(graph)
+        accumulated_bytes = self.accumulated_bytes(graph)
         if gradient_bytes < accumulated_bytes:
             self._plan(graph, accumulated_bytes, *others)
         found = self._plan(graph, gradient_bytes, *others)
@@ -184,7 +187,7 @@ class Plans:
         """Returns the budget that one of these solutions was made for, with its reserved parts."""
         return next(room for _, known, room in self._known.values() if known is solution)
 
-    def _accumulated_bytes(self, graph: Graph) -> int:
+    def accumulated_bytes(self, graph: Graph) -> int:
         """Returns the size of the gradients from the second micro-step on.
 
         It is 0 under DDP, which keeps them in its buckets.
@@ -222,7 +225,7 @@ class Plans:
     ) -> Room:
         keep_all_bytes = (
             simulate(graph, Schedule.keep_all(graph)).peak_bytes
-            + max(gradient_bytes, self._accumulated_bytes(graph))
+            + max(gradient_bytes, self.accumulated_bytes(graph))
             + gap_bytes
             + bucket_bytes()
             + self.options.reserve_bytes

@@ -38,18 +38,30 @@ def solve_in(
     Raises:
         BudgetError: no schedule was found that fits.
     """
-    if time_limit_s <= 0:
-        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
-    method = (
-        make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
-        if isinstance(solver, str)
-        else solver
-    )
-
+    method = new_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
     solution = _solved(graph, room.plan_bytes, method, near)
     if solution.is_solved:
         return replace(solution, outline=outline(graph))
     raise _budget_error(graph, solution, room)
+
+
+def new_solver(
+    solver: str | Solver,
+    *,
+    time_limit_s: float,
+    gap: float,
+    progress: Callable[[Any], None] | None = None,
+) -> Solver:
+    """Returns the solver that is given, or a new one with this name and these options.
+
+    Raises:
+        ValueError: no solver has this name, or an option is out of range.
+    """
+    if time_limit_s <= 0:
+        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
+    if not isinstance(solver, str):
+        return solver
+    return make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)
 
 
 def _solved(graph: Graph, budget_bytes: int, method: Solver, near: Sequence[Solution]) -> Solution:

@@ -19,9 +19,10 @@ from remat.core.graph import Graph
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution
 from remat.run.autocast_cache import autocast_cache
+from remat.run.changed_results import SharedResults, refuse_changed_results
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.measure import FirstStepMeter
-from remat.run.other_outputs import detach_non_scalars, refuse_gradients
+from remat.run.other_outputs import check_differentiate, detach_non_scalars, refuse_gradients
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_kernels import plain_kernels
 from remat.run.plain_steps import PlainSteps
@@ -84,6 +85,7 @@ class PlannedStep:
         kernels_peak_bytes: the peak of fused kernels, known before they run.
         kernels_room_bytes: how far the plan's budget is below the step's, because kernels hold more
             than planned.
+        shared: the results that lie in memory that the forward saves.
     """
 
     step: TracedStep
@@ -93,6 +95,11 @@ class PlannedStep:
     kernels: Graph | None = None
     kernels_peak_bytes: int | None = None
     kernels_room_bytes: int = 0
+    shared: SharedResults = field(default_factory=SharedResults)
+
+    def forward(self, run: BoxedFunction) -> BoxedFunction:
+        """Returns a compiled forward, measured in the first step; it notes what results share."""
+        return self.shared.noted(self.meter.forward(run), self.meter.num_results)
 
     @property
     def budget_bytes(self) -> int:
@@ -167,8 +174,7 @@ def make_backend(
             them; called at each capture, since a forward may register more.
         plain_steps: runs the steps whose backward no plan can run; if None, these are errors.
     """
-    if differentiate not in ("scalars", "all"):
-        raise ValueError(f'differentiate={differentiate!r} is neither "scalars" nor "all"')
+    check_differentiate(differentiate)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_uncapturable(module)
@@ -186,7 +192,7 @@ def make_backend(
         )
 
         if capture.planned:
-            compiled = with_missing_gradients(compiled, capture.planned[-1].step)
+            compiled = with_own_gradients(compiled, capture.planned[-1])
         if plain_steps and plain and capture.planned:
             compiled = plain_steps.around(plain, compiled)
         return refuse_gradients(compiled, refused) if refused else compiled
@@ -229,7 +235,7 @@ class _Capture:
 
     def compile_forward(self, graph: fx.GraphModule, _: Any) -> Any:
         run = compile_graph(graph)
-        return self.planned[-1].meter.forward(run) if self.planned else run
+        return self.planned[-1].forward(run) if self.planned else run
 
     def compile_backward(self, graph: fx.GraphModule, _: Any) -> Any:
         last = self.planned[-1]
@@ -317,6 +323,7 @@ def runs_once(
                 "(is_grads_batched=True, vectorize=True or torch.vmap); use "
                 f"remat.unwrap(model), with one gradient after the other{_advice(step, plain)}"
             )
+        refuse_changed_results()
         before_next_run(refuse_second_run)
         missing = tangents.fill(args) if tangents else frozenset()
         gradients = backward(args)
@@ -349,22 +356,27 @@ def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
     )
 
 
-def with_missing_gradients(compiled: Callable[..., Any], step: TracedStep) -> Callable[..., Any]:
-    """Returns `compiled`, whose backward gets None for gradients that did not arrive.
+def with_own_gradients(compiled: Callable[..., Any], planned: PlannedStep) -> Callable[..., Any]:
+    """Returns a compiled step whose backward computes the gradients that plain PyTorch computes.
 
-    Autograd would put zeros in their place. Parameters whose gradients are computed from these
-    alone would then get gradients of zeros, and an optimizer would still apply its weight decay to
-    them. In plain PyTorch their gradients stay None.
+    Its backward gets None for gradients that did not arrive. Autograd would put zeros in their
+    place. Parameters whose gradients are computed from these alone would then get gradients of
+    zeros, and an optimizer would still apply its weight decay to them. In plain PyTorch their
+    gradients stay None.
+
+    Its backward refuses to run on results that were changed in place; see `SharedResults`.
     """
-    if Tangents(step.module, step.num_forward_outputs).num < 2:
-        return compiled
+    step = planned.step
+    may_miss_gradients = Tangents(step.module, step.num_forward_outputs).num > 1
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        keep_missing_gradients(results)
+        if may_miss_gradients:
+            keep_missing_gradients(results)
+        planned.shared.watch(results)
         return results
 
-    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+    return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.tracers.calls import Call
-from remat.tracers.workspace import workspace_bytes
 
 
 class CountStorages(TorchDispatchMode):
@@ -18,19 +18,24 @@ class CountStorages(TorchDispatchMode):
 
     Attributes:
         rounded_to: sizes are rounded up to its multiples, as the device's allocator does.
-        workspace_of: the device type for which operators' workspace counts in the peak; no
-            workspace counts if empty.
+        device_type: the device type whose storages count; all of them count if empty.
+        workspace_of: call of an operator -> the workspace that counts in the peak.
         makes_numbers_up: `tensor.item()` returns a made-up number; it is an error otherwise.
         held_bytes: the bytes alive now.
         peak_bytes: the most bytes alive at once.
     """
 
     def __init__(
-        self, rounded_to: int, *, workspace_of: str = "", makes_numbers_up: bool = False
+        self,
+        rounded_to: int,
+        *,
+        device_type: str = "",
+        workspace_of: Callable[[Call], int] | None = None,
+        makes_numbers_up: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rounded_to, self.workspace_of = rounded_to, workspace_of
-        self.makes_numbers_up = makes_numbers_up
+        self.rounded_to, self.device_type = rounded_to, device_type
+        self.workspace_of, self.makes_numbers_up = workspace_of, makes_numbers_up
         self.held_bytes = self.peak_bytes = 0
         self._known: set[int] = set()
 
@@ -47,8 +52,7 @@ class CountStorages(TorchDispatchMode):
         # `prim` is how a fake tensor asks for its device; it takes no workspace
         if self.workspace_of and func.namespace != "prim":
             call = Call.made(func, args, kwargs or {}, result)
-            peak_bytes = self.held_bytes + workspace_bytes(call, self.workspace_of)
-            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes + self.workspace_of(call))
         return result
 
     def ignore(self, *tensors: torch.Tensor) -> None:
@@ -57,7 +61,8 @@ class CountStorages(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
+        is_elsewhere = self.device_type not in ("", tensor.device.type)
+        if is_elsewhere or storage._cdata in self._known:
             return
         size_bytes = -(-storage.nbytes() // self.rounded_to) * self.rounded_to
         self._known.add(storage._cdata)

@@ -32,6 +32,7 @@ from remat.torch_border.allocator import (
     mark_moment,
     run_counting_allocations,
 )
+from remat.torch_border.kernels import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class FirstStepMeter:
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self.waiting = None
         outer = _MEASURED.now if self.device == "cpu" else None
-        is_fake = any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args)
+        is_fake = any(isinstance(arg, FakeTensor) for arg in args)
         if is_fake or (is_profiling() and outer is None):
             return run(args)
         if self.num_unmeasured:

@@ -11,6 +11,12 @@ from torch import fx
 from remat.core.errors import TraceError
 
 
+def check_differentiate(given: str) -> None:
+    """Raises `ValueError` for an unknown value of the option `differentiate`."""
+    if given not in ("scalars", "all"):
+        raise ValueError(f'differentiate={given!r} is neither "scalars" nor "all"')
+
+
 def detach_non_scalars(module: fx.GraphModule) -> list[tuple[int, int]]:
     """Detaches every output that is not a scalar, if there are scalar outputs with a gradient.
 
@@ -53,7 +59,7 @@ class _RefuseGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return result.view_as(result)
+        return result.detach()  # unlike a view, it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -80,4 +86,4 @@ def refuse_gradients(
                 results[place] = _refuse(results[place], results[anchor])
         return tuple(results)
 
-    return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+    return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]

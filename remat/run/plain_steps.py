@@ -82,7 +82,7 @@ class PlainSteps:
             given.watch(results)
             return tuple(results)
 
-        return torch._dynamo.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+        return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
 
 
 @dataclass

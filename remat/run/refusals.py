@@ -111,7 +111,8 @@ def refuse_what_has_no_size(joint: fx.GraphModule) -> None:
 
 _ONEDNN = (
     "an LSTM on the CPU runs in oneDNN, which allocates memory of its own that can't be planned; "
-    "build and train the model with `torch.backends.mkldnn.set_flags(False)`, or on a GPU"
+    "build and train the model with `torch.backends.mkldnn.set_flags(False)`; on a GPU, with "
+    "`torch.backends.cudnn.enabled = False`"
 )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "backward_without_autocast",
     "before_next_run",
     "compiled_node",
+    "current_node",
     "descriptor_of",
     "gradient_node",
     "is_batched",
@@ -34,6 +35,7 @@ __all__ = [
     "saved_tensors",
     "sequence_number",
     "skip_without_gradients",
+    "version_counter",
 ]
 
 
@@ -79,13 +81,18 @@ def is_graph_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def before_next_run(check: Callable[[Sequence[Any]], None]) -> None:
-    """Calls `check` with the arriving gradients if the node that runs now ever runs again.
+def current_node() -> Any:
+    """Returns the autograd node that runs (`_current_autograd_node`, 2.13).
 
-    It uses `_current_autograd_node` (2.13).
+    None where a backward is called directly, without autograd.
     """
-    node: Any = torch._C._current_autograd_node()
-    if node is not None:  # None where a backward is called directly, without autograd
+    return torch._C._current_autograd_node()
+
+
+def before_next_run(check: Callable[[Sequence[Any]], None]) -> None:
+    """Calls `check` with the arriving gradients if the node that runs now ever runs again."""
+    node = current_node()
+    if node is not None:
         node.register_prehook(check)
 
 
@@ -216,6 +223,13 @@ def descriptor_of(descriptor: Any, kind: str) -> int | None:
     None for another kind of descriptor (`PlainAOTInput`, `PlainAOTOutput`, 2.13).
     """
     return int(descriptor.idx) if type(descriptor).__name__ == kind else None
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without elements whose `_version` is always that of `tensor` (2.13)."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:

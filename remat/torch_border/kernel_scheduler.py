@@ -98,6 +98,7 @@ def scheduled(
         "custom_partitioner_fn": None,  # already called; its type can't be part of a key
         "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
         "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),
+        "_pre_fusion_custom_pass": _named(scheduler_pass, _note_orders, key),
         "_post_fusion_custom_pass": _named(scheduler_pass, order, key),
     }
     with config.patch(patches), V.set_choices_handler(Choices()):
@@ -125,10 +126,33 @@ def part_names(kernel: Any) -> list[str]:
     return [part.get_name() for part in kernel.get_nodes()]
 
 
+def _note_orders(nodes: list[Any]) -> list[Any]:
+    """Notes, before any fusion, which parts run after others only because they change a buffer.
+
+    Where parts share a kernel, Inductor drops such dependences (`WeakDep`) of what comes later. But
+    kernels are taken apart again.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    parts = [part for node in nodes for part in node.get_nodes()]
+    if parts:
+        parts[0].scheduler.remat_orders = {
+            part.get_name(): [dep for dep in part.read_writes.reads if isinstance(dep, WeakDep)]
+            for part in parts
+        }
+    return nodes
+
+
 def fused_again(kernels: Sequence[Any]) -> list[Any]:
     """Takes kernels apart and returns the kernels into which Inductor fuses their parts now."""
     parts = [part for kernel in kernels for part in kernel.get_nodes()]
     scheduler = parts[0].scheduler
+    for part in parts:
+        reads = part.read_writes
+        for dependence in scheduler.remat_orders[part.get_name()]:
+            reads = reads if dependence in reads.reads else reads.with_read(dependence)
+        if reads is not part.read_writes:
+            part.set_read_writes(reads)
     scheduler.name_to_fused_node = {part.get_name(): part for part in parts}
     fused: list[Any] = scheduler.fuse_nodes(scheduler.topological_sort_schedule(parts))
     return fused
@@ -149,17 +173,18 @@ def end_functions_after(kernels: Sequence[Any], first_parts: Set[str]) -> None:
     backend.ready_to_flush = ready_to_flush
 
 
-def parts_of(kernels: Sequence[Any], resident: Set[str]) -> Parts:
+def parts_of(kernels: Sequence[Any], resident: Set[str], device_type: str) -> Parts:
     """Returns the parts of kernels, as the scheduler knows them.
 
     Args:
         kernels: the kernels of a half.
         resident: names of inputs that exist throughout; the result leaves them out.
+        device_type: the device type whose buffers have a size; others are counted as empty.
     """
     from torch._inductor.virtualized import V
 
     nodes = [part for kernel in kernels for part in kernel.get_nodes()]
-    reader = _Reader(nodes, resident)
+    reader = _Reader(nodes, resident, device_type)
     parts = tuple(map(reader.read, reader.nodes))
     outputs = frozenset(map(reader.root, V.graph.get_output_names()))
     lowered: Any = V.graph.module
@@ -169,13 +194,22 @@ def parts_of(kernels: Sequence[Any], resident: Set[str]) -> Parts:
 class _Reader:
     """Reads nodes of Inductor's scheduler that are not fused."""
 
-    def __init__(self, nodes: list[Any], resident: Set[str]) -> None:
+    def __init__(self, nodes: list[Any], resident: Set[str], device_type: str) -> None:
         from torch._inductor.memory import compute_size_for_scheduler_buffer
 
         self.nodes, self.inputs, self._resident = nodes, set[str](), resident
-        self._scheduler = nodes[0].scheduler
-        self._sizes = compute_size_for_scheduler_buffer(self._scheduler.name_to_buf)
+        self._scheduler, self._device_type = nodes[0].scheduler, device_type
+        self._sizes = {
+            name: size_bytes if self._is_counted(self._scheduler.name_to_buf[name].node) else 0
+            for name, (_, size_bytes) in compute_size_for_scheduler_buffer(
+                self._scheduler.name_to_buf
+            ).items()
+        }
         self._writer = {b.get_name(): node.get_name() for node in nodes for b in node.get_outputs()}
+
+    def _is_counted(self, buffer: Any) -> bool:
+        device = buffer.get_device()  # None for what holds no memory of its own
+        return device is None or device.type == self._device_type
 
     def root(self, name: str) -> str:
         """Returns the buffer that a name stands for; each change gives a buffer a new name."""
@@ -187,7 +221,8 @@ class _Reader:
         """Returns one node as a part."""
         from torch._inductor.scheduler import SchedulerNode
 
-        before = {self._writer[d.name] for d in node.unmet_dependencies if d.name in self._writer}
+        awaited = {*node.unmet_dependencies, *self._scheduler.remat_orders[node.get_name()]}
+        before = {self._writer[dep.name] for dep in awaited if dep.name in self._writer}
         written = [buffer.get_name() for buffer in node.get_outputs()]
         is_loop, reads = isinstance(node, SchedulerNode), self._read_bytes(node)
 
@@ -196,7 +231,7 @@ class _Reader:
             tuple(node.node.get_origins()) if node.node is not None else (),
             frozenset(before - {node.get_name()}),
             reads,
-            {name: self._sizes[name][1] for name in written if self.root(name) == name},
+            {name: self._sizes[name] for name in written if self.root(name) == name},
             frozenset(filter(partial(self._may_overwrite, node), reads))
             if is_loop
             else frozenset(),
@@ -227,11 +262,12 @@ class _Reader:
                 continue
 
             if name in self._writer:
-                reads[name] = self._sizes[name][1]
+                reads[name] = self._sizes[name]
             elif name in V.graph.graph_inputs and name not in self._resident:
                 given = V.graph.graph_inputs[name]  # a kernel may read each element several times
                 layout = given.get_layout()
-                reads[name] = int(layout.storage_size()) * layout.dtype.itemsize
+                num_elements = int(layout.storage_size()) if self._is_counted(given) else 0
+                reads[name] = num_elements * layout.dtype.itemsize
                 self.inputs.add(name)
         return reads
 

@@ -22,7 +22,9 @@ __all__ = [
     "StorageWeakRef",
     "below_autograd",
     "corrected_fakes",
+    "has_kernel",
     "is_dense",
+    "is_onednn_on",
     "with_autograd_kernel",
     "with_kernel",
     "with_python_kernels",
@@ -94,6 +96,17 @@ def without_python_kernels() -> Any:
     It uses `_DisablePythonDispatcher` (2.13).
     """
     return torch._C._DisablePythonDispatcher()
+
+
+def is_onednn_on() -> bool:
+    """Says whether operators may run in oneDNN (`_get_mkldnn_enabled`, 2.13)."""
+    return bool(torch._C._get_mkldnn_enabled())
+
+
+def has_kernel(operator: OpOverload, device_type: str) -> bool:
+    """Says whether an operator has a kernel of its own for a type of device (2.13)."""
+    key = "CUDA" if device_type == "cuda" else "CPU"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -192,3 +192,38 @@ def test_a_step_where_torch_compile_is_off_says_so_and_works_after_it() -> None:
 
     model(x).mean().backward()
     assert remat.report(model).recomputed
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_a_later_step_that_torch_compile_leaves_plain_says_so(stance: Any) -> None:
+    """Another shape, or gradients of an earlier step, need a capture that does not happen."""
+    model = plan(mlp())
+    model(torch.randn(64, 32)).mean().backward()  # leaves gradients
+    with torch.compiler.set_stance(stance):
+        for rows in (64, 16):
+            with pytest.raises(remat.TraceError, match="switched off"):
+                model(torch.randn(rows, 32))
+
+    model.zero_grad()
+    model(torch.randn(64, 32)).mean().backward()
+    assert remat.report(model).recomputed
+
+
+class Skips(nn.Module):
+    """Returns its input, sometimes, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_skipped = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_skipped else self.linear(x).sin()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_step_may_return_its_input() -> None:
+    model = remat.checkpoint(Skips(), "1MiB", costs="flops")
+    x = torch.randn(4, 8, requires_grad=True) * 2
+    model(x).sum().backward(inputs=[*model.parameters()])
+    model.is_skipped = True
+    assert model(x) is x

@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 
 import remat
 from remat.inductor.kernel_order import Loops
+from remat.torch_border import kernel_scheduler
+from tests.support import planned
 from tests.support.fused_models import Net, batch
 from tests.support.planned import (
     COMPILES,
@@ -149,6 +152,60 @@ def test_the_kernels_of_the_last_round_run(
     torch.testing.assert_close(ends, expected[1][0], rtol=1e-5, atol=1e-7)
     report = remat.report(model)
     assert report.measured_peak_bytes == report.kernels_peak_bytes
+
+
+class TwoAverages(nn.Module):
+    """Changes buffers that it has read: one in the same kernel as the reduction it is made from."""
+
+    scale: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(32, 32) for _ in range(3))
+        self.register_buffer("scale", torch.ones(16, 1))
+        self.register_buffer("mean", torch.zeros(16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.first(x), self.second(x)
+        scaled = one + self.scale  # saves neither
+        means = (one * two).mean(1, keepdim=True)
+        self.scale.mul_(0.9).add_(means.detach(), alpha=0.1)
+        self.mean.mul_(0.9).add_(scaled.detach(), alpha=0.1)
+        loss: torch.Tensor = self.last(scaled).square().mean()
+        return loss
+
+
+def test_a_change_of_a_buffer_waits_for_all_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: Inductor forgets it where the fused kernels ensure it, and they are taken apart."""
+    from torch._inductor import config as inductor_config
+
+    awaited: dict[str, set[str]] = {}
+    lost: list[str] = []
+    note, read_parts = kernel_scheduler._note_orders, kernel_scheduler.parts_of
+
+    def noted(nodes: list[Any]) -> list[Any]:
+        writer = {b.get_name(): node.get_name() for node in nodes for b in node.get_outputs()}
+        for node in nodes:
+            names = (dep.name for dep in node.unmet_dependencies)
+            awaited[node.get_name()] = {writer[name] for name in names if name in writer}
+        return note(nodes)
+
+    def parts_of(*args: Any) -> Any:
+        parts = read_parts(*args)
+        lost.extend(p.name for p in parts.parts if not p.after >= awaited[p.name] - {p.name})
+        return parts
+
+    monkeypatch.setattr(kernel_scheduler, "_note_orders", noted)
+    monkeypatch.setattr("remat.inductor.kernel_plan.parts_of", parts_of)
+    model, x = TwoAverages(), torch.randn(16, 32)
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
+    with inductor_config.patch(fx_graph_cache=False):
+        got = planned.state_after(model, x)
+    torch.testing.assert_close(got, planned.state_after(plain, x), rtol=1e-5, atol=1e-6)
+    assert any(map(len, awaited.values()))
+    assert not lost
 
 
 def test_inductors_compiled_kernels_are_reused() -> None:

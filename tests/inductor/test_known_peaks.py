@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from remat.inductor import attempts, backend, compiled_halves, kernel_plan
 from remat.inductor.compiled_halves import CompiledHalves
 from remat.inductor.dry_run import HalfMemory, dry_run
 from remat.torch_border import kernel_scheduler
-from remat.torch_border.inductor import LaterKernel, compile_options
+from remat.torch_border.inductor import CompiledModule, LaterKernel, compile_options
+from remat.torch_border.kernels import FakeTensorMode
 from tests.support.fused_models import Net, batch
 from tests.support.planned import COMPILES, call_of
 
@@ -54,6 +56,19 @@ class Words(nn.Module):
         return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Gram(nn.Module):
+    """Saves a matrix and its transpose, which are one tensor in memory, and frees both early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in "123"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        loss: torch.Tensor = (hidden.mT @ hidden).square().mean()
+        return loss
+
+
 @pytest.fixture
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled and fused kernels compute nothing, as only memory is checked."""
@@ -72,10 +87,16 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("idle_kernels")
 @pytest.mark.parametrize("budget", ["100%", "90%"])
-@pytest.mark.parametrize("kind", ["images", "words"])
-def test_the_peak_is_known_to_the_byte_before_the_first_step(kind: str, budget: str) -> None:
-    model = Images() if kind == "images" else Words()
-    inputs = torch.randn(8, 3, 32, 32) if kind == "images" else torch.randint(64, (16, 32))
+@pytest.mark.parametrize("make", [Images, Words, Gram])
+def test_the_peak_is_known_to_the_byte_before_the_first_step(
+    make: type[nn.Module], budget: str
+) -> None:
+    model = make()
+    inputs = {
+        Images: torch.randn(8, 3, 32, 32),
+        Words: torch.randint(64, (16, 32)),
+        Gram: torch.randn(512, 64),
+    }[make]
     options = {"costs": "roofline", "time_limit_s": 1.0, "plan_cache": False}
     remat.checkpoint(model, budget, executor="inductor", **options)  # type: ignore[arg-type]  # of several types
     model(inputs).backward()
@@ -94,6 +115,61 @@ def test_parameters_and_inputs_are_counted_once() -> None:
     model(x).backward()
     held = [*model.parameters(), *model.buffers(), x]
     assert remat.report(model).graph.resident_bytes == sum(t.nbytes for t in held)
+
+
+def compiled_from(call: Callable[..., Any]) -> CompiledModule:
+    """A module as Inductor writes it, with a kernel in Triton."""
+    names = {**call.__globals__, "kernel": None, "empty_strided_cuda": None}
+    again = FunctionType(call.__code__, names, call.__name__)
+    return CompiledModule("kernel = async_compile.triton('...')", names, again, ())
+
+
+def test_a_number_in_a_tensor_of_the_cpu_is_read_for_a_kernel() -> None:
+    """Naive: kernels in Triton get `.item()` of it, and a fake tensor has no number."""
+
+    def call(self: Any, args: list[Any]) -> Any:
+        (number,) = args
+        args.clear()
+        made = empty_strided_cuda((256,), (1,), torch.float32)  # type: ignore[name-defined]  # noqa: F821
+        kernel.run(number.item(), made)  # type: ignore[name-defined]  # noqa: F821
+        return (made,)
+
+    number = torch.tensor(0.07, dtype=torch.float64)
+    memory = dry_run(compiled_from(call), [number], "cuda", [True], 1, lambda _: 0)
+    assert (memory.peak_bytes, memory.end_bytes) == (1024, 1024)
+
+
+def test_a_copy_on_the_cpu_is_not_memory_of_the_gpu() -> None:
+    def call(self: Any, args: list[Any]) -> Any:
+        (logits,) = args
+        args.clear()
+        made = torch.empty_strided((1024,), (1,), device="cpu")
+        made.copy_(logits)
+        return (made,)
+
+    with FakeTensorMode():
+        logits = torch.empty(1024, device="cuda")
+    memory = dry_run(compiled_from(call), [logits], "cuda", [True], 1, lambda _: 0)
+    assert (memory.peak_bytes, memory.end_bytes) == (0, 0)
+
+
+def test_the_measured_workspace_of_an_operator_counts() -> None:
+    def call(self: Any, args: list[Any]) -> Any:
+        (x,) = args
+        args.clear()
+        return (torch.ops.aten.mm.default(x, x),)
+
+    with FakeTensorMode():
+        x = torch.empty(16, 16, device="cuda")
+    memory = dry_run(
+        compiled_from(call),
+        [x],
+        "cuda",
+        [True],
+        1,
+        lambda call: 4096 * (call.packet is torch.ops.aten.mm),
+    )
+    assert (memory.peak_bytes, memory.end_bytes) == (1024 + 4096, 1024)
 
 
 @pytest.mark.usefixtures("idle_kernels")

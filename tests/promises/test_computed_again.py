@@ -239,3 +239,30 @@ def test_a_kernel_that_is_not_deterministic_runs_once(monkeypatch: pytest.Monkey
     assert_only_naive_is_wrong(
         check, monkeypatch, (recomputable, "is_nondeterministic", lambda *_: False)
     )
+
+
+class Puts(nn.Module):
+    """Puts rows of one tensor where an index says, and adds them there or not."""
+
+    def __init__(self, *, accumulate: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear, self.accumulate = nn.Linear(8, 8, dtype=dtype), accumulate
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x).sin()
+        hidden = torch.zeros_like(hidden).index_put((index,), hidden, accumulate=self.accumulate)
+        loss: torch.Tensor = hidden.sin().square().sum()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "dtype", "is_pinned"),
+    [(True, torch.float32, True), (False, torch.float32, False), (True, torch.float64, False)],
+)
+def test_what_threads_add_runs_once(accumulate: bool, dtype: torch.dtype, is_pinned: bool) -> None:
+    """On a CPU, threads add float32 numbers by atomics, so a second sum may differ."""
+    args = (torch.randn(4, 8, dtype=dtype), torch.tensor([0, 1, 1, 2]))
+    graph = remat.trace(Puts(accumulate=accumulate, dtype=dtype), args, costs="flops", device="cpu")
+    puts = [op for op in graph.operators if "index_put" in op.target]
+    assert puts
+    assert all(bool(op.pinned) is is_pinned for op in puts)

@@ -140,7 +140,7 @@ def test_outputs_share_memory_where_plain_ones_do(
         assert_same(*ends, executor=executor)
 
     assert_only_naive_is_wrong(
-        check, monkeypatch, (cleaning, "_would_share_a_result", lambda *_: False)
+        check, monkeypatch, (cleaning, "_separates_a_result", lambda *_: False)
     )
 
 

@@ -299,6 +299,22 @@ def test_profile_runs_a_signature_once_and_for_all(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_other_settings_of_torch_are_measured_separately() -> None:
+    """They choose other kernels: convolutions without oneDNN hold all of their windows."""
+    node = node_of(
+        aten.convolution.default, torch.nn.functional.conv2d, (2, 8, 16, 16), (8, 8, 3, 3)
+    )
+    model = profile("cpu")
+    onednn = model.measure(node)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        native = model.measure(node)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert native.workspace_bytes > onednn.workspace_bytes
+    assert model.measure(node) == onednn
+
+
 def test_profile_estimates_what_cannot_be_run_alone(caplog: pytest.LogCaptureFixture) -> None:
     with torch.library._scoped_library("remat_tests", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
