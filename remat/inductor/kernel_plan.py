@@ -62,7 +62,7 @@ class KernelPlan:
             self._order,
             self._is_near,
             keep_apart=lambda graph: _realize(graph, products_to_keep_apart(graph)),
-            realize=lambda graph: _realize(graph, values_to_realize(graph, self.resident)),
+            realize=self._realize,
             key=f"{_code_digest()} {self.limit_bytes} {self.device_type} {sorted(self.resident)}",
         ):
             yield
@@ -76,6 +76,9 @@ class KernelPlan:
             f"which hold at most {describe_bytes(self.peak_bytes)} of "
             f"{describe_bytes(self.limit_bytes)}"
         )
+
+    def _realize(self, graph: fx.Graph) -> None:
+        _realize(graph, values_to_realize(graph, self.resident, self.limit_bytes))
 
     def _is_near(self, names: Sequence[str]) -> bool:
         limited = [name for name in names if name in self._reach]

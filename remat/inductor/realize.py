@@ -2,14 +2,15 @@
 
 Inductor inlines an elementwise operator into every loop that reads it. So the value itself is never
 stored: its sources are held instead, until its last reader has run. If they are larger than the
-value, the value has to be computed at its place. An example is a dropout mask of one byte per
-element, made from random numbers in float.
+value, and there is no room for them, the value has to be computed at its place. An example is a
+dropout mask of one byte per element, made from random numbers in float.
 """
 
 from __future__ import annotations
 
 import operator
 
+import numpy as np
 import torch
 from torch import fx
 from torch._ops import OpOverload
@@ -25,12 +26,13 @@ _GATHERS = frozenset({
 _BY_NAME = frozenset({"prims.convert_element_type.default", "prims.iota.default"})
 
 
-def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node]:
+def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: int) -> list[fx.Node]:
     """Returns the operators whose results have to be stored, in order; O(E) set operations.
 
     Args:
         graph: the graph of a half, in the order of its plan.
         resident: names of inputs that exist throughout, whoever reads them.
+        limit_bytes: the most that the half may hold besides these.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -43,6 +45,11 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
             last_use[base[source]] = place[node]
             if base[node] is node:
                 users.setdefault(base[source], []).append(node)
+
+    held_bytes = np.zeros(len(nodes) + 1, np.int64)  # if each value is stored
+    for node in nodes:
+        if base[node] is node and node.name not in resident:
+            held_bytes[place[node] : last_use.get(node, place[node]) + 1] += _size_bytes(node)
 
     made_from: dict[fx.Node, frozenset[fx.Node]] = {}
     found = []
@@ -63,11 +70,17 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str]) -> list[fx.Node
             if last_use.get(source, 0) < last and source.name not in resident
         ]
 
-        if sum(map(_size_bytes, longer)) > _size_bytes(node):
+        inlined = held_bytes.copy()
+        inlined[place[node] : last + 1] -= _size_bytes(node)
+        for source in longer:
+            inlined[last_use.get(source, 0) + 1 : last + 1] += _size_bytes(source)
+
+        is_larger = sum(map(_size_bytes, longer)) > _size_bytes(node)
+        if is_larger and inlined[place[node] : last + 1].max() > limit_bytes:
             found.append(node)
         else:
-            made_from[node] = sources
-            last_use |= {source: last for source in longer}
+            made_from[node], held_bytes = sources, inlined
+            last_use |= dict.fromkeys(longer, last)
     return found
 
 

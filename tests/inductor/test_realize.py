@@ -30,14 +30,23 @@ def mask_of_random_numbers(x: torch.Tensor) -> torch.Tensor:
 def test_a_mask_is_computed_before_its_source_is_freed() -> None:
     graph = graph_of(mask_of_random_numbers, torch.randn(8, 8))
     # and so is the result: otherwise both of its factors are held to the end
-    assert targets(values_to_realize(graph, frozenset())) == [aten.gt.Scalar, aten.mul.Tensor]
+    assert targets(values_to_realize(graph, frozenset(), 0)) == [aten.gt.Scalar, aten.mul.Tensor]
+
+
+def test_a_value_is_inlined_where_there_is_room_for_its_source() -> None:
+    """Naive: it is stored at any budget, which kept ViT's softmax from what Inductor does alone."""
+    graph = graph_of(mask_of_random_numbers, torch.randn(8, 8))
+    matrix_bytes = 8 * 8 * 4
+    room = 4 * matrix_bytes  # the source beside the last product and its two factors
+    assert values_to_realize(graph, frozenset(), room) == []
+    assert targets(values_to_realize(graph, frozenset(), room - 1)) == [aten.gt.Scalar]
 
 
 def test_a_value_as_large_as_its_source_may_be_computed_by_its_readers() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (x @ x).exp() @ x @ x
 
-    assert values_to_realize(graph_of(function, torch.randn(8, 8)), frozenset()) == []
+    assert values_to_realize(graph_of(function, torch.randn(8, 8)), frozenset(), 0) == []
 
 
 def test_a_value_of_resident_inputs_may_be_computed_by_its_readers() -> None:
@@ -46,8 +55,8 @@ def test_a_value_of_resident_inputs_may_be_computed_by_its_readers() -> None:
 
     graph = graph_of(function, torch.randn(8, 8), torch.randn(8, 8))
     (weight, *_) = graph.find_nodes(op="placeholder")
-    assert values_to_realize(graph, frozenset([weight.name])) == []
-    assert aten.gt.Scalar in targets(values_to_realize(graph, frozenset()))
+    assert values_to_realize(graph, frozenset([weight.name]), 0) == []
+    assert aten.gt.Scalar in targets(values_to_realize(graph, frozenset(), 0))
 
 
 def test_a_product_that_is_added_later_stays_in_its_place() -> None:
