@@ -81,13 +81,20 @@ class Comparison:
             key: value.to(device) if isinstance(value, torch.Tensor) else value
             for key, value in self.workload.kwargs.items()
         }
-        self.has_dropout = any(
-            isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()
-        )
+        self.is_random = self._is_random()
 
         self.rows: list[Row] = []
         self.steps: dict[int, tuple[nn.Module, Step]] = {}
         self.expected: list[torch.Tensor] = []
+
+    def _is_random(self) -> bool:
+        """Says whether the loss depends on the seed, as it does with dropout."""
+        model, losses = copy.deepcopy(self.model), []
+        for seed in (SEED, SEED + 1):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                losses.append(_loss(model(**self.kwargs)))
+        return not torch.equal(*losses)
 
     def add(self, row: Row, prepare: Callable[[nn.Module], Step]) -> Row:
         """Measures everything of one way except its time."""
@@ -121,7 +128,7 @@ class Comparison:
         state = self.state(model, step)
         self.expected = self.expected or state
         loss, *gradients = _differences(state, self.expected)
-        is_comparable = row.way != EAGER or not self.has_dropout
+        is_comparable = row.way != EAGER or not self.is_random
 
         self.steps[len(self.rows)] = (model, step)
         self.rows.append(
