@@ -27,7 +27,7 @@ _BY_NAME = frozenset({"prims.convert_element_type.default", "prims.iota.default"
 
 
 def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: int) -> list[fx.Node]:
-    """Returns the operators whose results have to be stored, in order; O(E) set operations.
+    """Returns the operators whose results have to be stored, in order; O(V^2 + E) time.
 
     Args:
         graph: the graph of a half, in the order of its plan.
