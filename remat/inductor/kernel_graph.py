@@ -10,7 +10,7 @@ the cost of the random numbers it draws.
 
 A value with several readers becomes part of each of them if its sources are not larger than the
 value, so that this costs no memory. It is then not saved for the backward: the kernels that read it
-there compute it again (the hyperbolic tangent of a GELU, the exponentials of a softmax).
+there compute it again (on a GPU the hyperbolic tangent of a GELU, the exponentials of a softmax).
 
 Inductor fuses more than that (a reduction with what follows it), frees memory in its own order, and
 pads matrix products on a GPU. So the peaks predicted here are near those of the kernels, above or
@@ -40,16 +40,20 @@ _GENERATED = frozenset({
     "prims.convert_element_type.default", _RANDOM, "prims.inductor_lookup_seed.default",
     "aten.constant_pad_nd.default",  # pads matrix products on a GPU
 })  # fmt: skip
-_REDUCTIONS = frozenset({
+REDUCTIONS = frozenset({
     aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.prod, aten.any,
     aten.all, aten.argmax, aten.argmin,
 })  # fmt: skip
 _INLINING = frozenset({aten.gather})  # compute the elements they read, at indices of their own
 
-# On a CPU, Inductor stores the results of these if they have several readers, as computing them
-# again takes longer than reading them.
-_SLOW_ON_CPU = frozenset({aten.exp, aten.sigmoid})
-_MOST_INLINED = 30  # operators; Inductor stores the result of a loop that computes more
+# Inductor stores a value with several readers in one half if it is made from more than `MOST_READ`
+# tensors, or on a CPU by an operator that takes longer than a read; and any value that takes more
+# than `_MOST_INLINED` operators.
+MOST_READ = 4
+_MOST_INLINED = 30
+_SLOW_ON_CPU = frozenset({
+    aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh,
+})  # fmt: skip
 # bytes of a value's sources over its own: one tensor of its size, and some statistics and masks
 _SLACK = 1.125
 
@@ -206,7 +210,10 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
             *(sources[p] for p in read.values() if p in chains)
         )
         is_slow = graph.device == "cpu" and any(_is_of(step, i, _SLOW_ON_CPU) for i in chain)
-        if is_slow and len(readers) > 1:
+        in_backward = sum(graph.operators[reader].phase is Phase.BACKWARD for reader in readers)
+        is_reused = max(in_backward, len(readers) - in_backward) > 1
+        num_read = sum(not _is_constant(graph, v) for v in made_of)
+        if is_reused and (is_slow or num_read > MOST_READ):
             continue
 
         held = sum(graph.values[v].size_bytes for v in made_of if not graph.values[v].is_resident)
@@ -214,6 +221,12 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
         if len(chain) <= _MOST_INLINED and held <= _SLACK * own:
             chains[index], sources[index] = chain, made_of
     return chains
+
+
+def _is_constant(graph: Graph, value: int) -> bool:
+    """True for what an operator makes from nothing, such as `aten.full` or `prims.iota`."""
+    producer = graph.producer[value]
+    return producer >= 0 and not graph.operators[producer].reads
 
 
 def _candidates(step: TracedStep) -> list[int]:
@@ -271,13 +284,13 @@ def _is_generated(step: TracedStep, index: int) -> bool:
 
 def _is_joined_to(step: TracedStep, op: Operator, reader: int) -> bool:
     return step.graph.operators[reader].phase is op.phase and (
-        _is_of(step, reader, _REDUCTIONS) or _is_generated(step, reader)
+        _is_of(step, reader, REDUCTIONS) or _is_generated(step, reader)
     )
 
 
 def _inlines(step: TracedStep, reader: int) -> bool:
     """True for an operator that computes what it reads element by element."""
-    return _is_of(step, reader, _REDUCTIONS | _INLINING) or _is_generated(step, reader)
+    return _is_of(step, reader, REDUCTIONS | _INLINING) or _is_generated(step, reader)
 
 
 def _is_of(step: TracedStep, index: int, packets: Set[Any]) -> bool:

@@ -78,7 +78,8 @@ class KernelPlan:
         )
 
     def _realize(self, graph: fx.Graph) -> None:
-        _realize(graph, values_to_realize(graph, self.resident, self.limit_bytes))
+        found = values_to_realize(graph, self.resident, self.limit_bytes, self.workspace_of)
+        _realize(graph, found)
 
     def _is_near(self, names: Sequence[str]) -> bool:
         limited = [name for name in names if name in self._reach]

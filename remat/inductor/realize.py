@@ -9,12 +9,15 @@ dropout mask of one byte per element, made from random numbers in float.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from remat.inductor.kernel_graph import MOST_READ, REDUCTIONS
+from remat.tracers.calls import Call
 from remat.tracers.phases import is_backward_input
 
 aten = torch.ops.aten
@@ -23,16 +26,30 @@ _GATHERS = frozenset({
     aten.cat, aten.constant_pad_nd, aten._to_copy, aten.flip, aten.copy, aten.full,
     aten.upsample_nearest2d, aten.index_select, aten.arange, aten.repeat, aten.roll,
 })  # fmt: skip
-_BY_NAME = frozenset({"prims.convert_element_type.default", "prims.iota.default"})
+_BY_NAME = frozenset({
+    "prims.convert_element_type.default", "prims.iota.default",
+    "prims._low_memory_max_pool_with_offsets.default",
+    "prims._low_memory_max_pool_offsets_to_indices.default",
+})  # fmt: skip
+_SCATTERS = frozenset({
+    aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce,
+    aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward,
+})  # fmt: skip
 
 
-def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: int) -> list[fx.Node]:
+def values_to_realize(
+    graph: fx.Graph,
+    resident: frozenset[str],
+    limit_bytes: int,
+    workspace_of: Callable[[Call], int] = lambda _: 0,
+) -> list[fx.Node]:
     """Returns the operators whose results have to be stored, in order; O(V^2 + E) time.
 
     Args:
         graph: the graph of a half, in the order of its plan.
         resident: names of inputs that exist throughout, whoever reads them.
         limit_bytes: the most that the half may hold besides these.
+        workspace_of: call of a library operator -> its workspace.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -48,8 +65,11 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: in
 
     held_bytes = np.zeros(len(nodes) + 1, np.int64)  # if each value is stored
     for node in nodes:
+        first = place[_producer(node)]
         if base[node] is node and node.name not in resident:
-            held_bytes[place[node] : last_use.get(node, place[node]) + 1] += _size_bytes(node)
+            held_bytes[first : last_use.get(node, first) + 1] += _size_bytes(node)
+        if base[node] is node and _is_of_library(node):
+            held_bytes[first] += workspace_of(Call.of(node))
 
     made_from: dict[fx.Node, frozenset[fx.Node]] = {}
     found = []
@@ -57,13 +77,20 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: in
         if base[node] is not node:
             continue
         made_from[node] = frozenset([node])
-        if not _is_inlined(node):
+        if not _is_inlined(node) or any(map(_needs_storage, users.get(node, ()))):
             continue
 
         sources = frozenset[fx.Node]().union(
             *(made_from[base[source]] for source in node.all_input_nodes)
         )
-        last = max((place[user] for user in users.get(node, ())), default=place[node])
+        if len(users.get(node, ())) > 1 and len(sources) > MOST_READ:
+            continue  # Inductor stores it
+        if isinstance(node.meta.get("val"), tuple):
+            made_from[node] = sources  # each of its results is stored or not
+            continue
+
+        first = place[_producer(node)]
+        last = max((place[user] for user in users.get(node, ())), default=first)
         longer = [
             source
             for source in sources
@@ -71,12 +98,12 @@ def values_to_realize(graph: fx.Graph, resident: frozenset[str], limit_bytes: in
         ]
 
         inlined = held_bytes.copy()
-        inlined[place[node] : last + 1] -= _size_bytes(node)
+        inlined[first : last + 1] -= _size_bytes(node)
         for source in longer:
             inlined[last_use.get(source, 0) + 1 : last + 1] += _size_bytes(source)
 
         is_larger = sum(map(_size_bytes, longer)) > _size_bytes(node)
-        if is_larger and inlined[place[node] : last + 1].max() > limit_bytes:
+        if is_larger and inlined[first : last + 1].max() > limit_bytes:
             found.append(node)
         else:
             made_from[node], held_bytes = sources, inlined
@@ -104,13 +131,23 @@ def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _bases(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Returns, for each node, the node that made its storage."""
+    """Returns, for each node, the node that stands for its storage.
+
+    A result of an operator with several has a storage of its own, unless the operator returns views
+    of its input, like `aten.split`.
+    """
     base: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        first = next(iter(node.all_input_nodes), None)
-        source = first if _is_view(node) else None
-        base[node] = node if source is None else base[source]
+        first = next(iter(node.all_input_nodes), node)
+        is_result = node.target is operator.getitem and base[first] is first
+        is_view = _is_view(node) and first is not node and not is_result
+        base[node] = base[first] if is_view else node
     return base
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """Returns the operator that makes a result."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -123,7 +160,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    target = node.target
+    """True for elementwise operators and those that gather, and for their results."""
+    target = _producer(node).target
     if node.op != "call_function" or is_backward_input(node):
         return False
     return isinstance(target, OpOverload) and (
@@ -131,6 +169,18 @@ def _is_inlined(node: fx.Node) -> bool:
         or target.overloadpacket in _GATHERS
         or str(target) in _BY_NAME
     )
+
+
+def _needs_storage(user: fx.Node) -> bool:
+    """Says whether Inductor stores what this operator reads."""
+    return user.op == "output" or _is_of_library(user)
+
+
+def _is_of_library(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or _is_inlined(node):
+        return False
+    return target.overloadpacket not in REDUCTIONS | _SCATTERS
 
 
 def _size_bytes(node: fx.Node) -> int:

@@ -23,7 +23,8 @@ class Part:
 
     Attributes:
         name: its name.
-        origins: nodes of the lowered graph that it computes.
+        origins: nodes of the lowered graph that it computes; none for one that only names a result
+            of a library operator with several, which makes all of them when it runs.
         after: names of the parts that must run before it.
         reads: the buffers that it reads, by name, and their bytes.
         writes: the new buffers that it writes, by name, and their bytes.
@@ -207,6 +208,23 @@ class _Reader:
         }
         self._writer = {b.get_name(): node.get_name() for node in nodes for b in node.get_outputs()}
 
+        self._results: dict[str, list[str]] = {}  # operator with several results -> their buffers
+        for node in nodes:
+            if self._is_result(node):
+                (taken_from,) = node.node.inputs
+                operator = self._writer[taken_from.get_name()]
+                self._results.setdefault(operator, []).extend(self._written(node))
+
+    @staticmethod
+    def _is_result(node: Any) -> bool:
+        from torch._inductor.ir import MultiOutput
+
+        return isinstance(node.node, MultiOutput)
+
+    @staticmethod
+    def _written(node: Any) -> list[str]:
+        return [buffer.get_name() for buffer in node.get_outputs()]
+
     def _is_counted(self, buffer: Any) -> bool:
         device = buffer.get_device()  # None for what holds no memory of its own
         return device is None or device.type == self._device_type
@@ -223,12 +241,14 @@ class _Reader:
 
         awaited = {*node.unmet_dependencies, *self._scheduler.remat_orders[node.get_name()]}
         before = {self._writer[dep.name] for dep in awaited if dep.name in self._writer}
-        written = [buffer.get_name() for buffer in node.get_outputs()]
         is_loop, reads = isinstance(node, SchedulerNode), self._read_bytes(node)
+        is_result = self._is_result(node)
+        written = [] if is_result else self._written(node)
+        written += self._results.get(node.get_name(), [])
 
         return Part(
             node.get_name(),
-            tuple(node.node.get_origins()) if node.node is not None else (),
+            () if is_result or node.node is None else tuple(node.node.get_origins()),
             frozenset(before - {node.get_name()}),
             reads,
             {name: self._sizes[name] for name in written if self.root(name) == name},

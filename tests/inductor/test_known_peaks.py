@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import remat
 from experiments.large_models import UNet
@@ -69,6 +70,34 @@ class Gram(nn.Module):
         return loss
 
 
+class Bottleneck(nn.Module):
+    """Convolutions and batch norms beside a skip, as in ResNet-50."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = width // 4
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+            *(nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+            *(nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.layers(x))
+
+
+class Tower(nn.Module):
+    """Blocks with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 32, 3), *(Bottleneck(32) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
 @pytest.fixture
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled and fused kernels compute nothing, as only memory is checked."""
@@ -106,6 +135,58 @@ def test_the_peak_is_known_to_the_byte_before_the_first_step(
     assert report.measured_peak_bytes == report.kernels_peak_bytes
     assert report.kernels_peak_bytes <= report.budget_bytes
     assert "kernels" in str(report)
+
+
+@pytest.mark.usefixtures("idle_kernels")
+@pytest.mark.parametrize("budget", ["60%", "45%"])
+def test_the_first_plan_fits_where_much_is_computed_again(
+    budget: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Naive: sums of gradients over skips are added by their last reader, and all terms are held.
+
+    The kernels of ResNet-50 at 60 % held 17.5 MiB more than planned, and four plans were compiled.
+    """
+    caplog.set_level(logging.INFO, logger="remat")
+    model = Tower()
+    remat.checkpoint(model, budget, executor="inductor", costs="roofline", plan_cache=False)
+    model(torch.randn(8, 3, 32, 32)).backward()
+
+    assert "compiling again" not in caplog.text
+    report = remat.report(model)
+    assert report.kernels_peak_bytes == report.measured_peak_bytes
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.usefixtures("idle_kernels")
+@pytest.mark.parametrize(("make", "budget"), [(Images, "90%"), (Tower, "60%")])
+def test_kernels_hold_no_more_than_their_order_promised(
+    make: type[nn.Module], budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naive: each result of an operator with several is allocated when it is first named."""
+    plans: list[kernel_plan.KernelPlan] = []
+    halves: list[HalfMemory] = []
+
+    class Noted(kernel_plan.KernelPlan):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            plans.append(self)
+
+    def noted(*args: Any, **kwargs: Any) -> HalfMemory:
+        halves.append(dry_run(*args, **kwargs))
+        return halves[-1]
+
+    monkeypatch.setattr(compiled_halves, "KernelPlan", Noted)
+    monkeypatch.setattr(compiled_halves, "dry_run", noted)
+    model = make()
+    remat.checkpoint(model, budget, executor="inductor", costs="roofline", plan_cache=False)
+    with fresh_cache():  # what Inductor finds in its cache is not scheduled again
+        model(torch.randn(8, 3, 32, 32)).backward()
+
+    (*_, forward, backward), (*_, forward_memory, backward_memory) = plans, halves
+    promised = backward.peak_bytes + forward.limit_bytes - backward.limit_bytes
+    assert forward.peak_bytes >= forward_memory.peak_bytes
+    assert promised >= forward_memory.end_bytes + backward_memory.peak_bytes
 
 
 @pytest.mark.usefixtures("idle_kernels")
@@ -407,5 +488,6 @@ def test_scores_that_the_caller_holds_are_in_the_predicted_peak(budget: str) -> 
     assert report.measured_peak_bytes == report.kernels_peak_bytes
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.budget_bytes
-    # scores, their gradient and that of the weights, but not the log-softmax
-    assert report.keep_all.peak_bytes < 3 * 512 * 2000 * 4 + report.graph.resident_bytes
+    # scores, their gradient and that of the weights, and the GELU's values, but not the log-softmax
+    kept_bytes = 3 * 512 * 2000 * 4 + 4 * 512 * 256 * 4
+    assert report.keep_all.peak_bytes < kept_bytes + report.graph.resident_bytes
