@@ -27,7 +27,7 @@ class Loop:
         place: the place of its last operator in the plan's order.
         after: loops that must run before it.
         reads: buffers that it reads.
-        writes: buffers that it writes.
+        writes: buffers that it writes, or writes a part of.
         is_fusible: whether it is a loop, whose code Inductor writes.
         overwrites: buffers whose memory a result of the same size may take, if this loop is the
             last to read them.
@@ -116,7 +116,7 @@ class Loops:
         for time, kernel in enumerate(order):
             for loop in kernel:
                 written = dict.fromkeys(self.loops[loop].writes, time)
-                first |= written
+                first = written | first
                 last |= written
 
         for time, kernel in enumerate(order):
@@ -170,7 +170,12 @@ class Loops:
 
         held_bytes = 0
         for time, kernel in enumerate(order):
-            written = {b for loop in kernel for b in self.loops[loop].writes} & spans.keys()
+            written = {
+                buffer
+                for loop in kernel
+                for buffer in self.loops[loop].writes
+                if buffer in spans and spans[buffer][0] == time
+            }
             overwritten_bytes = self._overwritten(time, kernel, spans)
             workspace_bytes = max(self.loops[loop].workspace_bytes for loop in kernel)
 

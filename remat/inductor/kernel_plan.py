@@ -14,7 +14,7 @@ from torch import fx
 
 from remat.core.budget import describe_bytes
 from remat.inductor.kernel_order import Kernel, Loop, Loops
-from remat.inductor.realize import products_to_keep_apart, values_to_realize
+from remat.inductor.realize import is_of_loop, products_to_keep_apart, values_to_realize
 from remat.torch_border.kernel_scheduler import (
     Part,
     Parts,
@@ -162,8 +162,10 @@ def _loops(parts: Parts, workspace_of: Callable[[Call], int]) -> Loops:
     def loop(part: Part) -> Loop:
         called = [] if part.is_loop else [n for n in part.origins if n.op == "call_function"]
         workspaces = (workspace_of(Call.of(node)) for node in called)
+        # Inductor also names the library operator that a loop's result was stored for
+        computed = [n for n in part.origins if not part.is_loop or is_of_loop(n)] or part.origins
         return Loop(
-            place=max((place_of.get(node, -1) for node in part.origins), default=-1),
+            place=max((place_of.get(node, -1) for node in computed), default=-1),
             after=frozenset(number[name] for name in part.after),
             reads=tuple(buffer[name] for name in part.reads),
             writes=tuple(buffer[name] for name in part.writes),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 from torch._ops import OpOverload
 
@@ -71,8 +72,8 @@ def values_to_realize(
         if base[node] is node and _is_of_library(node):
             held_bytes[first] += workspace_of(Call.of(node))
 
+    found = _parts_to_keep_apart(nodes, users, last_use, held_bytes, limit_bytes)
     made_from: dict[fx.Node, frozenset[fx.Node]] = {}
-    found = []
     for node in nodes:
         if base[node] is not node:
             continue
@@ -108,7 +109,50 @@ def values_to_realize(
         else:
             made_from[node], held_bytes = sources, inlined
             last_use |= dict.fromkeys(longer, last)
-    return found
+    return sorted(found, key=place.__getitem__)
+
+
+def _parts_to_keep_apart(
+    nodes: list[fx.Node],
+    users: dict[fx.Node, list[fx.Node]],
+    last_use: dict[fx.Node, int],
+    held_bytes: NDArray[np.int64],
+    limit_bytes: int,
+) -> list[fx.Node]:
+    """Returns the parts of concatenations that need memory of their own.
+
+    On a CPU, Inductor writes parts straight into the concatenation. So it exists from the first
+    part on, and to the last use of one. Where there is room for it, `held_bytes` is changed.
+    """
+    place = {node: number for number, node in enumerate(nodes)}
+    found = []
+    for node in filter(_is_stored_concatenation, nodes):
+        parts = [
+            part
+            for part in node.all_input_nodes
+            if part in users
+            and _is_inlined(part)
+            # a library operator that read it has fixed its layout, so that it is copied
+            and not any(_is_of_library(u) for u in users[part] if place[u] < place[node])
+        ]
+        if not parts:
+            continue
+
+        first, joined = min(map(place.__getitem__, parts)), place[node]
+        last = max(last_use[part] for part in parts)
+        end = last_use.get(node, joined)
+
+        together = held_bytes.copy()
+        together[first:joined] += _size_bytes(node)
+        together[end + 1 : last + 1] += _size_bytes(node)
+        for part in parts:
+            together[place[part] : last_use[part] + 1] -= _size_bytes(part)
+
+        if together[first : last + 1].max() > limit_bytes:
+            found += parts
+        else:
+            held_bytes[:] = together
+    return list(dict.fromkeys(found))
 
 
 def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
@@ -162,13 +206,19 @@ def _is_view(node: fx.Node) -> bool:
 def _is_inlined(node: fx.Node) -> bool:
     """True for elementwise operators and those that gather, and for their results."""
     target = _producer(node).target
-    if node.op != "call_function" or is_backward_input(node):
+    if node.op != "call_function" or is_backward_input(node) or _is_stored_concatenation(node):
         return False
     return isinstance(target, OpOverload) and (
         torch.Tag.pointwise in target.tags
         or target.overloadpacket in _GATHERS
         or str(target) in _BY_NAME
     )
+
+
+def is_of_loop(node: fx.Node) -> bool:
+    """Says whether Inductor writes the operator as a loop, rather than calling a library."""
+    is_operator = isinstance(node.target, OpOverload) and not _is_view(node)
+    return is_operator and not _is_of_library(node)
 
 
 def _needs_storage(user: fx.Node) -> bool:
@@ -181,6 +231,11 @@ def _is_of_library(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or _is_inlined(node):
         return False
     return target.overloadpacket not in REDUCTIONS | _SCATTERS
+
+
+def _is_stored_concatenation(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.target is aten.cat.default and value is not None and value.device.type == "cpu"
 
 
 def _size_bytes(node: fx.Node) -> int:

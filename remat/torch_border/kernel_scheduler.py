@@ -27,7 +27,8 @@ class Part:
             of a library operator with several, which makes all of them when it runs.
         after: names of the parts that must run before it.
         reads: the buffers that it reads, by name, and their bytes.
-        writes: the new buffers that it writes, by name, and their bytes.
+        writes: the new buffers that it writes, by name, and their bytes. Several parts may write
+            parts of one buffer, a concatenation.
         overwrites: buffers whose memory it may take for a result, if it is the last to read them.
         is_loop: whether it is a loop, whose code Inductor writes.
     """
@@ -230,10 +231,22 @@ class _Reader:
         return device is None or device.type == self._device_type
 
     def root(self, name: str) -> str:
-        """Returns the buffer that a name stands for; each change gives a buffer a new name."""
+        """Returns the buffer that a name stands for.
+
+        Each change gives a buffer a new name, and a part of a concatenation has a name of its own.
+        """
         while name in self._scheduler.mutation_real_name:
             name = self._scheduler.mutation_real_name[name]
-        return name
+        whole = self._whole(name)
+        return name if whole is None else self.root(whole)
+
+    def _whole(self, name: str) -> str | None:
+        """Returns the concatenation whose memory a buffer is part of."""
+        from torch._inductor.ir import NonOwningLayout
+
+        buffer = self._scheduler.name_to_buf.get(name)
+        layout = getattr(buffer and buffer.node, "layout", None)
+        return layout.view.get_name() if isinstance(layout, NonOwningLayout) else None
 
     def read(self, node: Any) -> Part:
         """Returns one node as a part."""
@@ -245,15 +258,17 @@ class _Reader:
         is_result = self._is_result(node)
         written = [] if is_result else self._written(node)
         written += self._results.get(node.get_name(), [])
+        parts = [name for name in written if self._whole(name)]
+        new = {*map(self.root, parts), *(name for name in written if self.root(name) == name)}
 
         return Part(
             node.get_name(),
             () if is_result or node.node is None else tuple(node.node.get_origins()),
             frozenset(before - {node.get_name()}),
             reads,
-            {name: self._sizes[name] for name in written if self.root(name) == name},
+            {name: self._sizes[name] for name in sorted(new)},
             frozenset(filter(partial(self._may_overwrite, node), reads))
-            if is_loop
+            if is_loop and not parts
             else frozenset(),
             is_loop,
         )
@@ -293,7 +308,10 @@ class _Reader:
 
 
 def realize_operator() -> Any:
-    """Returns the identity as an operator; Inductor computes its input at its place."""
+    """Returns the identity as an operator; Inductor computes its input at its place.
+
+    On a CPU, the input gets memory of its own, also if it is part of a concatenation.
+    """
     _define_operators()
     return torch.ops.remat.realize.default
 
@@ -309,6 +327,7 @@ def copy_operator() -> Any:
 
 @cache
 def _define_operators() -> None:
+    from torch._inductor.ir import StorageBox
     from torch._inductor.lowering import clone, register_lowering
 
     for namespace, name in (("remat", "realize"), ("remat_pieces", "copy")):
@@ -321,6 +340,8 @@ def _define_operators() -> None:
     @register_lowering(torch.ops.remat.realize.default, type_promotion_kind=None)
     def realize(value: Any) -> Any:
         value.realize()
+        if value.get_device().type == "cpu" and isinstance(value.data, StorageBox):
+            value.freeze_layout()  # it will not be written into a concatenation
         return value
 
     @register_lowering(torch.ops.remat_pieces.copy.default, type_promotion_kind=None)

@@ -32,6 +32,18 @@ def test_a_buffer_within_one_kernel_is_never_held() -> None:
     assert 1 not in loops.spans([[0, 1], [2]])
 
 
+def test_a_concatenation_exists_once_its_first_part_is_written() -> None:
+    loops = (
+        Loop(0, frozenset(), (0,), (2,)),
+        Loop(1, frozenset({0}), (0,), (1,)),
+        Loop(2, frozenset({1}), (1,), (2,)),
+        Loop(3, frozenset({0, 2}), (2,), (3,)),
+    )
+    half = Loops(loops, (1, 5, 100, 10), frozenset({0}), frozenset({3}))
+    assert half.bytes_at(half.alone) == [1 + 100, 1 + 5 + 100, 5 + 100, 100 + 10]
+    assert half.launches(half.alone, limit_bytes=106) == [[[0], [1], [2]], [[3]]]
+
+
 def test_an_input_that_no_kernel_reads_is_held_to_the_end() -> None:
     loops = (Loop(0, frozenset(), (0,), (2,)), Loop(1, frozenset({0}), (2,), (3,)))
     half = Loops(loops, (5, 100, 10, 20), frozenset({0, 1}), frozenset({3}))

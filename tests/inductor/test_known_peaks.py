@@ -158,6 +158,19 @@ def test_the_first_plan_fits_where_much_is_computed_again(
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+def test_the_first_plan_fits_beside_concatenations(caplog: pytest.LogCaptureFixture) -> None:
+    """Naive: the memory of a concatenation exists once its first part is written."""
+    caplog.set_level(logging.INFO, logger="remat")
+    torch.manual_seed(0)
+    model = UNet(width=8)
+    remat.checkpoint(model, "75%", executor="inductor", costs="roofline", plan_cache=False)
+    model(images=torch.randn(2, 3, 64, 64), labels=torch.randint(0, 2, (2, 64, 64))).backward()
+
+    assert "compiling again" not in caplog.text
+    report = remat.report(model)
+    assert report.kernels_peak_bytes == report.measured_peak_bytes
+
+
 @pytest.mark.usefixtures("idle_kernels")
 @pytest.mark.parametrize(("make", "budget"), [(Images, "90%"), (Tower, "60%")])
 def test_kernels_hold_no_more_than_their_order_promised(

@@ -80,10 +80,32 @@ def test_the_offsets_of_a_max_pool_are_stored_rather_than_its_input() -> None:
 
     def function(x: torch.Tensor) -> torch.Tensor:
         _, offsets = pool((x @ x)[None, None], [2, 2], [2, 2], [0, 0], [1, 1], False)
-        return offsets * (x @ x)[:4, :4]
+        result: torch.Tensor = offsets * (x @ x)[:4, :4]
+        return result
 
     graph = graph_of(function, torch.randn(8, 8))
     assert targets(values_to_realize(graph, frozenset(), 0)) == [operator.getitem]
+
+
+def test_parts_of_a_concatenation_have_memory_of_their_own_where_it_has_no_room() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(x @ x).exp(), (x @ x @ x).exp()])
+
+    graph = graph_of(function, torch.randn(8, 8))
+    (x,) = graph.find_nodes(op="placeholder")
+    room = 4 * 8 * 8 * 4  # the concatenation, from its first part on, beside two products
+    assert values_to_realize(graph, frozenset([x.name]), room) == []
+    apart = values_to_realize(graph, frozenset([x.name]), room - 1)
+    assert targets(apart) == [aten.exp.default, aten.exp.default]
+
+
+def test_a_part_that_a_library_operator_has_read_is_copied_in_any_case() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        part = (x @ x).exp()
+        return torch.cat([part, part @ x @ x])
+
+    graph = graph_of(function, torch.randn(8, 8))
+    assert values_to_realize(graph, frozenset(), 0) == []
 
 
 def test_the_workspace_of_an_operator_takes_room() -> None:
