@@ -52,46 +52,29 @@ def values_to_realize(
         limit_bytes: the most that the half may hold besides these.
         workspace_of: call of a library operator -> its workspace.
     """
-    nodes = list(graph.nodes)
-    place = {node: number for number, node in enumerate(nodes)}
-    base = _bases(nodes)
-    users: dict[fx.Node, list[fx.Node]] = {}
-    last_use: dict[fx.Node, int] = {}
+    storages = _Storages(graph)
+    held_bytes = storages.held_bytes(resident, workspace_of)
+    found = _parts_to_keep_apart(storages, held_bytes, limit_bytes)
 
-    for node in nodes:
-        for source in node.all_input_nodes:
-            last_use[base[source]] = place[node]
-            if base[node] is node:
-                users.setdefault(base[source], []).append(node)
-
-    held_bytes = np.zeros(len(nodes) + 1, np.int64)  # if each value is stored
-    for node in nodes:
-        first = place[_producer(node)]
-        if base[node] is node and node.name not in resident:
-            held_bytes[first : last_use.get(node, first) + 1] += _size_bytes(node)
-        if base[node] is node and _is_of_library(node):
-            held_bytes[first] += workspace_of(Call.of(node))
-
-    found = _parts_to_keep_apart(nodes, users, last_use, held_bytes, limit_bytes)
+    last_use = storages.last_use
     made_from: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in nodes:
-        if base[node] is not node:
-            continue
+    for node in storages.makers:
         made_from[node] = frozenset([node])
-        if not _is_inlined(node) or any(map(_needs_storage, users.get(node, ()))):
+        users = storages.users.get(node, [])
+        if not _is_inlined(node) or any(map(_needs_storage, users)):
             continue
 
         sources = frozenset[fx.Node]().union(
-            *(made_from[base[source]] for source in node.all_input_nodes)
+            *(made_from[storages.maker[source]] for source in node.all_input_nodes)
         )
-        if len(users.get(node, ())) > 1 and len(sources) > MOST_READ:
+        if len(users) > 1 and len(sources) > MOST_READ:
             continue  # Inductor stores it
         if isinstance(node.meta.get("val"), tuple):
             made_from[node] = sources  # each of its results is stored or not
             continue
 
-        first = place[_producer(node)]
-        last = max((place[user] for user in users.get(node, ())), default=first)
+        first = storages.first(node)
+        last = max(map(storages.place.__getitem__, users), default=first)
         longer = [
             source
             for source in sources
@@ -109,24 +92,62 @@ def values_to_realize(
         else:
             made_from[node], held_bytes = sources, inlined
             last_use |= dict.fromkeys(longer, last)
-    return sorted(found, key=place.__getitem__)
+    return sorted(found, key=storages.place.__getitem__)
+
+
+class _Storages:
+    """Who makes and who uses the storages of a graph.
+
+    Attributes:
+        place: node -> its place in the graph.
+        maker: node -> the node that stands for its storage; see `_makers`.
+        makers: these nodes, in order.
+        users: maker -> the makers that read it, views of it included.
+        last_use: maker -> the place of the last node that reads it.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place = {node: place for place, node in enumerate(graph.nodes)}
+        self.maker = _makers(list(graph.nodes))
+        self.makers = [node for node in graph.nodes if self.maker[node] is node]
+        self.users: dict[fx.Node, list[fx.Node]] = {}
+        self.last_use: dict[fx.Node, int] = {}
+
+        for node, place in self.place.items():
+            for source in map(self.maker.__getitem__, node.all_input_nodes):
+                self.last_use[source] = place
+                if self.maker[node] is node:
+                    self.users.setdefault(source, []).append(node)
+
+    def first(self, node: fx.Node) -> int:
+        """Returns the place at which a node's memory is allocated."""
+        return self.place[_producer(node)]
+
+    def held_bytes(
+        self, resident: frozenset[str], workspace_of: Callable[[Call], int]
+    ) -> NDArray[np.int64]:
+        """Returns the bytes held at each place if each value is stored."""
+        found = np.zeros(len(self.place) + 1, np.int64)
+        for node in self.makers:
+            first = self.first(node)
+            if node.name not in resident:
+                found[first : self.last_use.get(node, first) + 1] += _size_bytes(node)
+            if _is_of_library(node):
+                found[first] += workspace_of(Call.of(node))
+        return found
 
 
 def _parts_to_keep_apart(
-    nodes: list[fx.Node],
-    users: dict[fx.Node, list[fx.Node]],
-    last_use: dict[fx.Node, int],
-    held_bytes: NDArray[np.int64],
-    limit_bytes: int,
+    storages: _Storages, held_bytes: NDArray[np.int64], limit_bytes: int
 ) -> list[fx.Node]:
     """Returns the parts of concatenations that need memory of their own.
 
     On a CPU, Inductor writes parts straight into the concatenation. So it exists from the first
     part on, and to the last use of one. Where there is room for it, `held_bytes` is changed.
     """
-    place = {node: number for number, node in enumerate(nodes)}
+    place, last_use, users = storages.place, storages.last_use, storages.users
     found = []
-    for node in filter(_is_stored_concatenation, nodes):
+    for node in filter(_is_stored_concatenation, place):
         parts = [
             part
             for part in node.all_input_nodes
@@ -174,19 +195,19 @@ def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def _bases(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _makers(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Returns, for each node, the node that stands for its storage.
 
     A result of an operator with several has a storage of its own, unless the operator returns views
     of its input, like `aten.split`.
     """
-    base: dict[fx.Node, fx.Node] = {}
+    maker: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         first = next(iter(node.all_input_nodes), node)
-        is_result = node.target is operator.getitem and base[first] is first
+        is_result = node.target is operator.getitem and maker[first] is first
         is_view = _is_view(node) and first is not node and not is_result
-        base[node] = base[first] if is_view else node
-    return base
+        maker[node] = maker[first] if is_view else node
+    return maker
 
 
 def _producer(node: fx.Node) -> fx.Node:
