@@ -46,14 +46,12 @@ REDUCTIONS = frozenset({
 })  # fmt: skip
 _INLINING = frozenset({aten.gather})  # compute the elements they read, at indices of their own
 
-# Inductor stores a value with several readers in one half if it is made from more than `MOST_READ`
-# tensors, or on a CPU by an operator that takes longer than a read; and any value that takes more
-# than `_MOST_INLINED` operators.
-MOST_READ = 4
-_MOST_INLINED = 30
+# On a CPU, Inductor stores the results of these if they have several readers in one half, as
+# computing them again takes longer than reading them.
 _SLOW_ON_CPU = frozenset({
     aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh,
 })  # fmt: skip
+_MOST_INLINED = 30  # operators; Inductor stores the result of a loop that computes more
 # bytes of a value's sources over its own: one tensor of its size, and some statistics and masks
 _SLACK = 1.125
 
@@ -212,8 +210,7 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
         is_slow = graph.device == "cpu" and any(_is_of(step, i, _SLOW_ON_CPU) for i in chain)
         in_backward = sum(graph.operators[reader].phase is Phase.BACKWARD for reader in readers)
         is_reused = max(in_backward, len(readers) - in_backward) > 1
-        num_read = sum(not _is_constant(graph, v) for v in made_of)
-        if is_reused and (is_slow or num_read > MOST_READ):
+        if is_slow and is_reused:
             continue
 
         held = sum(graph.values[v].size_bytes for v in made_of if not graph.values[v].is_resident)
@@ -221,12 +218,6 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
         if len(chain) <= _MOST_INLINED and held <= _SLACK * own:
             chains[index], sources[index] = chain, made_of
     return chains
-
-
-def _is_constant(graph: Graph, value: int) -> bool:
-    """True for what an operator makes from nothing, such as `aten.full` or `prims.iota`."""
-    producer = graph.producer[value]
-    return producer >= 0 and not graph.operators[producer].reads
 
 
 def _candidates(step: TracedStep) -> list[int]:

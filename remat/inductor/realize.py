@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import fx
 from torch._ops import OpOverload
 
-from remat.inductor.kernel_graph import MOST_READ, REDUCTIONS
+from remat.inductor.kernel_graph import REDUCTIONS
 from remat.tracers.calls import Call
 from remat.tracers.phases import is_backward_input
 
@@ -32,6 +32,7 @@ _BY_NAME = frozenset({
     "prims._low_memory_max_pool_with_offsets.default",
     "prims._low_memory_max_pool_offsets_to_indices.default",
 })  # fmt: skip
+_MOST_READ = 4  # tensors; Inductor stores a value with several readers that is made from more
 _SCATTERS = frozenset({
     aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce,
     aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward,
@@ -67,7 +68,7 @@ def values_to_realize(
         sources = frozenset[fx.Node]().union(
             *(made_from[storages.maker[source]] for source in node.all_input_nodes)
         )
-        if len(users) > 1 and len(sources) > MOST_READ:
+        if len(users) > 1 and len(sources) > _MOST_READ:
             continue  # Inductor stores it
         if isinstance(node.meta.get("val"), tuple):
             made_from[node] = sources  # each of its results is stored or not
