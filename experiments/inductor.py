@@ -5,8 +5,8 @@
 Each model runs in these ways:
 
 - `torch.compile` alone;
-- PyTorch's `activation_memory_budget` at some shares, and for each a plan whose budget is the peak
-  measured there;
+- PyTorch's `activation_memory_budget` in tenths, and for each peak measured there a plan with that
+  budget;
 - plans at shares of the peak of `torch.compile`, and at the smallest budget found that both a plan
   and its kernels keep;
 - the eager executor at the same shares, and at its least budget.
@@ -60,7 +60,7 @@ NAMES = (
     "GPT", "GPT, no dropout", "U-Net",
     *(name for name in MODELS if name not in ("GPT", "Llama, tied")),
 )  # fmt: skip
-_KNAPSACK = (0.75, 0.5, 0.25)  # shares for PyTorch's `activation_memory_budget`
+_KNAPSACK = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)  # 1 is `torch.compile` alone
 _ZERO = 1e-7  # of the largest entry of all gradients: smaller ones are rounding
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
 _ATTEMPTS = 3  # at the least budget: only compiling shows what kernels need beyond a plan
@@ -123,6 +123,7 @@ class Comparison:
                 predicted_bytes=report.kernels_peak_bytes or report.solution.peak_bytes,
                 first_bytes=report.measured_peak_bytes or 0,
                 overhead=report.solution.overhead,
+                search_s=report.solution.wall_s,
             )
 
         state = self.state(model, step)

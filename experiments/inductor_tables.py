@@ -28,6 +28,7 @@ class Row:
         peak_bytes: everything that a later step holds, measured from outside.
         seconds: median time of a step, forward and backward.
         compile_s: time until the first step was done.
+        search_s: time of that in which the plan that runs was searched for.
         overhead: predicted extra compute of a plan.
         loss_difference: relative difference from the loss of `torch.compile` alone.
         gradient_difference: largest difference of a gradient, relative to its largest entry;
@@ -49,6 +50,7 @@ class Row:
     gradient_difference: float | None = 0.0
     outcome: str = ""
     minimum_bytes: int = 0
+    search_s: float = 0.0
 
 
 def pages(models: dict[str, list[dict[str, Any]]]) -> str:
@@ -128,11 +130,12 @@ def table(models: dict[str, list[Row]]) -> str:
         "step",
         "predicted overhead",
         "until the first step",
+        "search",
         "loss",
         "gradient",
     )
 
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 9]
     for name, rows in models.items():
         lines += [f"| {name} | {' | '.join(_cells(row, rows[0]))} |" for row in rows]
 
@@ -141,7 +144,7 @@ def table(models: dict[str, list[Row]]) -> str:
 
 def _cells(row: Row, first: Row) -> list[str]:
     if row.outcome:
-        return [row.way, row.asked, row.outcome, *[""] * 7]
+        return [row.way, row.asked, row.outcome, *[""] * 8]
 
     gradient = row.gradient_difference
     return [
@@ -153,6 +156,7 @@ def _cells(row: Row, first: Row) -> list[str]:
         f"{row.seconds / first.seconds:.2f} x" if first.seconds else "",
         f"{100 * row.overhead:.1f} %",
         f"{row.compile_s / first.compile_s:.2f} x",
+        f"{row.search_s / first.compile_s:.2f} x" if row.search_s else "",
         f"{row.loss_difference:.0e}",
         "" if gradient is None else f"{gradient:.0e}",
     ]
