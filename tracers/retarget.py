@@ -25,6 +25,8 @@ from .devices import Device
 
 aten = torch.ops.aten
 
+CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
+
 _NORMS = frozenset({
     aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional, aten._batch_norm_with_update,
@@ -70,6 +72,16 @@ def as_on_cuda(device_name: str) -> Iterator[None]:
 def is_for_cuda() -> bool:
     """True while a step on CPU tensors is traced as CUDA would run it."""
     return _is_for_cuda.get()
+
+
+def allocated_bytes(size_bytes: int, device_type: str) -> int:
+    """Returns what the allocator takes for a storage on tensors of `device_type`, `cpu` or `cuda`.
+
+    CUDA's allocator rounds sizes; so they are while a step on CPU tensors is traced for a card.
+    """
+    if device_type != "cuda" and not is_for_cuda():
+        return size_bytes
+    return -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
 
 
 def statistics_on_cuda(node: fx.Node) -> tuple[Any, ...]:

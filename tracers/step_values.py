@@ -15,10 +15,8 @@ from remat.torch_border.scalars import is_symbol
 
 from .phases import is_backward_input
 from .recomputable import is_inference
-from .retarget import is_for_cuda, statistics_on_cuda
+from .retarget import allocated_bytes, is_for_cuda, statistics_on_cuda
 from .storages import Storages
-
-CUDA_GRANULARITY_BYTES = 512  # c10/cuda/CUDACachingAllocator: kMinBlockSize
 
 
 def is_only_read_as_number(node: fx.Node) -> bool:
@@ -75,11 +73,7 @@ class StepValues:
         if dtype is not None:
             size_bytes = size_bytes // tensor.dtype.itemsize * dtype.itemsize
 
-        return (
-            -(-size_bytes // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
-            if self.device_type == "cuda"
-            else size_bytes
-        )
+        return allocated_bytes(size_bytes, self.traced_on)
 
     def add(
         self, name: str, tensor: torch.Tensor, kind: ValueKind, dtype: torch.dtype | None = None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from remat.cli.options import Autocast
 from remat.core.budget import parse_budget
 from remat.core.errors import BudgetError, RematError, ScheduleError
 from remat.core.graph import Graph
@@ -36,6 +37,15 @@ def free_order_solver(name: str) -> str:
             f"to use {FREE_ORDER!r}"
         )
     return FREE_ORDER
+
+
+def dtype_of(autocast: Autocast | None) -> Any:
+    """Returns torch's type for the option `--autocast`, or None without it."""
+    if autocast is None:
+        return None
+    import torch  # takes seconds; most commands do without
+
+    return getattr(torch, autocast)
 
 
 def budget_bytes(budget: str, graph: Graph) -> int:

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from remat.cli.arguments import check_output
+from remat.cli.arguments import check_output, dtype_of
 from remat.cli.doctor_command import doctor
 from remat.cli.factories import FACTORY_HELP, FactoryFailed, made_by, own_step
-from remat.cli.options import ExecutorOption
+from remat.cli.options import AutocastOption, ExecutorOption
 from remat.cli.picture_commands import export, plot, report
 from remat.cli.solver_commands import bench, frontier, solve, sweep
 from remat.core.errors import BudgetError, RematError
@@ -120,6 +120,7 @@ def trace(
             metavar="NAME", help="Trace for this device, such as H100; it need not be present."
         ),
     ] = "",
+    autocast: AutocastOption = None,
     executor: ExecutorOption = "eager",
 ) -> None:
     """Record the training step of a model as a graph of operators and values.
@@ -145,6 +146,7 @@ def trace(
                 made.kwargs,
                 costs=costs,
                 device=device,
+                autocast=dtype_of(autocast),
                 executor=executor,
             )
 

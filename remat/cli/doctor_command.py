@@ -7,8 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from remat.cli.arguments import dtype_of
 from remat.cli.factories import FACTORY_HELP, made_by, own_step
-from remat.cli.options import EXIT_CODES, ExecutorOption, Format, FormatOption, TimeLimitOption
+from remat.cli.options import (
+    EXIT_CODES,
+    AutocastOption,
+    ExecutorOption,
+    Format,
+    FormatOption,
+    TimeLimitOption,
+)
 from remat.core.budget import parse_budget
 
 _MARK = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}
@@ -48,6 +56,10 @@ def doctor(
             metavar="SIZE", help="Kept free, for communication buffers and other libraries."
         ),
     ] = None,
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Gradients of earlier micro-batches are held too.")
+    ] = False,
+    autocast: AutocastOption = None,
     most_overhead: Annotated[
         float | None,
         typer.Option(metavar="PERCENT", help="Exit with 1 if the plan's overhead is larger."),
@@ -76,6 +88,8 @@ def doctor(
         device=device,
         budget=budget,
         optimizer=optimizer,
+        is_accumulating=accumulate,
+        autocast=dtype_of(autocast),
         time_limit_s=time_limit,
         executor=executor,
     )

@@ -23,6 +23,13 @@ class Format(StrEnum):
     JSON = "json"
 
 
+class Autocast(StrEnum):
+    """The types of `torch.autocast`."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 class Picture(StrEnum):
     """The pictures that `plot` draws."""
 
@@ -57,6 +64,10 @@ ExecutorOption = Annotated[
         metavar="NAME",
         help="eager for operators; inductor for fused kernels, on a device of this machine.",
     ),
+]
+AutocastOption = Annotated[
+    Autocast | None,
+    typer.Option(help="The type of torch.autocast that the step runs under on --device."),
 ]
 TimeLimitOption = Annotated[
     float,

@@ -17,14 +17,13 @@ from remat.core.solution import Solution
 from remat.face.blocks import PlannedBlocks, remove_blocks
 from remat.face.planned_module import PlannedCall, install
 from remat.face.step_function import PlannedFunction, StepFunction, as_step, planned_step
-from remat.face.tracing import check_traced, trace_for, trace_kernels, trace_pieces
+from remat.face.tracing import check_traced, trace_for, trace_kernels, trace_operators
 from remat.face.tracing import trace_step as trace_step
 from remat.look.report import Report
 from remat.plan.distributed import planned_part
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
 from remat.plan.solving import solve_in
-from remat.run.capture import GraphBreak
 from remat.run.other_outputs import check_differentiate
 from remat.run.plain_steps import OnUnsupported
 from remat.solvers import Solver, make_solver
@@ -218,8 +217,7 @@ def trace(
 
     Runs on fake copies of parameters, buffers and inputs: nothing is allocated, and the model is
     not changed. If `torch.compile` cuts the step into pieces, they are joined into one graph; the
-    code between them, such as a `print`, then runs once, on fake tensors. With `device` or Inductor
-    the step must be one graph.
+    code between them, such as a `print`, then runs once, on fake tensors.
 
     Args:
         model: any module, or a step function.
@@ -234,7 +232,7 @@ def trace(
         differentiate: see `checkpoint`.
         executor: "eager" for the operators, "inductor" for the kernels that `checkpoint` plans with
             that executor. Their peak is close to the compiled code's, which is known only after
-            compiling. `device` must then be one of this machine, and the step must be one graph.
+            compiling. `device` must then be one of this machine.
 
     Raises:
         ValueError: an unknown device or executor, `autocast` without a device, or costs measured on
@@ -272,10 +270,7 @@ def trace(
             differentiate=differentiate,
         )
 
-    try:
-        return trace_step(model, args, kwargs, costs=costs, differentiate=differentiate).graph
-    except GraphBreak as found:
-        return trace_pieces(model, args, kwargs, costs=costs, found=found).graph
+    return trace_operators(model, args, kwargs, costs=costs, differentiate=differentiate)
 
 
 def solve(

@@ -39,6 +39,7 @@ from remat.torch_border.sharded import held_bytes, local_part
 from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
+from remat.tracers.retarget import allocated_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -123,11 +124,11 @@ def model_bytes(module: nn.Module) -> int:
 
     Shared storages count once, and sizes are rounded as the device's allocator does.
     """
-    kind, rounded_to = device_type(module), 512 if device_type(module) == "cuda" else 1
+    kind = device_type(module)
     held = (part for t in (*module.parameters(), *module.buffers()) for part in dense_parts(t))
     tensors = [tensor for tensor in held if tensor.device.type == kind]
     sizes = {local_part(t).untyped_storage()._cdata: held_bytes(t) for t in tensors}
-    return sum(-(-size // rounded_to) * rounded_to for size in sizes.values())
+    return sum(allocated_bytes(size, kind) for size in sizes.values())
 
 
 def compile_call(

@@ -21,7 +21,6 @@ from remat.face.capturing import (
     tensors_in,
 )
 from remat.face.step_function import as_step
-from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.run.capture import GraphBreak, device_type
 from remat.torch_border.fakes import on_fakes
@@ -67,11 +66,19 @@ def trace_kernels(
 
     if device and costs == "roofline":
         costs = roofline(device)
-    with (
-        called_directly(ddps_in(step)),
-        as_on(device, autocast=autocast) if device else nullcontext(),
-    ):
-        return captured_kernels(step, args, kwargs or {}, costs=costs, differentiate=differentiate)
+    with as_on(device, autocast=autocast) if device else nullcontext():
+        try:
+            with called_directly(ddps_in(step)):
+                return captured_kernels(
+                    step, args, kwargs or {}, costs=costs, differentiate=differentiate
+                )
+        except GraphBreak as found:
+            # Inductor takes seconds to import
+            from remat.inductor.fused_pieces import FusedPiecewise
+
+            return trace_pieces(
+                step, args, kwargs, costs=costs, found=found, make_runner=FusedPiecewise
+            )
 
 
 def trace_for(
@@ -92,7 +99,7 @@ def trace_for(
         )
 
     with as_on(device, autocast=autocast):
-        step = trace_step(
+        return trace_operators(
             model,
             args,
             kwargs,
@@ -100,7 +107,34 @@ def trace_for(
             differentiate=differentiate,
             on_device_type=traced_on(device.type),
         )
-    return step.graph
+
+
+def trace_operators(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    costs: str | CostModel,
+    differentiate: str,
+    on_device_type: str = "",
+) -> Graph:
+    """Returns the graph of a step, captured whole, or joined from its pieces.
+
+    `on_device_type` is that of `trace_step`.
+    """
+    try:
+        return trace_step(
+            model,
+            args,
+            kwargs,
+            costs=costs,
+            differentiate=differentiate,
+            on_device_type=on_device_type,
+        ).graph
+    except GraphBreak as found:
+        return trace_pieces(
+            model, args, kwargs, costs=costs, found=found, on_device_type=on_device_type
+        )
 
 
 def trace_step(
@@ -149,14 +183,26 @@ def trace_pieces(
     *,
     costs: str | CostModel,
     found: GraphBreak,
-) -> JoinedStep:
-    """Returns the joined pieces of a step that can't be captured whole; `found` says why."""
+    on_device_type: str = "",
+    make_runner: type[Piecewise] = Piecewise,
+) -> Graph:
+    """Returns the graph of a step that can't be captured whole, joined from its pieces.
+
+    Args:
+        model: any module, or a step function.
+        args: its inputs.
+        kwargs: its keyword inputs.
+        costs: the cost model.
+        found: why the step can't be captured whole.
+        on_device_type: that of `trace_step`.
+        make_runner: the class that runs the pieces.
+    """
     step = as_step(model, args, kwargs)
-    runner = Piecewise(step, None, resolve_costs(costs, device_type(step)))
     with (
         called_directly(ddps_in(step)),
-        on_fakes(step, args, kwargs or {}) as (fake_args, fake_kwargs),
+        on_fakes(step, args, kwargs or {}, on_device_type) as (fake_args, fake_kwargs),
     ):
+        runner = make_runner(step, None, resolve_costs(costs, device_type(step)))
         compiled = compile_call(step, runner.backend, is_whole=False)
 
         try:
@@ -174,4 +220,4 @@ def trace_pieces(
 
     if runner.joined is None:
         raise TraceError(nothing_to_differentiate(step))
-    return runner.joined
+    return runner.joined.graph

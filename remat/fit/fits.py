@@ -59,7 +59,7 @@ def fits(
         ValueError: an unknown device, executor or optimizer, a malformed budget, or a negative
             reserve.
         TypeError: `optimizer` does not make an optimizer, or it can't step on fake tensors.
-        TraceError: the step can't be captured as one graph.
+        TraceError: the step can't be captured, or needs data between two pieces.
     """
     question = Question.of(
         as_step(model, args, kwargs),

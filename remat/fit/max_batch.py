@@ -134,7 +134,7 @@ def max_batch(
     Raises:
         ValueError: a budget that is a percentage, a limit below 1, an unknown device or optimizer.
         BudgetError: not even one sample fits.
-        TraceError: the step can't be captured as one graph.
+        TraceError: the step can't be captured, or needs data between two pieces.
     """
     if isinstance(budget, str) and "%" in budget:
         raise ValueError(

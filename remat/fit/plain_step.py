@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from remat.run.counted_storages import CountStorages
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.kernels import with_kernel
-from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 from remat.tracers.workspace import workspace_bytes
 
 _LOG = logging.getLogger(__name__)

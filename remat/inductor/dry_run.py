@@ -21,7 +21,7 @@ from remat.run.measured_forward import storages_of
 from remat.torch_border.inductor import CompiledModule
 from remat.torch_border.kernels import FakeTensorMode
 from remat.tracers.calls import Call
-from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 _ALLOCATION = "empty_strided_"

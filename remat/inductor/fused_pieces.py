@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from remat.core.errors import BudgetError
 from remat.core.schedule import Schedule, simulate
@@ -30,8 +30,8 @@ from remat.pieces.captured_piece import Copied, Piece
 from remat.pieces.compiled_piece import boxed
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.recording import JoinedPlan, Path
-from remat.pieces.runner import Piecewise
-from remat.run.executor import BoxedFunction
+from remat.pieces.runner import Piecewise, StepPlanner
+from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.refusals import refuse_cudnn_rnns
 from remat.run.rewrite import SplitStep, split
 from remat.torch_border.autograd import backward_without_autocast
@@ -46,6 +46,7 @@ from remat.torch_border.inductor import (
     reporting_strides,
 )
 from remat.torch_border.kernel_scheduler import copy_operator
+from remat.tracers.costs import CostModel
 
 compile_fx, _ = inductor_compilers()
 
@@ -83,7 +84,13 @@ class FusedPiece(Piece):
         return split(fused.step, fused.unfused(schedule), is_free_order=True)
 
     def compiled(self, copied: Copied, schedule: Schedule) -> tuple[BoxedFunction, BoxedFunction]:
-        """Returns both halves; where possible, their kernels hold no more than the schedule."""
+        """Returns both halves; where possible, their kernels hold no more than the schedule.
+
+        On fake tensors no kernel can run, so the operators run one by one.
+        """
+        if self.is_trace:
+            return super().compiled(copied, schedule)
+
         fused, halves = self.step(copied), self.split(copied, schedule)
         resident_bytes, mark = fused.graph.resident_bytes, schedule.num_forward_steps
         bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
@@ -129,10 +136,13 @@ def compiled_by_inductor(
     compile_forward: Callable[[fx.GraphModule, Any], Any],
     compile_backward: Callable[[fx.GraphModule, Any], Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    *,
+    is_trace: bool = False,
 ) -> Callable[..., Any]:
     """Compiles a dynamo graph as Inductor does; `partition` splits its joint graph.
 
-    Its halves run the piece's part of the plan, and are compiled once there is a plan.
+    Its halves run the piece's part of the plan, and are compiled once there is a plan. With
+    `is_trace`, a graph without a backward is not compiled either.
     """
     refuse_lost_updates(module)
     refuse_cudnn_rnns(module)
@@ -144,7 +154,7 @@ def compiled_by_inductor(
 
     def compile_half(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not joints:  # nothing needs a gradient
-            return compile_fx_inner(graph, inputs, **kwargs)
+            return compile_graph(graph) if is_trace else compile_fx_inner(graph, inputs, **kwargs)
         compile_ = compile_backward if kwargs.get("is_backward") else compile_forward
         return compile_(graph, inputs)
 
@@ -164,7 +174,10 @@ class FusedPiecewise(Piecewise):
     """Runs a step in pieces, through Inductor."""
 
     make_piece = FusedPiece
-    compile = staticmethod(compiled_by_inductor)
+
+    def __init__(self, module: nn.Module, plan: StepPlanner | None, costs: CostModel) -> None:
+        super().__init__(module, plan, costs)
+        self.compile = partial(compiled_by_inductor, is_trace=self.is_trace)
 
     def install(
         self,

@@ -280,7 +280,7 @@ class Piecewise:
         results = [tensor for tensor in tensors_of(result) if tensor.layout == torch.strided]
         storages = frozenset(t.untyped_storage()._cdata for t in results)
         resident = resident_values(self.module, inputs, self.device_type)
-        kept = kept_by_eager(results, inputs)
+        kept = kept_by_eager(results, inputs, self.device_type)
 
         def joined_with(copies: Sequence[Copied]) -> JoinedStep:
             runs = [

@@ -20,7 +20,7 @@ from remat.plan.distributed import bucket_bytes
 from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
 from remat.torch_border.layouts import dense_parts
 from remat.torch_border.sharded import held_bytes, local_part
-from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+from remat.tracers.retarget import allocated_bytes
 
 
 def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict[int, Value]:
@@ -28,7 +28,6 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
 
     The values of tensors on devices of another type than `kind` have a size of 0.
     """
-    rounded_to = CUDA_GRANULARITY_BYTES if kind == "cuda" else 1
     named = [
         *(
             (name, p, ValueKind.PARAMETER if p.requires_grad else ValueKind.BUFFER)
@@ -41,9 +40,8 @@ def resident_values(module: nn.Module, inputs: Iterable[Any], kind: str) -> dict
     found: dict[int, Value] = {}
     for name, tensor, value_kind in named:
         for part in dense_parts(tensor):
-            size_bytes = (
-                -(-held_bytes(part) // rounded_to) * rounded_to if part.device.type == kind else 0
-            )
+            is_counted = part.device.type == kind
+            size_bytes = allocated_bytes(held_bytes(part), kind) if is_counted else 0
             dtype = str(part.dtype).removeprefix("torch.")
             storage = local_part(part).untyped_storage()
             found.setdefault(
@@ -113,11 +111,11 @@ def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> It
             yield node
 
 
-def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> list[Kept]:
+def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any], kind: str) -> list[Kept]:
     """Returns what eager operators save for their backward, from the autograd graph of a forward.
 
     Sequence numbers rise along the forward, so an operator's number shows between which runs it
-    ran.
+    ran. Tensors on devices of another type than `kind` have a size of 0.
 
     Raises:
         TraceError: torch would refuse the backward.
@@ -143,5 +141,7 @@ def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> lis
         gap = sum(run < number for run in runs)
         for tensor in saved:
             storage = tensor.untyped_storage()
-            found[gap, storage._cdata] = Kept(gap, storage._cdata, storage.nbytes())
+            is_counted = tensor.device.type == kind
+            size_bytes = allocated_bytes(storage.nbytes(), kind) if is_counted else 0
+            found[gap, storage._cdata] = Kept(gap, storage._cdata, size_bytes)
     return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]

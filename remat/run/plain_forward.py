@@ -28,7 +28,7 @@ from remat.torch_border.sharded import is_sharded
 from remat.tracers.aot import CPU_GENERATOR_BYTES, TracedStep
 from remat.tracers.phases import phase_of
 from remat.tracers.recomputable import is_random
-from remat.tracers.step_values import CUDA_GRANULARITY_BYTES
+from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 from remat.tracers.storages import tensors_of
 
 

@@ -176,6 +176,31 @@ def test_a_model_that_reads_data_has_no_plain_peak() -> None:
     assert "plain PyTorch" not in str(found)
 
 
+class Cut(Net):
+    """The same with a graph break after the first block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1:](x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_step_in_pieces_gets_an_answer() -> None:
+    """Naive: only steps that are captured whole get one."""
+    whole, cut = (
+        remat.fits(model(), batch_of(1024), device="H100", budget="80%") for model in (Net, Cut)
+    )
+    assert cut and cut.planned is not None
+    assert cut.plain_bytes == whole.plain_bytes
+    assert cut.held == whole.held
+    assert 1.0 <= cut.keep_all.total / whole.keep_all.total < 1.05
+
+    batches = remat.max_batch(
+        Cut(), batch_of, whole.keep_all.total, device="H100", optimizer="sgd", points=2
+    )
+    assert batches.largest > 1024
+
+
 def test_a_model_on_the_meta_device_gives_the_same_answer(fit: remat.Fit) -> None:
     with torch.device("meta"):
         model = Net()
@@ -393,6 +418,12 @@ def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.Mon
         assert code == 0 and "Linear in 22.4 GiB of L4: fits, keeping everything." in text
         code, text = run("--budget", "1KiB", "--format", "json")
         assert code == 3 and json.loads(text)["fits"] is False
+        one, many, cast = (
+            json.loads(run("--format", "json", *options)[1])
+            for options in ((), ("--accumulate",), ("--autocast", "float16"))
+        )
+        assert many["keep_all"]["total"] - one["keep_all"]["total"] == one["gradient_bytes"]
+        assert cast["keep_all"]["step_s"] > one["keep_all"]["step_s"]  # casts of a small product
         code, text = run("--device", "abacus")
         assert code == 2 and "unknown device 'abacus'" in text
     finally:

@@ -41,6 +41,7 @@ def test_pieces_compute_what_torch_compile_does() -> None:
     leave more room between them.
     """
     model = MODELS["Views"]()
+    traced = remat.trace(model, (batch(0),), executor="inductor")
     plain = copy.deepcopy(model)
     compiled = torch.compile(plain)
     remat.checkpoint(model, "85%", **OPTIONS)
@@ -52,6 +53,7 @@ def test_pieces_compute_what_torch_compile_does() -> None:
 
     report = remat.report(model)
     assert report.num_pieces > 1
+    assert report.graph == traced
     assert report.executor == "Inductor's kernels"
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.budget_bytes

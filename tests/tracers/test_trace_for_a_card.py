@@ -33,6 +33,17 @@ class Net(nn.Sequential):
         return loss
 
 
+class Cut(Net):
+    """The same step, which `torch.compile` cuts in two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear, norm, dropout, last, flat = self
+        hidden = dropout(norm(linear(x)))
+        torch._dynamo.graph_break()
+        loss: torch.Tensor = flat(last(hidden)).pow(2).mean()
+        return loss
+
+
 X = torch.randn(7, 33)
 
 
@@ -44,6 +55,28 @@ def test_the_graph_is_the_one_that_remat_fits_plans(autocast: torch.dtype | None
     assert traced.device == "cuda"
     assert traced.costs == "roofline:H100"
     assert all(value.size_bytes % 512 == 0 for value in traced.values)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_a_step_in_pieces_has_the_operators_of_the_whole_one(autocast: torch.dtype | None) -> None:
+    """Naive: the pieces are traced for the machine that is there."""
+    whole, cut = (
+        remat.trace(model(), (X,), device="H100", autocast=autocast) for model in (Net, Cut)
+    )
+    assert (cut.device, cut.costs) == ("cuda", "roofline:H100")
+    assert all(value.size_bytes % 512 == 0 for value in cut.values)
+    assert len({op.region for op in cut.operators if op.target != "between"}) == 2
+
+    def computed(graph: remat.Graph) -> list[tuple[str, float]]:
+        virtual = ("between", "tangent", "generator_state")
+        return sorted((op.target, op.cost_s) for op in graph.operators if op.target not in virtual)
+
+    assert computed(cut) == computed(whole)
+    assert cut.resident_bytes == whole.resident_bytes
+
+    with torch.device("meta"):
+        without_memory = Cut(), (torch.empty_like(X),)
+    assert remat.trace(*without_memory, device="H100", autocast=autocast) == cut
 
 
 def test_autocast_for_another_device_changes_nothing() -> None:
@@ -75,7 +108,17 @@ def test_the_trace_command_takes_a_device(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "small_factory.py").write_text(source)
     monkeypatch.chdir(tmp_path)
 
-    result = CliRunner().invoke(app, ["trace", "small_factory.py:make", "--device", "H100"])
+    def graph_of(*options: str) -> remat.Graph:
+        result = CliRunner().invoke(app, ["trace", "small_factory.py:make", *options])
+        assert result.exit_code == 0, result.output
+        return remat.Graph.load("graph.json")
 
-    assert result.exit_code == 0, result.output
-    assert remat.Graph.load("graph.json").device == "cuda"
+    plain = graph_of("--device", "H100")
+    assert plain.device == "cuda"
+    cast = graph_of("--device", "H100", "--autocast", "bfloat16")
+    dtypes = {value.dtype for value in cast.values} - {value.dtype for value in plain.values}
+    assert dtypes == {"bfloat16"}
+
+    result = CliRunner().invoke(app, ["trace", "small_factory.py:make", "--autocast", "bfloat16"])
+    assert result.exit_code == 2
+    assert "name a device" in result.output
