@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from remat.run.counted_storages import CountStorages
 from remat.torch_border.kernels import FakeTensorMode
+from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -59,7 +60,9 @@ def optimizer_memory(
     8004
     """
     make, name = _maker(optimizer)
-    counted = CountStorages(rounded_to=512 if device_type == "cuda" else 1, makes_numbers_up=True)
+    counted = CountStorages(
+        rounded_to=CUDA_GRANULARITY_BYTES if device_type == "cuda" else 1, makes_numbers_up=True
+    )
 
     needed = [p for p in parameters if p.requires_grad]
     if not needed:

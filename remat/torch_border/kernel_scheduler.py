@@ -258,8 +258,8 @@ class _Reader:
         is_result = self._is_result(node)
         written = [] if is_result else self._written(node)
         written += self._results.get(node.get_name(), [])
-        parts = [name for name in written if self._whole(name)]
-        new = {*map(self.root, parts), *(name for name in written if self.root(name) == name)}
+        is_part = any(map(self._whole, written))
+        new = {self.root(name) for name in written if self._whole(name) or self.root(name) == name}
 
         return Part(
             node.get_name(),
@@ -268,7 +268,7 @@ class _Reader:
             reads,
             {name: self._sizes[name] for name in sorted(new)},
             frozenset(filter(partial(self._may_overwrite, node), reads))
-            if is_loop and not parts
+            if is_loop and not is_part
             else frozenset(),
             is_loop,
         )
