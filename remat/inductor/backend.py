@@ -18,6 +18,7 @@ from torch import fx
 from remat.core.errors import BudgetError
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts, CompiledPlan
+from remat.inductor.byte_masks import store_masks_as_bytes
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
@@ -73,6 +74,7 @@ def make_inductor_backend(
         def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
             refuse_what_has_no_size(joint)
             share_paddings(joint)
+            store_masks_as_bytes(joint)
             return fuse(
                 read_joint(
                     joint,

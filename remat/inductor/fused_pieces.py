@@ -21,6 +21,7 @@ from remat.core.errors import BudgetError
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts
+from remat.inductor.byte_masks import store_masks_as_bytes
 from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
@@ -66,6 +67,7 @@ class FusedPiece(Piece):
         static_inputs = [place - num_tokens for place in static_inputs]
         super().__init__(joint, num_forward - num_tokens, static_inputs, *args, **kwargs)
         share_paddings(self.joint)
+        store_masks_as_bytes(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
         # for each number of halves: by how much the kernels of the forward and of the backward

@@ -30,6 +30,7 @@ from torch._ops import OpOverload
 from remat.core.graph import Graph
 from remat.core.operators import Operator, Phase, Value
 from remat.core.schedule import Schedule
+from remat.inductor.byte_masks import is_stored_mask
 from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
 
@@ -197,7 +198,8 @@ def _inlined(step: TracedStep) -> dict[int, frozenset[int]]:
     for index in _candidates(step):
         op = graph.operators[index]
         readers = graph.users_of[op.writes[0]]
-        if str(step.nodes[index].target) == _RANDOM or not readers:
+        node = step.nodes[index]
+        if str(node.target) == _RANDOM or is_stored_mask(node) or not readers:
             continue
         if not all(_inlines(step, reader) for reader in readers):
             continue

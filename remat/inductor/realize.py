@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import fx
 from torch._ops import OpOverload
 
+from remat.inductor.byte_masks import is_in_loop_of_mask
 from remat.inductor.kernel_graph import REDUCTIONS
 from remat.tracers.calls import Call
 from remat.tracers.phases import is_backward_input
@@ -70,7 +71,7 @@ def values_to_realize(
         )
         if len(users) > 1 and len(sources) > _MOST_READ:
             continue  # Inductor stores it
-        if isinstance(node.meta.get("val"), tuple):
+        if isinstance(node.meta.get("val"), tuple) or is_in_loop_of_mask(node):
             made_from[node] = sources  # each of its results is stored or not
             continue
 
