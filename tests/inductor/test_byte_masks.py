@@ -89,14 +89,13 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_torch")
-@pytest.mark.parametrize("budget", ["100%", "80%"])
 @pytest.mark.parametrize(
     ("dtype", "is_cut"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
     ids=["float32", "bfloat16", "in pieces"],
 )
 def test_a_step_with_dropout_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, budget: str, dtype: torch.dtype, is_cut: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_cut: bool
 ) -> None:
     """The same gradients to the bit and the same peak; the backward gets no boolean."""
     given: list[torch.dtype] = []
@@ -124,7 +123,7 @@ def test_a_step_with_dropout_is_the_same(
 
         model = Dropping(dtype, is_cut=is_cut)
         model.load_state_dict(state)
-        remat.checkpoint(model, budget, executor="inductor", costs="flops", plan_cache=False)
+        remat.checkpoint(model, "80%", executor="inductor", costs="flops", plan_cache=False)
         torch.manual_seed(1)
         loss = model(x)
         loss.backward()
