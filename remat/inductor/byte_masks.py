@@ -28,15 +28,15 @@ def store_masks_as_bytes(joint: fx.GraphModule) -> None:
         users = list(mask.users)
         number = _converted(mask, torch.float32)  # the other conversion is not vectorized
         stored = _converted(number, torch.int8)
-        mask.meta[_IN_LOOP] = number.meta[_IN_LOOP] = True
-        stored.meta[_STORED] = True
-
-        number = _converted(stored, torch.float32)
-        with graph.inserting_after(number):
-            again = graph.call_function(aten.gt.Scalar, (number, 0))
-        again.meta["val"] = torch.empty_like(mask.meta["val"])
+        read = _converted(stored, torch.float32)
+        with graph.inserting_after(read):
+            again = graph.call_function(aten.gt.Scalar, (read, 0))
+        again.meta = {**mask.meta, "val": torch.empty_like(mask.meta["val"])}
         for user in users:
             user.replace_input_with(mask, again)
+
+        mask.meta[_IN_LOOP] = number.meta[_IN_LOOP] = True
+        stored.meta[_STORED] = True
 
     if masks:
         joint.recompile()
@@ -56,7 +56,7 @@ def _converted(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Adds a conversion right after a node."""
     with node.graph.inserting_after(node):
         converted = node.graph.call_function(_conversion(), (node, dtype))
-    converted.meta["val"] = node.meta["val"].to(dtype)
+    converted.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
     return converted
 
 

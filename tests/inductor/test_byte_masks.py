@@ -40,6 +40,8 @@ def dtypes(graph: fx.Graph) -> list[torch.dtype]:
 def test_only_the_number_of_one_byte_is_left_to_store() -> None:
     joint = traced(dropped)
     expected = joint(X, DRAWN)
+    (mask,) = joint.graph.find_nodes(op="call_function", target=aten.gt.Scalar)
+    mask.meta["stack_trace"] = "the line of the dropout"
     store_masks_as_bytes(joint)
     joint.graph.lint()
 
@@ -49,6 +51,7 @@ def test_only_the_number_of_one_byte_is_left_to_store() -> None:
 
     (stored,) = values_to_realize(joint.graph, frozenset(), 0)
     assert stored.meta["val"].dtype is torch.int8
+    assert stored.meta["stack_trace"] == "the line of the dropout", "as the report names it"
 
 
 @pytest.mark.parametrize(
