@@ -8,9 +8,10 @@ of no cost:
 
 - tensors passed from one run to another stay until the end of the forward (Python's frames hold
   them), and as long as a backward reads them;
-- what eager operators save for their backward stays until that has run;
-- a gradient that several runs contribute to, or that eager operators pass on, is a value of its
-  own.
+- what eager operators save for their backward stays until that has run (`eager_backward`), and the
+  gradients that they pass to each other are values of the graph;
+- a gradient that several runs contribute to, or that eager operators pass on to a run, is a value
+  of its own.
 
 Where it is not known whether two tensors share memory, both are counted, so the predicted peak may
 be too high.
@@ -96,21 +97,6 @@ class Run:
             )
             if is_parameter and isinstance(gradient, fx.Node) and gradient in self.step.value_of:
                 yield self.step.value_of[gradient]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that an eager operator saves for its backward.
-
-    Attributes:
-        gap: how many runs came before the operator.
-        storage: the tensor's storage.
-        size_bytes: size of the storage.
-    """
-
-    gap: int
-    storage: int
-    size_bytes: int
 
 
 @dataclass(frozen=True)

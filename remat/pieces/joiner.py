@@ -10,9 +10,9 @@ from torch import fx
 
 from remat.core.graph import Graph
 from remat.core.operators import Operator, Phase, Value, ValueKind
+from remat.pieces.eager_backward import EagerBackward, EagerNode
 from remat.pieces.joined_step import (
     JoinedStep,
-    Kept,
     Place,
     Run,
     gradients_of,
@@ -27,7 +27,7 @@ def join(
     runs: Sequence[Run],
     results: frozenset[int],
     resident: Mapping[int, Value],
-    kept: Sequence[Kept],
+    eager: EagerBackward,
 ) -> JoinedStep:
     """Returns the graph of a step that ran `runs`.
 
@@ -35,9 +35,9 @@ def join(
         runs: in the order of the forward.
         results: storages of what the model returned.
         resident: storage -> value of the model's parameters, buffers and inputs.
-        kept: what eager operators between the runs save for their backward.
+        eager: the backward of the eager operators between the runs.
     """
-    return _Joiner(runs, results, resident, kept).join()
+    return _Joiner(runs, results, resident, eager).join()
 
 
 class _Joiner:
@@ -48,9 +48,9 @@ class _Joiner:
         runs: Sequence[Run],
         results: frozenset[int],
         resident: Mapping[int, Value],
-        kept: Sequence[Kept],
+        eager: EagerBackward,
     ) -> None:
-        self.runs, self.results, self.kept = tuple(runs), results, kept
+        self.runs, self.results, self.eager = tuple(runs), results, eager
         self.values = list(resident.values())
         self.value_of_storage = {storage: value for value, storage in enumerate(resident)}
 
@@ -66,6 +66,8 @@ class _Joiner:
         self.pending: dict[int, list[tuple[Place, int, tuple[Any, ...]]]] = {}
         self.gradients_of: dict[int, list[int]] = {}  # resident value -> its gradients
         self.outputs: dict[int, None] = {}
+        # gradient of an eager operator, as `eager` numbers it -> value
+        self.value_of_eager: dict[int, int] = {}
 
     def join(self) -> JoinedStep:
         for index in range(len(self.runs)):
@@ -74,11 +76,13 @@ class _Joiner:
         self._add_gap(len(self.runs))
         self._add_holding()
         self._add_outside_gradients()
+        self._add_arriving_gradients()
 
         for index in reversed(range(len(self.runs))):
             self._add_gap_backward(index + 1)
             self._add_backward(index)
         self._add_gap_backward(0)
+        self._note_eager_leaves()
         self._add_sums()
 
         self.outputs |= dict.fromkeys(
@@ -119,9 +123,9 @@ class _Joiner:
 
     def _add_gap(self, gap: int) -> None:
         """Adds what eager operators make before run `gap`: its new inputs, and what they save."""
-        made = {kept.storage: kept.size_bytes for kept in self.kept if kept.gap == gap}
-        if gap < len(self.runs):
-            made |= self._unknown_inputs(gap)
+        nodes = reversed(self.eager.before(gap))  # in the order of the forward
+        made = {storage: size for node in nodes for storage, size in node.saved.items()}
+        made |= self._unknown_inputs(gap) if gap < len(self.runs) else self.eager.returned
         made = {
             storage: size for storage, size in made.items() if storage not in self.value_of_storage
         }
@@ -222,14 +226,66 @@ class _Joiner:
         self._add_between(self.values[made].name, (), [made], phase=Phase.BACKWARD)
         return made
 
+    def _add_arriving_gradients(self) -> None:
+        """Adds the gradients of what eager operators returned as the model's results."""
+        for gradient, is_scalar in self.eager.arriving.items():
+            made = self._eager_gradient(gradient)
+            self._add_between(self.values[made].name, (), [made], phase=Phase.BACKWARD)
+            if is_scalar:
+                self.outputs[made] = None  # held by `loss.backward()`
+
+    def _eager_gradient(self, gradient: int) -> int:
+        if gradient not in self.value_of_eager:
+            value = Value(f"eager_gradient_{gradient}", self.eager.sizes[gradient])
+            self.value_of_eager[gradient] = self._add_value(value)
+        return self.value_of_eager[gradient]
+
     def _add_gap_backward(self, gap: int) -> None:
-        """Adds the backward of a gap: eager operators run, gradients are summed and passed on."""
+        """Adds the backward of a gap: eager operators run, gradients are summed and passed on.
+
+        Gradients from the run after the gap are held until the last node that reads one of them;
+        those for the run before it are made by the first node that makes one.
+        """
         arrived = self.pending.pop(gap, [])
-        used = [self.value_of_storage[kept.storage] for kept in self.kept if kept.gap == gap]
         writes = [] if gap == 0 else self._tangents_of(gap - 1, arrived)
-        used += [gradient for _, gradient, _ in arrived]
-        if writes or used:
-            self._add_between(f"gap{gap}_backward", used, writes, phase=Phase.BACKWARD)
+        used = [gradient for _, gradient, _ in arrived]
+
+        nodes = self.eager.before(gap)
+        readers = [place for place, node in enumerate(nodes) if node.is_from_run]
+        makers = [place for place, node in enumerate(nodes) if node.is_to_run]
+        for place, node in enumerate(nodes):
+            self._add_node(
+                gap,
+                node,
+                used if readers and place <= readers[-1] else (),
+                writes if makers and place == makers[0] else (),
+            )
+
+        left, made = () if readers else used, () if makers else writes
+        if left or made:
+            self._add_between(f"gap{gap}_backward", left, made, phase=Phase.BACKWARD)
+
+    def _add_node(
+        self, gap: int, node: EagerNode, used: Sequence[int], writes: Sequence[int]
+    ) -> None:
+        """Adds the backward of an eager operator, which also reads and writes gradients of runs."""
+        saved = [self.value_of_storage[storage] for storage in node.saved]
+        takes = [self._eager_gradient(gradient) for gradient in node.takes]
+        makes = [self._eager_gradient(gradient) for gradient in node.makes]
+        if saved or makes or used or writes:
+            self._add_between(
+                f"gap{gap}.{node.name}.{len(self.operators)}",
+                (*saved, *takes, *used),
+                (*makes, *writes),
+                phase=Phase.BACKWARD,
+            )
+
+    def _note_eager_leaves(self) -> None:
+        """Notes the gradients that eager operators make for the model's parameters and inputs."""
+        for storage, gradient in self.eager.of_leaves.items():
+            value, made = self.value_of_storage.get(storage), self.value_of_eager.get(gradient)
+            if value is not None and made is not None and self.values[value].is_resident:
+                self.gradients_of.setdefault(value, []).append(made)
 
     def _tangents_of(
         self, index: int, arrived: list[tuple[Place, int, tuple[Any, ...]]]

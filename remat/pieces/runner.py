@@ -26,12 +26,13 @@ from remat.core.solution import Solution
 from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
 from remat.pieces.captured_piece import Copied, Piece, signature
 from remat.pieces.compiled_piece import as_part_of, boxed
+from remat.pieces.eager_backward import eager_backward
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, composed
 from remat.pieces.joiner import join
 from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
-from remat.pieces.unplanned_memory import gradient_bytes, kept_by_eager, resident_values, tensors_of
+from remat.pieces.unplanned_memory import gradient_bytes, resident_values, tensors_of
 from remat.plan.distributed import Agreement
 from remat.plan.planner import Plans
 from remat.run.capture import Step, check_joint, compiled_by_aot, device_type, refuse_uncapturable
@@ -280,7 +281,7 @@ class Piecewise:
         results = [tensor for tensor in tensors_of(result) if tensor.layout == torch.strided]
         storages = frozenset(t.untyped_storage()._cdata for t in results)
         resident = resident_values(self.module, inputs, self.device_type)
-        kept = kept_by_eager(results, inputs, self.device_type)
+        eager = eager_backward(results, inputs, self.device_type)
 
         def joined_with(copies: Sequence[Copied]) -> JoinedStep:
             runs = [
@@ -289,7 +290,7 @@ class Piecewise:
                     session.pieces, copies, session.places, strict=True
                 )
             ]
-            return self.adjust(join(runs, storages, resident, kept), len(resident))
+            return self.adjust(join(runs, storages, resident, eager), len(resident))
 
         copies = self._copies(session)
         self.joined = joined_with(copies)
@@ -389,7 +390,7 @@ class Piecewise:
     def _keep_within_budget(self) -> None:
         """Plans again, with a smaller budget, where the measured step held more than its budget.
 
-        What runs between the pieces may hold memory that no graph contains.
+        What runs between the pieces, and a loss after them, may hold memory that no graph contains.
         """
         for (path, held_bytes), plan in list(self.plans.items()):
             measured = plan.meter.peak_bytes
@@ -400,7 +401,7 @@ class Piecewise:
                 continue
 
             _LOG.warning(
-                "the step held %s, which is %s more than its budget: what runs between its "
+                "the step held %s, which is %s more than its budget: what runs outside of its "
                 "pieces is not planned; planning again with a smaller budget",
                 describe_bytes(plan.allowed_bytes + excess),
                 describe_bytes(excess),

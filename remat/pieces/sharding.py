@@ -3,7 +3,8 @@
 For a block with U bytes of full parameters, FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds:
 
 - forward: the gathered buffer and the parameters copied out of it, 2 U, until the block returns;
-- backward: the parameters, U, and the buffer that the next block was gathered into ahead of time;
+- backward: the parameters, U, and the buffer that the next block was gathered into ahead of time
+  (the last block's, where the model has parameters outside of the blocks, from the beginning);
   gradients of U bytes; the buffer they are reduced from, U, until the next block's gradients are
   reduced; and the shard of the gradients, which stays.
 
@@ -119,6 +120,8 @@ class _Timeline:
             is_last = index + 1 == graph.num_operators or self._half(index + 1) != self._half(index)
             is_sharded_run = op.region in self.order
 
+            if op.phase is Phase.BACKWARD and graph.operators[index - 1].phase is Phase.FORWARD:
+                self._begin_backward()
             if is_sharded_run and is_first:
                 self._begin(op.region, op.phase)
             if index in self.joined.origin:
@@ -156,6 +159,15 @@ class _Timeline:
                 else replace(op, region=len(self.joined.runs) + index)
             )
 
+    def _begin_backward(self) -> None:
+        """Gathers the last block ahead, as the group of the parameters outside of blocks does."""
+        if self.sharding.outside_bytes and self.order:
+            self._add("gather_ahead", (), (self._gathered_ahead(self.order[-1]),), Phase.BACKWARD)
+
+    def _gathered_ahead(self, run: int) -> int:
+        self.buffer[run] = self._value(f"{run}.gathered_ahead", self.full_bytes[run])
+        return self.buffer[run]
+
     def _begin(self, run: int, phase: Phase) -> None:
         size, place = self.full_bytes[run], self.order.index(run)
         before = self.order[place - 1] if place else None
@@ -176,8 +188,7 @@ class _Timeline:
         own = self.buffer.pop(run, None)
         writes = [self.parameters]
         if before is not None:
-            self.buffer[before] = self._value(f"{before}.gathered_ahead", self.full_bytes[before])
-            writes.append(self.buffer[before])
+            writes.append(self._gathered_ahead(before))
         workspace_bytes = self._shard(size) + (size if own is None else 0)
 
         self._add(

@@ -1,10 +1,12 @@
 """Measures the peak of a step that runs in pieces.
 
-It measures the forward, each piece's backward, and the backward of each eager operator.
+It measures the forward, each piece's backward, and the backward of each eager operator, including
+those of a loss outside of the model.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +24,19 @@ from remat.torch_border.allocator import (
     start_counting_allocations,
     stop_counting_allocations,
 )
-from remat.torch_border.autograd import at_end_of_backward, is_compiled_node, saved_tensors
+from remat.torch_border.autograd import (
+    at_end_of_backward,
+    is_compiled_node,
+    saved_tensors,
+    sequence_number,
+)
+from remat.torch_border.backwards import (
+    is_compiled_autograd_on,
+    is_in_backward,
+    nodes_behind,
+    stop_watching_backwards,
+    watch_backwards,
+)
 from remat.torch_border.kernels import StorageWeakRef
 from remat.torch_border.sharded import local_part
 
@@ -59,6 +73,9 @@ class StepMeter:
     _leaves: list[torch.Tensor] = field(default_factory=list, repr=False)  # they get gradients
     # held when the node that is measured now began; None while no eager node is measured
     _begun_bytes: int | None = field(default=None, repr=False)
+    # a node of the forward that is measured, and the number of its last node
+    _node: weakref.ref[Any] | None = field(default=None, repr=False)
+    _last_number: int = field(default=0, repr=False)
 
     def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Runs a forward, and measures it until one step has been measured.
@@ -70,6 +87,7 @@ class StepMeter:
         if self.peak_bytes is not None or is_profiling():
             return run()
 
+        stop_watching_backwards(self._around)
         self._followed.clear()
         self._state, self._step = "forward", self._step + 1
         if self.device == "cuda":
@@ -83,8 +101,17 @@ class StepMeter:
         results = tensors_of(result)
         self._follow(results)
 
+        self._leaves = []
+        nodes = list(autograd_nodes(results, inputs))
+        self._watch(nodes)
+        self._other_bytes = measured.end_bytes - self._followed_bytes()
+        self._await_backward(nodes)
+        return result
+
+    def _watch(self, nodes: Iterable[Any]) -> None:
+        """Follows what nodes saved, and measures their backward."""
         leaves: dict[int, torch.Tensor] = {}
-        for node in autograd_nodes(results, inputs):
+        for node in nodes:
             self._follow(saved_tensors(node))
             leaves |= {
                 id(parent.variable): parent.variable
@@ -96,14 +123,43 @@ class StepMeter:
                 node.register_prehook(partial(self._begin_node, self._step))
                 node.register_hook(self._end_node)
 
-        self._leaves = list(leaves.values())
+        self._leaves += leaves.values()
         self._follow(leaf.grad for leaf in self._leaves)
-        self._other_bytes = measured.end_bytes - self._followed_bytes()
-        return result
+
+    def _await_backward(self, nodes: Sequence[Any]) -> None:
+        """Watches backwards until the one through `nodes`, which also runs what came after them."""
+        node = next(filter(is_compiled_node, nodes), None)
+        if node is not None:
+            self._last_number = max(map(sequence_number, nodes))
+            self._node = weakref.ref(node, lambda _: stop_watching_backwards(self._around))
+            watch_backwards(self._around)
+
+    def _around(
+        self, roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
+        """Runs a backward; if it is this step's, it measures what ran after the forward too."""
+        node = self._node() if self._node is not None else None
+        if self._state != "forward" or is_in_backward() or is_compiled_autograd_on():
+            return run()
+
+        behind = list(nodes_behind(roots))
+        if node in behind:
+            stop_watching_backwards(self._around)
+            later = [
+                other
+                for other in behind
+                if not hasattr(other, "variable") and sequence_number(other) > self._last_number
+            ]
+            if not any(map(is_compiled_node, later)):  # another plan, with a budget of its own
+                self._follow([*roots, *gradients])
+                self._watch(later)
+        del node, behind
+        return run()
 
     def forget(self) -> None:
         """Drops the measurement of a forward whose backward did not follow."""
         self._state = "waiting"
+        stop_watching_backwards(self._around)
 
     def saved(self, token: torch.Tensor, tensors: Iterable[Any]) -> None:
         """Follows what a piece's forward saves for its backward.

@@ -1,6 +1,6 @@
 """Memory that a step holds outside of its captured graphs.
 
-This is the module's own tensors and gradients, and what eager operators save for their backward.
+This is the module's own tensors and gradients, and the autograd graph of eager operators.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from remat.core.errors import TraceError
 from remat.core.operators import Value, ValueKind
-from remat.pieces.break_messages import OUT_OF_THE_PIECES
-from remat.pieces.joined_step import Kept
 from remat.plan.distributed import bucket_bytes
-from remat.torch_border.autograd import is_compiled_node, saved_tensors, sequence_number
 from remat.torch_border.layouts import dense_parts
 from remat.torch_border.sharded import held_bytes, local_part
 from remat.tracers.retarget import allocated_bytes
@@ -109,39 +105,3 @@ def autograd_nodes(results: Iterable[torch.Tensor], inputs: Iterable[Any]) -> It
         waiting += [parent for parent, _ in node.next_functions]
         if not hasattr(node, "variable"):
             yield node
-
-
-def kept_by_eager(results: Iterable[torch.Tensor], inputs: Iterable[Any], kind: str) -> list[Kept]:
-    """Returns what eager operators save for their backward, from the autograd graph of a forward.
-
-    Sequence numbers rise along the forward, so an operator's number shows between which runs it
-    ran. Tensors on devices of another type than `kind` have a size of 0.
-
-    Raises:
-        TraceError: torch would refuse the backward.
-    """
-    runs, eager = [], []
-    for node in autograd_nodes(results, inputs):
-        try:
-            saved = saved_tensors(node)
-        except RuntimeError as error:
-            why = str(error).split(". ", maxsplit=1)[0]
-            raise TraceError(
-                f"torch can't run the backward of this step cut into pieces: {why} (saved by "
-                f"{node.name()}). {OUT_OF_THE_PIECES}"
-            ) from None
-
-        if saved and saved[0].dim() == 3 and saved[0].numel() == 0 and is_compiled_node(node):
-            runs.append(sequence_number(node))
-        elif saved:
-            eager.append((sequence_number(node), saved))
-
-    found: dict[tuple[int, int], Kept] = {}
-    for number, saved in eager:
-        gap = sum(run < number for run in runs)
-        for tensor in saved:
-            storage = tensor.untyped_storage()
-            is_counted = tensor.device.type == kind
-            size_bytes = allocated_bytes(storage.nbytes(), kind) if is_counted else 0
-            found[gap, storage._cdata] = Kept(gap, storage._cdata, size_bytes)
-    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key].size_bytes))]

@@ -130,7 +130,7 @@ def _drop(is_over: Callable[[_Waiting], bool]) -> None:
     with _LOCK:
         _WAITING[:] = [waiting for waiting in _WAITING if not is_over(waiting)]
         if not _WAITING:
-            stop_watching_backwards()
+            stop_watching_backwards(_around)
 
 
 def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], Any]) -> Any:

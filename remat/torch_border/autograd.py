@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx.experimental import proxy_tensor  # 2.13
 __all__ = [
     "SavedTensors",
     "aot_autograd",
+    "arriving_bytes",
     "at_end_of_backward",
     "autocast_cache_left_on",
     "backward_without_autocast",
@@ -32,6 +34,7 @@ __all__ = [
     "is_inside_autocast_cast",
     "is_wanted",
     "metadata_of_compilation",
+    "passes_on",
     "saved_tensors",
     "sequence_number",
     "skip_without_gradients",
@@ -108,6 +111,38 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def sequence_number(node: Any) -> int:
     """Returns a node's number in the order of the forward (`Node._sequence_nr`, 2.13)."""
     return int(node._sequence_nr())
+
+
+def arriving_bytes(node: Any, index: int) -> tuple[str, int]:
+    """Returns the device type and the bytes of the gradient of one output of a node's operator.
+
+    0 bytes where the node does not say (`Node._input_metadata`, 2.13), and for nested tensors.
+    """
+    described = getattr(node, "_input_metadata", ())
+    if index >= len(described) or described[index].is_nested_tensor:
+        return "", 0
+    tensor = described[index]
+    return tensor.device.type, math.prod(map(int, tensor.shape)) * tensor.dtype.itemsize
+
+
+# Nodes whose gradients are views of the one that arrives, or that one itself (2.13).
+_VIEWS = (
+    "Alias", "Cat", "Permute", "ReshapeAlias", "Squeeze", "Stack", "Sum", "T",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+_SAME_SIZE = ("Add", "Clone", "Expand", "RegisterPostBackwardFunction")
+
+
+def passes_on(node: Any, size_bytes: int) -> bool:
+    """True if the gradient that a node hands on, of `size_bytes`, needs no memory of its own.
+
+    It is then the gradient that arrived, a view of it, or sparse with its rows. The names of
+    autograd's nodes decide (2.13).
+    """
+    if getattr(node, "_saved_sparse", False):  # of embeddings (2.13)
+        return True
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    return name in _VIEWS or (name in _SAME_SIZE and arriving_bytes(node, 0)[1] == size_bytes)
 
 
 def metadata_of_compilation() -> Any:

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,35 +21,42 @@ def watch_backwards(around: Around) -> None:
     """Makes each backward called from Python run inside of `around(roots, gradients, run)`.
 
     `torch.autograd.backward` and `grad` call the engine through a function of their module
-    (`_engine_run_backward`, 2.13), which is replaced until `stop_watching_backwards`.
+    (`_engine_run_backward`, 2.13), which is replaced until nothing watches any more.
     """
     private: Any = torch.autograd
-    plain = private._engine_run_backward
-    if isinstance(plain, _Watched):
-        return
-    private._engine_run_backward = _Watched(plain, around)
+    if not isinstance(private._engine_run_backward, _Watched):
+        private._engine_run_backward = _Watched(private._engine_run_backward)
+    if around not in private._engine_run_backward.arounds:
+        private._engine_run_backward.arounds += (around,)
 
 
-def stop_watching_backwards() -> None:
-    """Restores torch's own function.
+def stop_watching_backwards(around: Around) -> None:
+    """Undoes `watch_backwards(around)`; restores torch's own function if nothing else watches.
 
     If other code replaced it since, that replacement stays, and still calls ours.
     """
     private: Any = torch.autograd
-    if isinstance(private._engine_run_backward, _Watched):
-        private._engine_run_backward = private._engine_run_backward.plain
+    watched = private._engine_run_backward
+    if isinstance(watched, _Watched):
+        watched.arounds = tuple(other for other in watched.arounds if other != around)
+        if not watched.arounds:
+            private._engine_run_backward = watched.plain
 
 
 class _Watched:
     """What `torch.autograd` calls in place of the engine."""
 
-    def __init__(self, plain: Callable[..., Any], around: Around) -> None:
-        self.plain, self.around = plain, around
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+        self.arounds: tuple[Around, ...] = ()
 
     def __call__(
         self, roots: Sequence[Any], gradients: Sequence[Any] = (), *args: Any, **kwargs: Any
     ) -> Any:
-        return self.around(roots, gradients, lambda: self.plain(roots, gradients, *args, **kwargs))
+        run: Callable[[], Any] = partial(self.plain, roots, gradients, *args, **kwargs)
+        for around in self.arounds:
+            run = partial(around, roots, gradients, run)
+        return run()
 
 
 def is_in_backward() -> bool:

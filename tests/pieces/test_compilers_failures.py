@@ -155,7 +155,7 @@ def test_unreadable_saved_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -
         del node
         raise RuntimeError("Output 0 of Slice is a view that was changed in place. It is forbidden")
 
-    monkeypatch.setattr("remat.pieces.unplanned_memory.saved_tensors", refused)
+    monkeypatch.setattr("remat.pieces.eager_backward.saved_tensors", refused)
     model = Net()
     checkpoint(model)
     with pytest.raises(remat.TraceError, match="cut into pieces: Output 0 of Slice is a view"):
