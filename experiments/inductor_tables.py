@@ -12,6 +12,7 @@ COMPILE, PYTORCH, INDUCTOR, EAGER = (
     "remat",
     "eager",
 )
+WAYS = (COMPILE, PYTORCH, INDUCTOR, EAGER)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Row:
         first_bytes: peak of that first step, measured by remat itself.
         peak_bytes: everything that a later step holds, measured from outside.
         seconds: median time of a step, forward and backward.
-        compile_s: time until the first step was done.
+        compile_s: time until the first step was done; 0 where it was not measured.
         search_s: time of that in which the plan that runs was searched for.
         overhead: predicted extra compute of a plan.
         loss_difference: relative difference from the loss of `torch.compile` alone.
@@ -155,7 +156,7 @@ def _cells(row: Row, first: Row) -> list[str]:
         f"{row.peak_bytes / 2**20:.1f} MiB, {row.peak_bytes / first.peak_bytes:.0%}",
         f"{row.seconds / first.seconds:.2f} x" if first.seconds else "",
         f"{100 * row.overhead:.1f} %",
-        f"{row.compile_s / first.compile_s:.2f} x",
+        f"{row.compile_s / first.compile_s:.2f} x" if row.compile_s else "",
         f"{row.search_s / first.compile_s:.2f} x" if row.search_s else "",
         f"{row.loss_difference:.0e}",
         "" if gradient is None else f"{gradient:.0e}",
