@@ -51,17 +51,19 @@ def few_objects_to_collect() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-@pytest.fixture
-def untimed_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def untimed_guards() -> Iterator[None]:
     """Keeps torch from timing its guards.
 
     For that, it empties the processor's caches after each compilation.
     """
-    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+        yield
 
 
 @pytest.fixture
-def fresh_torch(untimed_guards: None) -> Iterator[None]:
+def fresh_torch() -> Iterator[None]:
     """Clears dynamo's compiled code before and after a test, and seeds its random numbers."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from tests.support.broken_steps import MODELS, batch
+from tests.support.broken_steps import MODELS, Halves, batch
 from tests.support.planned import COMPILES, loss_of
 
 pytestmark = [pytest.mark.usefixtures("fresh_torch", "quick_first_step"), *COMPILES]
@@ -185,7 +185,7 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
         return foretold[-1] + 20_000 if len(foretold) == 1 else foretold[-1]
 
     monkeypatch.setattr(fused_pieces.FusedPiecewise, "kernels_peak_bytes", more_at_first)
-    model = MODELS["Broken"]()
+    model = Halves()
     plain = copy.deepcopy(model)
     compiled = torch.compile(plain)
     remat.checkpoint(model, "100%", **OPTIONS)
@@ -204,7 +204,7 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
     )
     monkeypatch.setattr("remat.inductor.attempts.ATTEMPTS", 2)
     torch._dynamo.reset()
-    again = MODELS["Broken"]()
+    again = Halves()
     remat.checkpoint(again, "100%", **OPTIONS)
     with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
         again(batch(0))

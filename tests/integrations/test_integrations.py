@@ -23,10 +23,7 @@ from remat.huggingface import RematCallback as TrainerPlan  # noqa: E402
 from remat.lightning import RematCallback as LightningPlan  # noqa: E402
 from remat.solvers.auto.minimum import minimum  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # the libraries' own warnings
-    pytest.mark.usefixtures("untimed_guards"),
-]
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings
 
 
 @pytest.fixture(autouse=True)

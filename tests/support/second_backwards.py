@@ -13,7 +13,7 @@ import remat
 from tests.support.planned import UNLIMITED, Given, Steps, keep_nothing
 
 MARKS = [
-    pytest.mark.usefixtures("untimed_guards", "quick_first_step"),
+    pytest.mark.usefixtures("quick_first_step"),
     # torch's own warnings: about what dynamo reads, and how it handles a custom function
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
