@@ -8,7 +8,7 @@ import torch
 import remat
 from experiments.attention import TILE, error_ulp, fused, tiled, written_out
 from experiments.checkmate_figures import at_batch
-from experiments.depth_growth import exponents
+from experiments.depth_growth import exponents, laws
 from experiments.figures import leanest, table
 from experiments.lecture_chain import by_hand, chain
 from experiments.side_by_side import INDUCTOR, judged
@@ -81,6 +81,7 @@ def test_known_growth_gives_its_exponent() -> None:
         "sharing": 1.0,
         "drop cheap": 1.0,
         "sublinear": 0.5,
+        "ours, same price": 0.5,
         "ours, least": 0.0,
     }
 
@@ -89,6 +90,10 @@ def test_known_growth_gives_its_exponent() -> None:
         for n in (4, 8, 16, 32)
     ]
     assert exponents(rows) == pytest.approx(powers, abs=1e-9)
+    assert laws(rows) == {
+        way: {1.0: "linear", 0.5: "square root", 0.0: "constant"}[power]
+        for way, power in powers.items()
+    }
 
 
 def test_a_table_is_markdown() -> None:
