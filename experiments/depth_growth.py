@@ -345,9 +345,11 @@ def _draw_growth(axes: Any, name: str, record: Mapping[str, Any]) -> None:
         y = [row["ways"][way]["bytes"] / 2**20 for row in rows]
         axes.loglog(sizes, y, "o-", color=colour, markersize=5, label=way)
 
-        text = f"{record['laws'][name][way]}, {record['exponents'][name][way]:.2f}"
-        # these two almost coincide on the LSTM
-        offset = (6, {"sharing": 1, "drop cheap": -8}.get(way, -3))
+        power = round(record["exponents"][name][way], 2) + 0.0  # no -0.00
+        text = f"{record['laws'][name][way]}, {power:.2f}"
+        # these almost coincide on the LSTM
+        close = {"sharing": 1, "drop cheap": -8, "sublinear": 3, "ours, same price": -8}
+        offset = (6, close.get(way, -3))
         axes.annotate(
             text,
             (sizes[-1], y[-1]),
