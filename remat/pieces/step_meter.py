@@ -137,24 +137,25 @@ class StepMeter:
     def _around(
         self, roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], Any]
     ) -> Any:
-        """Runs a backward; if it is this step's, it measures what ran after the forward too."""
-        node = self._node() if self._node is not None else None
-        if self._state != "forward" or is_in_backward() or is_compiled_autograd_on():
-            return run()
-
-        behind = list(nodes_behind(roots))
-        if node in behind:
-            stop_watching_backwards(self._around)
-            later = [
-                other
-                for other in behind
-                if not hasattr(other, "variable") and sequence_number(other) > self._last_number
-            ]
-            if not any(map(is_compiled_node, later)):  # another plan, with a budget of its own
-                self._follow([*roots, *gradients])
-                self._watch(later)
-        del node, behind
+        """Runs a backward; if it is this step's, what ran after the forward is measured too."""
+        if self._state == "forward" and not is_in_backward() and not is_compiled_autograd_on():
+            self._watch_later(roots, gradients)  # it keeps no node alive
         return run()
+
+    def _watch_later(self, roots: Sequence[Any], gradients: Sequence[Any]) -> None:
+        node, behind = self._node() if self._node else None, list(nodes_behind(roots))
+        if node not in behind:
+            return
+
+        stop_watching_backwards(self._around)
+        later = [
+            other
+            for other in behind
+            if not hasattr(other, "variable") and sequence_number(other) > self._last_number
+        ]
+        if not any(map(is_compiled_node, later)):  # of another plan, with a budget of its own
+            self._follow([*roots, *gradients])
+            self._watch(later)
 
     def forget(self) -> None:
         """Drops the measurement of a forward whose backward did not follow."""
