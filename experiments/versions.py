@@ -4,8 +4,8 @@
 
 Makes a virtual environment for each version in the folder (a CUDA build of several GB if PyPI has
 no other), installs this checkout with its test extra, and runs the tests of the parts that use
-private names of PyTorch: tracing, rewriting, running, Inductor, gradients that must never be
-wrong. Writes `experiments/results/versions.json` and `.md` after each version; versions named on
+private names of PyTorch: tracing, rewriting, running, pieces, Inductor, gradients that must never
+be wrong. Writes `experiments/results/versions.json` and `.md` after each version; versions named on
 the command line are run again.
 """
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "versions.json"
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = (
-    "tests/tracers", "tests/run", "tests/inductor", "tests/face",
+    "tests/tracers", "tests/run", "tests/pieces", "tests/inductor", "tests/face",
     "tests/promises/test_never_wrong.py", "tests/promises/test_computed_again.py",
     "tests/promises/test_training_loops.py",
 )  # fmt: skip
