@@ -99,10 +99,21 @@ def read_joint(
     refuse_uneven_gates(module.graph)
     storages = Storages()
     mark_phases(module.graph, num_forward_outputs)
+    _check_every_version(module.graph)
     clean(module, storages)
     return _Reader(module, num_forward_outputs, costs, frozenset(static_inputs), storages).read(
         model_bytes
     )
+
+
+def _check_every_version(graph: fx.Graph) -> None:
+    """Makes autograd check that no saved tensor was changed, as for `save_for_backward`.
+
+    AOTAutograd marks what a custom `autograd.Function` stores as an attribute of `ctx`. It expects
+    such tensors to be the last that are saved, and neither checks nor frees as many (torch 2.13).
+    """
+    for node in graph.nodes:
+        node.meta.pop("saved_tensor_with_no_vc_check", None)
 
 
 class _Reader:
@@ -292,7 +303,7 @@ class _Reader:
         """Returns why an operator may not be computed again; empty where it may."""
         pinned = pinned_reason(node, self.table.device_type)
         if not pinned and not self.table.unsavable.isdisjoint(reads):
-            pinned = "it reads an inference tensor, which autograd can't keep for the backward"
+            pinned = "it reads an input that autograd can't keep for the backward"
         if not pinned and any(key in self.kept_storages for key in fresh):
             pinned = "its result leaves the forward, and is kept anyway"
         return pinned

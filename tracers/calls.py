@@ -185,7 +185,7 @@ class Call:
                 if not declared.kwarg_only and position < len(self.args):
                     return self.args[position]
                 return dict(self.kwargs).get(name, declared.default_value)
-        raise KeyError(f"{self.target} has no argument {name!r}")
+        raise KeyError(f"{self.target} has no argument {name!r}; see {self.target._schema}")
 
     def __str__(self) -> str:
         named = [f"{name}={_text(value)}" for name, value in self.kwargs]

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from remat.core.operators import Phase
 
 from .phases import phase_of
-from .recomputable import is_inference, is_random, pinned_reason
+from .recomputable import is_random, pinned_reason, unsavable_inputs
 from .storages import Storages, tensors_of
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def clean(module: fx.GraphModule, storages: Storages) -> None:
     """
     graph = module.graph
     output = graph.output_node()
-    unsavable = {storages.of(n) for n in graph.find_nodes(op="placeholder") if is_inference(n)}
+    unsavable = set(map(storages.of, unsavable_inputs(graph)))
 
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -79,7 +79,7 @@ def _reads_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _separates_a_result(node: fx.Node, storages: Storages) -> bool:
-    """True where a result would share memory, without the copy, that it must not share."""
+    """True where, without the copy, a result would share memory that it must not share."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
 

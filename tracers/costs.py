@@ -1,4 +1,4 @@
-"""Cost models: the time that an operator takes, and the memory that it needs meanwhile.
+"""Cost models: the time that an operator takes, and the workspace that it needs.
 
 - `flops()` counts floating-point operations and has no unit of time.
 - `roofline(device)` is the longer of arithmetic at the device's peak rate and bytes moved at its
@@ -63,7 +63,7 @@ class CostModel(ABC):
     def workspace_of(self, call: Call) -> int:
         """Returns the workspace of a call that is made while another program is compiled.
 
-        On a GPU it is known if the call was measured.
+        On a GPU it is 0 unless the same call was measured before.
         """
         if call.device_type == "cpu":
             return workspace_bytes(call, "cpu")

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
+from .devices import AMPERE, HOPPER, Device
+
 aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # widest head for flash attention and cuDNN
-_WITH_CUDNN = ("H100", "H200", "B200")  # prefixes of names in the device table
-_WITHOUT_FLASH = ("V100", "T4")
 
 
 @contextmanager
-def cuda_attention(device_name: str) -> Iterator[None]:
-    """Traces attention as a card of the device table runs it, in a `with` block.
+def cuda_attention(device: Device) -> Iterator[None]:
+    """Traces attention as `device` runs it, in a `with` block.
 
     It applies to the whole process.
     """
@@ -45,7 +45,7 @@ def cuda_attention(device_name: str) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Any:
         query, key, value, attn_mask = map(_as_autocast, (query, key, value, attn_mask))
-        kernel = chosen_kernel(device_name, query, key, attn_mask, enable_gqa=enable_gqa)
+        kernel = chosen_kernel(device, query, key, attn_mask, enable_gqa=enable_gqa)
         mask = _as_float(attn_mask, query.dtype)
 
         needs_gradient = torch.is_grad_enabled() and _any_requires_grad(query, key, value)
@@ -79,7 +79,7 @@ def cuda_attention(device_name: str) -> Iterator[None]:
 
 
 def chosen_kernel(
-    device_name: str,
+    device: Device,
     query: torch.Tensor,
     key: torch.Tensor,
     mask: torch.Tensor | None,
@@ -89,7 +89,7 @@ def chosen_kernel(
     """Returns `cudnn`, `flash`, `efficient` or `math`.
 
     Args:
-        device_name: a name of the device table.
+        device: a GPU of the device table.
         query: of shape (batch, heads, length, width).
         key: likewise, with fewer heads if `enable_gqa`.
         mask: added to the scores, or None.
@@ -100,9 +100,9 @@ def chosen_kernel(
 
     is_half, width = query.dtype in _HALF, query.shape[-1]
     is_short = width <= _WIDEST and width % 8 == 0
-    if is_half and is_short and device_name.startswith(_WITH_CUDNN):
+    if is_half and is_short and device.capability >= HOPPER:
         return "cudnn"
-    if is_half and is_short and mask is None and not device_name.startswith(_WITHOUT_FLASH):
+    if is_half and is_short and mask is None and device.capability >= AMPERE:
         return "flash"
 
     return "math" if enable_gqa and key.shape[1] != query.shape[1] else "efficient"

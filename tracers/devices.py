@@ -31,10 +31,12 @@ _CUDA_LAUNCH_S = 3.8e-6
 # Workspaces of cuBLAS for the forward's thread and for the backward's: torch's default of 8,320 KiB
 # each (CublasHandlePool.cpp); on Hopper and later, what an H100 showed (results/gpu_run.jsonl).
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 2 * 8_320 << 10, 65 << 20
-_HOPPER = ("H100", "H200", "B200")
 
-# FLOP in whose time a GPU draws one random number with Philox4x32-10 (Salmon et al., 2011): ten
-# rounds of about ten integer instructions, for which it has half as many units as for float32.
+# NVIDIA's compute capabilities, by architecture; developer.nvidia.com/cuda-gpus has each card's
+VOLTA, TURING, AMPERE, ADA, HOPPER, BLACKWELL = 7.0, 7.5, 8.0, 8.9, 9.0, 10.0
+
+# A GPU draws one random number in the time of this many FLOP. Philox4x32-10 (Salmon et al., 2011)
+# has ten rounds of about ten integer instructions, which run at half the rate of float32.
 _DRAW_FLOP = 200
 
 
@@ -52,8 +54,8 @@ class Device:
         source: the document of the figures.
         draws_per_s: random numbers per second.
         cuda_names: words that must all occur in the name that CUDA reports.
+        capability: NVIDIA's compute capability, which decides what torch runs; 0.0 for a CPU.
         launch_s: least time of one operator, in seconds.
-        library_bytes: bytes that cuBLAS holds from its first product on.
         type: torch's device type, `cpu` or `cuda`.
     """
 
@@ -68,9 +70,16 @@ class Device:
     source: str
     draws_per_s: float
     cuda_names: tuple[str, ...] = ()
+    capability: float = 0.0
     launch_s: float = _CUDA_LAUNCH_S
-    library_bytes: int = _CUBLAS_BYTES
     type: str = "cuda"
+
+    @property
+    def library_bytes(self) -> int:
+        """Bytes that cuBLAS holds from its first product on."""
+        if self.type == "cpu":
+            return 0
+        return _CUBLAS_HOPPER_BYTES if self.capability >= HOPPER else _CUBLAS_BYTES
 
     def flop_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
         """Returns the FLOP/s of a matrix multiplication with inputs of `dtype`."""
@@ -86,6 +95,7 @@ class Device:
 
 def _gpu(
     name: str,
+    capability: float,
     tflops: tuple[float, float, float, float, float],
     gb_per_s: float,
     gb: int,
@@ -105,7 +115,7 @@ def _gpu(
         source,
         fp32 / _DRAW_FLOP,
         cuda_names,
-        library_bytes=_CUBLAS_HOPPER_BYTES if cuda_names[0] in _HOPPER else _CUBLAS_BYTES,
+        capability,
     )
 
 
@@ -122,6 +132,7 @@ _H100 = (
     "NVIDIA H100 datasheet, half the figures with sparsity, "
     "resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
 )
+_PCIE, _NVL, _SXM = (f"{_H100} ({form})" for form in ("PCIe", "NVL", "SXM"))
 _H200 = (
     "NVIDIA H200 datasheet (SXM), half the figures with sparsity, nvidia.com/en-us/data-center/h200"
 )
@@ -137,24 +148,25 @@ _T4 = "NVIDIA T4 datasheet, nvidia.com/en-us/data-center/tesla-t4"
 _ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A (RTX 4090)"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (RTX 3090)"
 
-# fp32, tf32, bf16, fp16, fp8 in TFLOPS; GB/s; GB. More specific names come first.
+# capability; fp32, tf32, bf16, fp16, fp8 in TFLOPS; GB/s; GB; source; words of CUDA's name. More
+# specific names come first.
 _TABLE = (
-    _gpu("V100-32", (15.7, 0, 0, 125, 0), 900, 32, _V100, "V100", "32GB"),
-    _gpu("V100", (15.7, 0, 0, 125, 0), 900, 16, _V100, "V100"),
-    _gpu("A100-40", (19.5, 156, 312, 312, 0), 1555, 40, _A100_40, "A100", "40GB"),
-    _gpu("A100-80", (19.5, 156, 312, 312, 0), 2039, 80, _A100, "A100"),
-    _gpu("H100-PCIe", (51, 378, 756.5, 756.5, 1513), 2000, 80, _H100 + " (PCIe)", "H100", "PCIe"),
-    _gpu("H100-NVL", (60, 417.5, 835.5, 835.5, 1670.5), 3900, 94, _H100 + " (NVL)", "H100", "NVL"),
-    _gpu("H100", (67, 494.5, 989.5, 989.5, 1979), 3350, 80, _H100 + " (SXM)", "H100"),
-    _gpu("H200", (67, 494.5, 989.5, 989.5, 1979), 4800, 141, _H200, "H200"),
-    _gpu("B200", (80, 1100, 2250, 2250, 4500), 8000, 180, _B200, "B200"),
-    _gpu("L4", (30.3, 60, 121, 121, 242.5), 300, 24, _L4, "L4"),
-    _gpu("L40S", (91.6, 183, 362, 362, 733), 864, 48, _L40S, "L40S"),
-    _gpu("A10", (31.2, 62.5, 125, 125, 0), 600, 24, _A10, "A10"),
-    _gpu("A10G", (31.5, 35, 70, 70, 0), 600, 24, _A10G, "A10G"),
-    _gpu("T4", (8.1, 0, 0, 65, 0), 320, 16, _T4, "T4"),
-    _gpu("RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 24, _ADA, "RTX", "4090"),
-    _gpu("RTX 3090", (35.6, 35.6, 71, 71, 0), 936, 24, _GA102, "RTX", "3090"),
+    _gpu("V100-32", VOLTA, (15.7, 0, 0, 125, 0), 900, 32, _V100, "V100", "32GB"),
+    _gpu("V100", VOLTA, (15.7, 0, 0, 125, 0), 900, 16, _V100, "V100"),
+    _gpu("A100-40", AMPERE, (19.5, 156, 312, 312, 0), 1555, 40, _A100_40, "A100", "40GB"),
+    _gpu("A100-80", AMPERE, (19.5, 156, 312, 312, 0), 2039, 80, _A100, "A100"),
+    _gpu("H100-PCIe", HOPPER, (51, 378, 756.5, 756.5, 1513), 2000, 80, _PCIE, "H100", "PCIe"),
+    _gpu("H100-NVL", HOPPER, (60, 417.5, 835.5, 835.5, 1670.5), 3900, 94, _NVL, "H100", "NVL"),
+    _gpu("H100", HOPPER, (67, 494.5, 989.5, 989.5, 1979), 3350, 80, _SXM, "H100"),
+    _gpu("H200", HOPPER, (67, 494.5, 989.5, 989.5, 1979), 4800, 141, _H200, "H200"),
+    _gpu("B200", BLACKWELL, (80, 1100, 2250, 2250, 4500), 8000, 180, _B200, "B200"),
+    _gpu("L4", ADA, (30.3, 60, 121, 121, 242.5), 300, 24, _L4, "L4"),
+    _gpu("L40S", ADA, (91.6, 183, 362, 362, 733), 864, 48, _L40S, "L40S"),
+    _gpu("A10", 8.6, (31.2, 62.5, 125, 125, 0), 600, 24, _A10, "A10"),
+    _gpu("A10G", 8.6, (31.5, 35, 70, 70, 0), 600, 24, _A10G, "A10G"),
+    _gpu("T4", TURING, (8.1, 0, 0, 65, 0), 320, 16, _T4, "T4"),
+    _gpu("RTX 4090", ADA, (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 24, _ADA, "RTX", "4090"),
+    _gpu("RTX 3090", 8.6, (35.6, 35.6, 71, 71, 0), 936, 24, _GA102, "RTX", "3090"),
 )
 _ALIASES = {
     "a100": "A100-80",
@@ -204,12 +216,13 @@ def device_of_cuda_name(cuda_name: str) -> Device:
             return candidate
     raise ValueError(
         f"the GPU {cuda_name!r} is not in the table of devices ({', '.join(known_devices())}); "
-        'measure it with costs="profile", or name the most similar one, costs="roofline:A100"'
+        'name the most similar one (device="A100" in fits, max_batch and doctor, elsewhere '
+        'costs="roofline:A100"), or measure it with costs="profile"'
     )
 
 
 def local_device(device_type: str = "") -> Device:
-    """Returns this machine's device: its current GPU, or `cpu` if it has none or is asked for."""
+    """Returns this machine's current GPU, or `cpu` if it has none or `device_type` is `cpu`."""
     if device_type != "cpu" and torch.cuda.is_available():
         known = device_of_cuda_name(torch.cuda.get_device_name())
         _, total_bytes = torch.cuda.mem_get_info()  # a MIG slice has less than the card
@@ -280,14 +293,15 @@ def _cpu() -> Device:
         source,
         draws_per_s,
         launch_s=launch_s,
-        library_bytes=0,
         type="cpu",
     )
 
 
 def _measure_cpu() -> tuple[float, ...]:
-    """Returns FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, seconds per
-    operator, and random numbers per second of a dropout.
+    """Returns the figures of this CPU, in the order of `_FIGURES`.
+
+    FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, seconds per operator, and
+    random numbers per second of a dropout.
     """
     size = 512
     rates = []

@@ -20,9 +20,10 @@ def mark_phases(graph: fx.Graph, num_forward_outputs: int) -> None:
     """Tags each node of a joint graph "is_forward" or "is_backward".
 
     AOTAutograd tags what the forward made, and has other tags for changes of inputs. A node without
-    a tag, such as one made by the backward of a custom `autograd.Function`, belongs to the
-    backward, unless the forward reads it, as it reads the seeds that Inductor adds for random
-    numbers, or it is one of the forward's results, as a product with a number that changes may be.
+    a tag belongs to the backward; the backward of a custom `autograd.Function` makes such nodes.
+    There are two exceptions, which belong to the forward: nodes that the forward reads (the seeds
+    that Inductor adds for random numbers), and results of the forward (such as a product with a
+    Python number that changes from step to step).
 
     Raises:
         TraceError: the backward changes an input or a buffer.

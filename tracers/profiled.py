@@ -31,7 +31,7 @@ class Profile(CostModel):
     """Median seconds and workspace of each call on this machine's CPU or GPU.
 
     Operators that can't be run alone (collectives, custom and higher-order operators) are estimated
-    by the roofline of the device, with a warning.
+    by the roofline of the device, or by the A100's if the table lacks it, with a warning.
 
     Attributes:
         device_type: `cpu` or `cuda`; calls on another device are estimated as well.
@@ -97,6 +97,6 @@ def profile(device_type: str = "") -> Profile:
     if device_type not in ("", "cpu", "cuda") or (device_type == "cuda" and not has_cuda):
         raise ValueError(
             f"costs can't be measured on {device_type!r} here, only on "
-            f"{'cpu or cuda' if has_cuda else 'cpu'}"
+            f'{"cpu or cuda" if has_cuda else "cpu"}; use that, or costs="roofline:DEVICE"'
         )
     return Profile(device_type or ("cuda" if has_cuda else "cpu"))

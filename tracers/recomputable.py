@@ -79,9 +79,19 @@ def mark_inference_inputs(joint: fx.GraphModule, are_marked: Sequence[bool]) -> 
             node.meta["is_inference"] = True
 
 
-def is_inference(node: fx.Node) -> bool:
-    """True for an input that `mark_inference_inputs` marked."""
-    return bool(node.meta.get("is_inference"))
+def unsavable_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the inputs of a joint graph that the backward can't read.
+
+    They were made under `torch.inference_mode()`, or AOTAutograd writes into them after the forward
+    (an input that needs a gradient and that the step changes).
+    """
+    described = graph.output_node().meta.get("desc") or ()
+    changed = [desc.mutated_input for desc in described if hasattr(desc, "mutated_input")]
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta.get("is_inference") or node.meta.get("desc") in changed
+    ]
 
 
 def pinned_reason(node: fx.Node, device_type: str) -> str:
@@ -237,6 +247,7 @@ def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
         and len(node.args) == 2
         and not node.kwargs
         and node.args[1] in candidates
+        and _has_type_of(node.args[0], output)
     ):
         assert isinstance(node.args[1], fx.Node)
         yield InPlaceForm(node.args[1], method, (node.args[1], node.args[0]), {})
@@ -247,6 +258,14 @@ def candidate_forms(node: fx.Node, device_type: str) -> Iterator[InPlaceForm]:
         overload, out_name = found
         for arg in candidates:
             yield InPlaceForm(arg, overload, node.args, {**node.kwargs, out_name: arg})
+
+
+def _has_type_of(argument: Any, output: Any) -> bool:
+    """True for a tensor in the type of the output.
+
+    A float32 scalar is rounded to bfloat16 as the first operand, and not as the second one.
+    """
+    return isinstance(argument, fx.Node) and argument.meta["val"].dtype == output.dtype
 
 
 def _has_same_layout(value: Any, output: Any) -> bool:

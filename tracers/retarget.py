@@ -1,12 +1,16 @@
 """The graph of a step as a GPU would run it, on a machine without one.
 
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
-the CPU, and known differences are corrected: CUDA has other attention kernels, its autocast casts
-for other operators, its dropout saves one byte per element in every precision, its layer and batch
-norms save statistics in float32, its allocator rounds sizes, the generator's state takes no memory
-of the device, and some kernels may not run twice. Two differences remain: the workspace of
-convolutions, which only the card knows, and a reserve buffer that cuDNN saves for batch norm in
-channels-last layout.
+the CPU, and the known differences are corrected. On CUDA:
+
+- attention has other kernels, and autocast casts for other operators;
+- dropout saves one byte per element in every precision, and layer and batch norms save their
+  statistics in float32;
+- the allocator rounds sizes, and the generator's state takes no memory of the device;
+- some kernels may not run twice.
+
+Two differences remain: the workspace of convolutions, which only the card knows, and a reserve
+buffer that cuDNN saves for batch norm in channels-last layout.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def traced_on(device_type: str) -> str:
 
 @contextmanager
 def as_on(device: Device, *, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Traces on `traced_on(device.type)` what a device runs, in a `with` block.
+    """Makes a `with` block trace what `device` would run, on `traced_on(device.type)`.
 
     Args:
         device: one of the table, or this machine's.
@@ -49,7 +53,7 @@ def as_on(device: Device, *, autocast: torch.dtype | None = None) -> Iterator[No
     """
     on = traced_on(device.type)
     with (
-        nullcontext() if device.type == on else as_on_cuda(device.name),
+        nullcontext() if device.type == on else as_on_cuda(device),
         torch.autocast(on, autocast, enabled=autocast is not None),
     ):
         yield
@@ -59,11 +63,11 @@ _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
 
 
 @contextmanager
-def as_on_cuda(device_name: str) -> Iterator[None]:
+def as_on_cuda(device: Device) -> Iterator[None]:
     """Traces on the CPU what a card runs: its attention, its dropout and its autocast."""
     token = _is_for_cuda.set(True)
     try:
-        with cuda_attention(device_name), cuda_autocast():
+        with cuda_attention(device), cuda_autocast():
             yield
     finally:
         _is_for_cuda.reset(token)
@@ -75,9 +79,10 @@ def is_for_cuda() -> bool:
 
 
 def allocated_bytes(size_bytes: int, device_type: str) -> int:
-    """Returns what the allocator takes for a storage on tensors of `device_type`, `cpu` or `cuda`.
+    """Returns the bytes that the allocator of `device_type` takes for a storage.
 
-    CUDA's allocator rounds sizes; so they are while a step on CPU tensors is traced for a card.
+    CUDA's allocator rounds sizes up to multiples of 512 bytes. Sizes are rounded in the same way
+    while a step on CPU tensors is traced for a card.
     """
     if device_type != "cuda" and not is_for_cuda():
         return size_bytes

@@ -14,7 +14,7 @@ from remat.torch_border.higher_order import is_token
 from remat.torch_border.scalars import is_symbol
 
 from .phases import is_backward_input
-from .recomputable import is_inference
+from .recomputable import unsavable_inputs
 from .retarget import allocated_bytes, is_for_cuda, statistics_on_cuda
 from .storages import Storages
 
@@ -42,7 +42,7 @@ class StepValues:
         values: the values so far.
         value_of: tensor node -> the value of its storage.
         value_of_storage: key of a storage -> its value.
-        unsavable: values of inference tensors, which autograd can't save.
+        unsavable: values of inputs that the backward can't read.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class StepValues:
         # effect tokens come first, and have no gradients
         num_tokens = sum(is_token(node) and not is_backward_input(node) for node in inputs)
         gradients = [*[None] * num_tokens, *self.gradients]
+        unsavable = set(unsavable_inputs(self.module.graph))
 
         for node in order:
             if node.op not in ("placeholder", "get_attr"):
@@ -128,7 +129,7 @@ class StepValues:
                 self.add(node.name, tensor, self._input_kind(node, primals, gradients))
             self.value_of[node] = self.value_of_storage[key]
 
-            if is_inference(node):
+            if node in unsavable:
                 self.unsavable.add(self.value_of[node])
 
     def _input_kind(self, node: fx.Node, place: int, gradients: Sequence[Any]) -> ValueKind:

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 
 from .cache import DiskCache, cache_path
-from .calls import Call, aten
+from .calls import Call, TensorSpec, aten
 from .counts import CONVOLUTIONS, bytes_moved, flop_of
 from .cpu_workspace import formula_bytes
 from .devices import machine
@@ -96,13 +96,16 @@ def _measure_smaller_batches(call: Call) -> int:
 
 
 def _with_batch(call: Call, batch: int) -> Call:
-    num_images = 2 if call.packet is aten.convolution_backward else 1
-    images = tuple(
-        dataclasses.replace(t, shape=(batch, *t.shape[1:])) for t in call.args[:num_images]
-    )
-    outputs = (
-        call.outputs
-        if num_images == 2
-        else (dataclasses.replace(call.outputs[0], shape=(batch, *call.outputs[0].shape[1:])),)
-    )
-    return dataclasses.replace(call, args=images + call.args[num_images:], outputs=outputs)
+    """Returns the call of a convolution, or of its backward, with another number of images."""
+
+    def of_batch(images: TensorSpec) -> TensorSpec:
+        return dataclasses.replace(images, shape=(batch, *images.shape[1:]))
+
+    is_backward = call.packet is aten.convolution_backward
+    num_images = 2 if is_backward else 1
+    args = (*map(of_batch, call.args[:num_images]), *call.args[num_images:])
+
+    # the first result has images: the output, or the gradient of the input if it is asked for
+    has_images = not is_backward or call.argument("output_mask")[0]
+    outputs = (of_batch(call.outputs[0]), *call.outputs[1:]) if has_images else call.outputs
+    return dataclasses.replace(call, args=args, outputs=outputs)

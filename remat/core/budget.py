@@ -48,6 +48,11 @@ def parse_budget(budget: Budget, *, keep_all_bytes: int | None = None) -> int:
     return size_bytes
 
 
+def check_budget(budget: Budget) -> None:
+    """Raises what `parse_budget` would raise whatever the peak of keeping everything is."""
+    parse_budget(budget, keep_all_bytes=limits.MOST_BYTES if is_percentage(budget) else None)
+
+
 def is_percentage(budget: Budget | None) -> bool:
     """True if the budget is a percentage of the peak of keeping everything."""
     return isinstance(budget, str) and budget.strip().endswith("%")
@@ -88,7 +93,7 @@ def format_bytes(size_bytes: float) -> str:
                 f"{size:.0f} B"
                 if unit == "B"
                 else f"{size:.3g} {unit}"
-                if abs(size) < 1000
+                if abs(size) < 999.5
                 else f"{size:.0f} {unit}"
             )
         size /= 1024

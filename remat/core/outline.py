@@ -17,7 +17,7 @@ from remat.core.operators import Operator
 _OF_INPUTS = (
     "there are more or fewer inputs or parameters",
     "an input has another size",
-    "a parameter is not trained, or is an input, in only one of the two",
+    "in only one of the two, a parameter is frozen or is passed as an input",
 )
 _OF_OPERATORS = (
     "is a different operator",

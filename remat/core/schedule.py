@@ -151,6 +151,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     )
 
 
+def keep_all_peak(graph: Graph) -> int:
+    """Returns the peak in bytes of keeping everything; O(V + E)."""
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
 def lifetimes(graph: Graph, steps: NDArray[np.int64]) -> Lifetimes:
     """Returns the first and the last step that each computation of a value is in memory.
 

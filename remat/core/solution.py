@@ -326,7 +326,7 @@ class Solution:
         if found:
             raise ScheduleError(
                 f"this plan is broken: {found[0].rule} (step {found[0].step}: "
-                f"{shortened(found[0].detail)})"
+                f"{shortened(found[0].detail)}); solve again"
             )
 
     def _bound_on(self, graph: Graph, cost_s: float) -> float:

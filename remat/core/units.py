@@ -45,6 +45,10 @@ class Scale:
         )
         return f"{digits} {self.name}".rstrip()
 
+    def label(self, text: str, unit: str) -> str:
+        """Returns `text` with this scale: `memory (GiB)`, or `memory (units)` without a unit."""
+        return f"{text} ({self.name})" if unit else f"{text} ({self.name} units)".replace("( ", "(")
+
 
 @dataclass(frozen=True, slots=True)
 class Units:

@@ -7,6 +7,7 @@ returns the two halves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -252,6 +253,11 @@ def check_joint(joint: fx.GraphModule, inference: Sequence[bool]) -> None:
 def refuse_uncapturable(module: fx.GraphModule) -> None:
     """Raises `TraceError` for what no plan can run, `GraphBreak` where the graph has to be cut."""
     refuse_scans(module)
+    refuse_unplannable(module)
+
+
+def refuse_unplannable(module: fx.GraphModule) -> None:
+    """Does the same as `refuse_uncapturable`, but allows scans, which Inductor can run."""
     refuse_cudnn_rnns(module)
     refuse_changing_sizes(module.graph)
     refuse_nested(module)
@@ -366,13 +372,10 @@ def with_own_gradients(compiled: Callable[..., Any], planned: PlannedStep) -> Ca
 
     Its backward refuses to run on results that were changed in place; see `SharedResults`.
     """
-    step = planned.step
-    may_miss_gradients = Tangents(step.module, step.num_forward_outputs).num > 1
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        if may_miss_gradients:
-            keep_missing_gradients(results)
+        keep_missing_gradients(results)
         planned.shared.watch(results)
         return results
 
@@ -406,3 +409,15 @@ def device_type(module: nn.Module) -> str:
             "is for one GPU; plan the part on each GPU separately, or use one process per GPU"
         )
     return "cuda" if "cuda" in types else "cpu"
+
+
+def refuse_other_gpu(module: nn.Module) -> None:
+    """Raises `TraceError` for a module on a GPU that is not the current one, which is measured."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    index = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
+    if index is not None and index != torch.cuda.current_device():
+        raise TraceError(
+            f"{type(module).__name__} is on cuda:{index}, and the current GPU, whose memory is "
+            f"measured, is cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({index}) "
+            "first"
+        )

@@ -41,7 +41,10 @@ class CountStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.makes_numbers_up:
-            # stands for the value of `step.item()`, which sizes do not depend on
+            # stands for the value of `step.item()`, which sizes do not depend on, or for the answer
+            # of a check, such as whether a tensor has NaNs
+            if args[0].dtype is torch.bool:
+                return False
             return 0.5 if args[0].is_floating_point() else 1
 
         result = func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -60,23 +61,31 @@ def plain_kernels() -> Iterator[None]:
 
 
 def _plain_where_it_rounds(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns dropout that on the CPU, in bfloat16 or float16, is computed as in eager mode.
+    """Returns dropout that is computed as in eager mode where the fused one gives other bits.
 
-    The fused dropout rounds its scale differently there. On CUDA, eager mode runs the fused one.
+    On a CPU the fused dropout rounds its scale differently, in bfloat16 and float16 always, in
+    float32 for some p, such as 0.15. With p = 1 it draws numbers, and eager mode does not. On CUDA,
+    eager mode runs the fused one for 0 < p < 1.
     """
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> Any:
-        if (
-            not train
-            or x.device.type != "cpu"
-            or is_for_cuda()
-            or x.dtype not in (torch.bfloat16, torch.float16)
-            or not 0 < p < 1
-        ):
+        if train and p == 1:
+            return x * torch.zeros((), dtype=x.dtype, device=x.device)
+        is_eager_fused = x.device.type != "cpu" or is_for_cuda() or _rounds_alike(p, x.dtype)
+        if not train or p == 0 or is_eager_fused:
             return fused(x, p, train)
         return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
     return dropout
+
+
+def _rounds_alike(p: Any, dtype: torch.dtype) -> bool:
+    """True if 1 divided by the rounded 1 - p is the rounded 1 / (1 - p), and p is known."""
+    if isinstance(p, torch.SymFloat):
+        return False
+    if dtype is torch.float32:
+        return bool(np.float32(1) / np.float32(1 - p) == np.float32(1 / (1 - p)))
+    return dtype is torch.float64
 
 
 def as_the_kernel_lays_out(operator: Any, result: Any, args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from remat.core.schedule import Schedule, lifetimes
 from remat.core.validate import validate
 from remat.run.random_state import draw, replay, take_state
 from remat.torch_border.scalars import is_symbol
-from remat.tracers.aot import TracedStep
+from remat.tracers.aot import CPU_GENERATOR_BYTES, TracedStep
 from remat.tracers.phases import is_backward_input
 from remat.tracers.step_values import is_part
 
@@ -278,6 +278,8 @@ class _Writer:
         return found
 
     def _from_snapshot(self, node: fx.Node, snapshot: fx.Node) -> fx.Node:
+        if node not in self.step.value_of:
+            return self.read(node)  # an index or a size
         if node.op == "placeholder":
             return snapshot
         return self.graph.node_copy(node, lambda source: self._from_snapshot(source, snapshot))
@@ -295,5 +297,7 @@ def _device_of(node: fx.Node) -> torch.device:
 
 def _state_of(node: fx.Node) -> torch.Tensor:
     return torch.empty(
-        5056 if _device_of(node).type == "cpu" else 16, dtype=torch.uint8, device="meta"
+        CPU_GENERATOR_BYTES if _device_of(node).type == "cpu" else 16,
+        dtype=torch.uint8,
+        device="meta",
     )

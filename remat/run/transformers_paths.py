@@ -74,7 +74,10 @@ class _Paths:
 
 
 def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
-    """Dynamo always reports that it exports (torch 2.13), and exported models make masks."""
+    """Returns `plain`, but False while dynamo captures.
+
+    Dynamo always reports that it exports (torch 2.13), and exported models make masks.
+    """
 
     def is_exporting() -> bool:
         return not torch.compiler.is_dynamo_compiling() and plain()
@@ -83,7 +86,10 @@ def _never_exporting(plain: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _never_tracing_nothing(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Without a padding mask no tensor is traced, but transformers before 5.23 says one is."""
+    """Returns `plain`, but False while dynamo captures a call without a padding mask.
+
+    No tensor is traced then, but transformers before 5.23 says that one is.
+    """
 
     def is_tracing(tensor: Any = None) -> bool:
         if tensor is None and torch.compiler.is_dynamo_compiling():
@@ -96,9 +102,9 @@ def _never_tracing_nothing(plain: Callable[..., bool]) -> Callable[..., bool]:
 def _packed_where_plain_finds_any(
     plain: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Plain PyTorch tells from the positions whether several sequences share a row.
+    """Returns `plain`, but decided at capture if the positions don't depend on an input.
 
-    A captured step can do the same where the positions don't depend on an input.
+    Plain PyTorch tells from the positions whether several sequences share a row.
     """
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -113,9 +119,10 @@ def _packed_where_plain_finds_any(
 
 
 def _looping_where_short(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain step loops over the sequence, whatever `use_associative_scan` is.
+    """Returns `plain`, but with the loop for short sequences while dynamo captures.
 
-    A captured step does so for short sequences; for long ones the loop has too many operators.
+    A plain step always loops over the sequence. For long ones, the captured loop would have too
+    many operators.
     """
 
     def mamba_selective_scan(

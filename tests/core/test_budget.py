@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.core.budget import describe_bytes, format_bytes, parse_budget
+from remat.core.budget import check_budget, describe_bytes, format_bytes, parse_budget
 from remat.core.graph import Graph
 from remat.core.operators import Operator, Value
 from remat.core.units import Scale, Units
@@ -31,6 +31,11 @@ def test_every_way_of_writing_a_budget_is_read(budget: int | str, size_bytes: in
     assert parse_budget(budget, keep_all_bytes=1000) == size_bytes
 
 
+@pytest.mark.parametrize("size_bytes", [999 << 20, 1_048_156_569, (1 << 30) - 1])
+def test_sizes_are_never_written_with_an_exponent(size_bytes: int) -> None:
+    assert format_bytes(size_bytes) in ("999 MiB", "1000 MiB", "1024 MiB")
+
+
 def test_large_numbers_are_exact() -> None:
     assert parse_budget(str(2**60 + 1)) == 2**60 + 1
     assert parse_budget("9007199254740993B") == 9007199254740993  # no float equals 2**53 + 1
@@ -49,6 +54,17 @@ def test_an_invalid_budget_is_refused(budget: int | str) -> None:
 def test_a_budget_of_the_wrong_type_is_refused(budget: object) -> None:
     with pytest.raises(TypeError, match="8GiB"):
         parse_budget(budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["0.001%", "60%", "800%", "5000 %", "8GiB", 7])
+def test_a_budget_is_checked_before_the_peak_is_known(budget: int | str) -> None:
+    check_budget(budget)
+
+
+@pytest.mark.parametrize("budget", ["60x", "%", "0%", "8 GiBs", 0])
+def test_the_check_refuses_what_no_peak_makes_right(budget: int | str) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        check_budget(budget)
 
 
 def test_an_unknown_unit_is_named() -> None:

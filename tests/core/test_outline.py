@@ -60,7 +60,7 @@ def resized(index: int) -> Graph:
         (resized(0), "an input has another size"),
         (
             replace(GRAPH, values=(replace(VALUES[0], kind=ValueKind.BUFFER), *VALUES[1:])),
-            "a parameter is not trained, or is an input, in only one of the two",
+            "in only one of the two, a parameter is frozen or is passed as an input",
         ),
         (
             replace(GRAPH, values=(*VALUES, Value("bias", 4, ValueKind.PARAMETER))),

@@ -12,11 +12,14 @@ from torch import nn
 import remat
 from remat.core.graph import Graph
 from remat.tracers.cuda_attention import chosen_kernel
+from remat.tracers.devices import device as device_named
 from tests.support.checkout import ROOT
 
 NAMES = ("math", "flash", "efficient", "cudnn")  # in the order of torch's numbers
 FACTS = (ROOT / "experiments" / "results" / "gpu_run.jsonl").read_text().splitlines()
+H100 = device_named("H100")
 CHOICES = [fact for fact in map(json.loads, FACTS) if "bool mask" in fact]
+assert len(CHOICES) == 21, "three types in seven widths"
 
 
 @pytest.mark.parametrize("fact", CHOICES, ids=lambda fact: f"{fact['dtype']}-{fact['width']}")
@@ -26,11 +29,11 @@ def test_the_kernel_is_the_one_that_an_h100_chose(fact: dict[str, Any]) -> None:
     mask = torch.zeros(2, 1, 64, 64)
 
     for case in ("plain", "causal", "dropout"):
-        assert chosen_kernel("H100", query, query, None) == NAMES[fact[case]], case
+        assert chosen_kernel(H100, query, query, None) == NAMES[fact[case]], case
     for case in ("mask", "bool mask", "mask, dropout"):
-        assert chosen_kernel("H100", query, query, mask) == NAMES[fact[case]], case
+        assert chosen_kernel(H100, query, query, mask) == NAMES[fact[case]], case
 
-    grouped = chosen_kernel("H100", query, query[:, :2], None, enable_gqa=True)
+    grouped = chosen_kernel(H100, query, query[:, :2], None, enable_gqa=True)
     assert grouped == NAMES[fact["grouped"]]
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.tracers import replay, workspace
 from remat.tracers.calls import Call, TensorSpec
-from remat.tracers.counts import flop_of
+from remat.tracers.counts import bytes_moved, flop_of
 from remat.tracers.cpu_workspace import formula_bytes
 from remat.tracers.workspace import workspace_bytes
 
@@ -274,7 +274,9 @@ def test_batch_norm_workspace_is_predicted(shape: tuple[int, ...], *, has_weight
             out: torch.Tensor = self.norm(x * self.scale.weight.sum()).pow(2).sum()
             return out
 
-    for call in distinct_calls(joint_graph(Scaled(), {"x": torch.randn(shape)})):
+    calls = list(distinct_calls(joint_graph(Scaled(), {"x": torch.randn(shape)})))
+    assert any("batch_norm" in str(call.target) for call in calls)
+    for call in calls:
         with torch.no_grad():
             held, _ = allocated(replay._run_of(call))
         assert workspace_bytes(call, "cpu") == held, call
@@ -430,25 +432,26 @@ def test_only_onednn_and_rare_operators_are_run() -> None:
     assert without == {"no formula", "convolution", "product in bfloat16"}
 
 
+@pytest.mark.parametrize("mask", [None, (True, True, False), (False, True, True)])
+@pytest.mark.parametrize("limit", ["_MOST_FLOP", "_MOST_BYTES"])
 def test_large_convolutions_are_extrapolated_from_smaller_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mask: tuple[bool, ...] | None, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = call_of(
-        aten.convolution.default,
-        tensor(24, 32, 16, 16),
-        tensor(64, 32, 3, 3),
-        None,
-        (1, 1),
-        (1, 1),
-        (1, 1),
-        False,
-        (0, 0),
-        1,
-    )
+    images, weight = tensor(24, 32, 16, 16), tensor(64, 32, 3, 3)
+    options = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    call = (
+        call_of(aten.convolution.default, images, weight, None, *options)
+        if mask is None
+        else call_of(
+            aten.convolution_backward.default,
+            tensor(24, 64, 16, 16), images, weight, [64], *options, list(mask),
+        )
+    )  # fmt: skip
     held = workspace_bytes(call, "cpu")
 
     workspace._store.cache_clear()
-    monkeypatch.setattr(workspace, "_MOST_FLOP", flop_of(call) / 3)
+    size_of = {"_MOST_FLOP": flop_of, "_MOST_BYTES": bytes_moved}[limit]
+    monkeypatch.setattr(workspace, limit, size_of(call) / 3)
     monkeypatch.setattr(
         "remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path / "other"
     )
