@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution, Status
 from remat.narration.stages import stage
 from remat.solvers.auto.reuse import Shared
@@ -42,6 +42,7 @@ class _Found:
     cost_s: float
     peak_bytes: int
     steps: tuple[int, ...]
+    is_free_order: bool
 
 
 def frontier_solutions(
@@ -81,7 +82,7 @@ def frontier_solutions(
 
 
 def _spread(graph: Graph, count: int, first: int) -> list[int]:
-    last = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    last = keep_all_peak(graph)
     return [first + (last - first) * i // max(1, count - 1) for i in range(count)]
 
 
@@ -114,6 +115,12 @@ class _Curve:
         self._wall_s: dict[int, float] = {}
         self._infeasible_bytes = -1  # the largest budget proved infeasible
 
+        # the technique that first found each schedule, first proved each bound, and proved that
+        # the largest infeasible budget is infeasible
+        self._finders = {tuple(self._least.steps): "least-budget"}
+        self._provers: dict[float, str] = {}
+        self._infeasible_by = ""
+
     def solve(self, budget: int, *, share: float) -> None:
         """Solves for a budget within a share of the time limit, unless known results suffice."""
         if self._is_known(budget) or is_interrupted():
@@ -129,12 +136,16 @@ class _Curve:
 
         self._wall_s[budget] = self._wall_s.get(budget, 0.0) + time.perf_counter() - began
         self._bounds[budget] = max(self._bounds.get(budget, 0.0), solution.lower_bound_s)
+        self._provers.setdefault(solution.lower_bound_s, solution.proved_by)
+
         if solution.schedule is not None:
+            steps = solution.schedule.steps
             self._found.append(
-                _Found(solution.cost_s, solution.peak_bytes, solution.schedule.steps)
+                _Found(solution.cost_s, solution.peak_bytes, steps, solution.is_free_order)
             )
-        elif solution.status is Status.INFEASIBLE:
-            self._infeasible_bytes = max(self._infeasible_bytes, budget)
+            self._finders.setdefault(steps, solution.found_by)
+        elif solution.status is Status.INFEASIBLE and budget > self._infeasible_bytes:
+            self._infeasible_bytes, self._infeasible_by = budget, solution.proved_by
 
     def look_again(self, share: float) -> None:
         """Solves the budgets with open gaps once more, the narrowest gap first.
@@ -214,10 +225,19 @@ class _Curve:
 
         if best is not None:
             return Solution.of_steps(
-                self._graph, budget, best.steps, lower_bound_s=bound_s, gap=self._gap,
-                solver=solver, wall_s=wall_s,
-                minimum_bytes=self._least.peak_bytes, cut_short=cut_short,
-            )  # fmt: skip
+                self._graph,
+                budget,
+                best.steps,
+                lower_bound_s=bound_s,
+                gap=self._gap,
+                solver=solver,
+                wall_s=wall_s,
+                minimum_bytes=self._least.peak_bytes,
+                is_free_order=best.is_free_order,
+                cut_short=cut_short,
+                found_by=self._finders[best.steps],
+                proved_by=self._provers.get(bound_s, ""),
+            )
 
         status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
         return Solution.without_schedule(
@@ -229,4 +249,5 @@ class _Curve:
             lower_bound_s=bound_s,
             minimum_bytes=self._least.peak_bytes,
             cut_short=cut_short,
+            proved_by=self._infeasible_by if status is Status.INFEASIBLE else "",
         )

@@ -8,8 +8,8 @@ not get stuck. Each eviction rule tries ever finer budgets, and its schedules ma
 `MAX_FACTOR` times as much as keeping everything. The candidates with the lowest peaks are annealed,
 and the one with the lowest peak is returned.
 
-The result is remembered for the latest graphs: a budget that was named as the least can be met
-later, in whatever time there is then. A longer search starts anew, and the better result stays.
+The result is cached for the latest graphs, so a budget once reported as the least can be met later
+too, even in less time. A longer search starts again, and the better of both results is kept.
 
 Neither is exact: finding the least peak with recomputation is PSPACE-complete (Gilbert, Lengauer,
 Tarjan, 1980). Only graphs of a few operators are solved exactly, by exhaustive search
@@ -29,7 +29,7 @@ from itertools import chain
 import numpy as np
 
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import Schedule, keep_all_peak, simulate
 from remat.narration.stages import stage
 from remat.solvers.baselines.families import Families
 from remat.solvers.baselines.per_block import block_schedules
@@ -48,11 +48,11 @@ from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, 
 
 MAX_FACTOR = 8.0
 _PRECISION = 1 / 1_000  # of the lowest peak so far; the search over budgets ends there
-# per round: operators times budgets, and the most budgets
+# limits of one round: on operators times budgets tried, and on budgets tried
 _OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15
 _LIMIT_S = 1.0  # for the bound
 _FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # annealing tries to lower the peak by this share
-# passes over the graph (`pace`) of the longest part that does not check the clock
+# length of the longest part that does not check the clock, in passes over the graph (`pace`)
 _BLIND_PASSES = 110
 _CANDIDATES = 3  # annealed
 _MOVES = 30_000 if IS_COMPILED else 1_000
@@ -75,7 +75,10 @@ class Minimum:
 
 @dataclass(frozen=True, slots=True)
 class _Searched:
-    """The lowest peak found for a graph so far, and the longest search; inf if it was complete."""
+    """The lowest peak found for a graph, and the time limit of its longest search.
+
+    The limit is infinite once a search was not cut short.
+    """
 
     least: Minimum
     seconds: float
@@ -94,14 +97,14 @@ def minimum(
 
     Args:
         graph: any graph.
-        time_limit_s: ends the search early; without it the answer depends only on the graph, unless
-            an earlier search that was cut short found less.
+        time_limit_s: ends the search early. Without it the answer depends only on the graph, unless
+            an earlier search of this process found a lower peak.
         families: the graph's closed-form schedules, where they exist already.
 
     Complexity: about 50 runs of greedy eviction, up to 200 on small graphs, O(n E) each in compiled
     code; some 300 schedules of the families, O(E) each.
     """
-    # no part that does not check the clock is started after this
+    # parts that do not check the clock are started only before this
     deadline = time.perf_counter() + time_limit_s - _BLIND_PASSES * pace_s(graph)
     key = _key(graph)
     known = _searched.get(key)
@@ -143,7 +146,7 @@ def _minimum(graph: Graph, deadline: float, families: Families) -> Minimum:
     if (exact := _exactly(graph, deadline)) is not None:
         return exact
 
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    keep_all = keep_all_peak(graph)
     left_s = deadline - time.perf_counter()
 
     floor = min(working_set_bytes(graph), keep_all)

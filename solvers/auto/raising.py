@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.solvers.auto.minimum import peak_bound
 from remat.solvers.auto.starting import evict, offer_with_margins
 from remat.solvers.auto.technique import VERY_WIDE_GAP, WIDE_GAP, Solve, Technique
@@ -26,7 +26,7 @@ from remat.solvers.search.greedy_eviction import is_compiled
 
 _FIRST_MODELS_LIMIT_S = 12.0  # for each window model before there is a good schedule
 _USUAL_GAP = 0.005
-# share of the cost of keeping everything; more than what is taken off bounds for tolerances
+# share of the keep-all cost; more than the 1e-6 that bounds lose to tolerances (`window`)
 _CUTOFF_MARGIN = 2e-6
 
 
@@ -74,7 +74,7 @@ def refine(solve: Solve, *, deadline: float = math.inf, is_relaxed: bool = False
 
 def refute(search: Search) -> None:
     """Tries to prove that no schedule fits, in half of the time left."""
-    keep_all = simulate(search.graph, Schedule.keep_all(search.graph)).peak_bytes
+    keep_all = keep_all_peak(search.graph)
     least = peak_bound(search.graph, keep_all, time_limit_s=search.left_s / 2, is_relaxed=False)
     if least > search.budget_bytes:
         search.refute()

@@ -117,15 +117,13 @@ class Auto(Solver):
     progress: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not (self.gap >= 0 and self.time_limit_s > 0):
-            raise ValueError(
-                f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
-                ">= 0 and a time limit > 0"
-            )
+        super().__post_init__()
+        if self.threads < 1:
+            raise ValueError(f"threads={self.threads} was given; give at least 1")
 
         given: object = self.without
         if isinstance(given, str):
-            raise TypeError(f"without {given!r} is a string; give names, as in ('window',)")
+            raise TypeError(f"without={given!r} is a string; give a tuple, as in ('window',)")
 
         unknown = [name for name in self.without if name not in NAMES]
         if unknown:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.core.incumbent import Search
@@ -100,7 +100,7 @@ class Solve:
 
     def is_far(self, times: float) -> bool:
         """True where keeping everything needs more than `times` the budget."""
-        peak_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).peak_bytes
+        peak_bytes = keep_all_peak(self.graph)
         return peak_bytes > times * self.search.budget_bytes
 
     def for_bounds(self, share: float) -> Self:

@@ -60,8 +60,8 @@ class ChenGreedy(Family):
 def stage_ends(graph: Graph) -> list[int]:
     """Returns the operators that end a stage.
 
-    Of the droppable values written so far, the forward then reads only those that the operator
-    itself wrote.
+    After such an operator, the forward reads none of the droppable values written so far, except
+    those that the operator itself wrote.
     """
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)

@@ -38,8 +38,8 @@ FAMILIES: tuple[Solver, ...] = (
     LinearizedGreedy(),
     KNAPSACK,
 )
-# not used by `leanest`: greedy eviction finds lower peaks, but finds fewer when it has to start
-# below the peaks of these schedules
+# not used by `leanest`: greedy eviction reaches lower peaks, but fails more often if its search has
+# to begin below the peaks of these schedules
 NESTED = Nested()
 MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
 
@@ -148,10 +148,10 @@ class Families:
         return cheapest_that_fits(self._graph, budget_bytes, members, solver=repr(KNAPSACK))
 
     def _members_of(self, family: Family, deadline: float) -> list[_Member]:
-        """Returns a family's Pareto-optimal schedules in cost and peak, of those built by the
-        deadline.
+        """Returns a family's schedules that are Pareto-optimal in cost and peak.
 
-        The next call builds the rest. There are none where the family does not apply to the graph.
+        Only those built by the deadline count; the next call builds the rest. There are none where
+        the family does not apply to the graph.
         """
         if family not in self._known:
             self._known[family] = _Known(iter(_of_class(family, self._graph)), [])

@@ -56,6 +56,11 @@ class PyTorchKnapsack(Solver):
     method: Literal["dp", "ilp"] = "dp"
     time_limit_s: float = 10.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method not in ("dp", "ilp"):
+            raise ValueError(f"method={self.method!r} was given; give 'dp' or 'ilp'")
+
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the cheapest schedule that fits, of all fractions tried.
 
@@ -94,9 +99,7 @@ class PyTorchKnapsack(Solver):
 
 
 def _items(graph: Graph) -> list[int]:
-    """Returns the droppable forward operators that the backward needs, directly or through
-    others.
-    """
+    """Returns the droppable forward operators that the backward needs, also indirectly."""
     boundary = forward_length(graph)
     always_kept = values_always_kept(graph)
     is_needed = [False] * graph.num_operators
@@ -139,9 +142,7 @@ def _peak_bytes(graph: Graph, steps: list[int]) -> int:
 
 
 def dp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64]) -> Knapsack:
-    """Returns the knapsack by dynamic programming over quantized bytes (`dp_knapsack` of
-    PyTorch).
-    """
+    """Returns PyTorch's `dp_knapsack`: dynamic programming over quantized bytes."""
     weight = np.rint(share * _QUANTA).astype(np.int64)
     best = np.zeros(_QUANTA + 1)
     is_taken = np.zeros((len(weight), _QUANTA + 1), np.bool_)
@@ -166,9 +167,7 @@ def dp_knapsack(share: NDArray[np.float64], cost_s: NDArray[np.float64]) -> Knap
 def ilp_knapsack(
     share: NDArray[np.float64], cost_s: NDArray[np.float64], time_limit_s: float
 ) -> Knapsack:
-    """Returns the knapsack by integer programming (`ilp_knapsack` of PyTorch, which also runs
-    HiGHS).
-    """
+    """Returns PyTorch's `ilp_knapsack`: an integer program, solved by HiGHS as in PyTorch."""
 
     def saved(fraction: float) -> list[int]:
         if len(share) == 0:

@@ -45,6 +45,11 @@ class Revolve(Family):
 
     num_slots: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_slots is not None and self.num_slots < 1:
+            raise ValueError(f"num_slots={self.num_slots} was given; give at least 1")
+
     def members(self, graph: Graph) -> Iterator[list[int]]:
         """Yields one schedule per number of slots.
 

@@ -325,7 +325,10 @@ class Benders:
         return outcome.point
 
     def _cuts_at(self, point: Floats, least: float) -> set[int]:
-        """Returns the cuts violated at `point` by over `least` of their largest coefficient."""
+        """Returns the cuts whose left side at `point` exceeds their upper side by over `least`.
+
+        Cuts are scaled to a largest coefficient of 1. A negative `least` includes tight cuts.
+        """
         return {
             k
             for k, (row, upper) in enumerate(self._cuts)

@@ -43,9 +43,9 @@ from remat.solvers.lp.min_cut import Cut, MinCut
 
 _MOST_CUTS = 60
 _PRECISION = 1e-5  # of the step's cost; prices this close to the best are good enough
-_ROWS_A_ROUND = 3
+_ROWS_PER_ROUND = 3
 _VIOLATED = 1e-4  # of the budget
-_HIGHEST_PRICE = 1e3  # of the whole budget, in costs of the step
+_HIGHEST_PRICE = 1e3  # limit on a price: costs of the step per whole budget
 HOPELESS = 10.0  # extra cost, in costs of the step, that no schedule reaches
 _SAFETY = 1e-9  # of the bound, for errors in sums of floats
 _MOST_MIXED = 6  # cuts that are tried as schedules
@@ -115,9 +115,9 @@ class Lagrangian:
     def schedules(self, *, deadline: float) -> Iterator[list[int]]:
         """Yields schedules until `deadline`, within the budget or not; call `raise_bound` first.
 
-        Where the lightest cut's schedule exceeds the budget because of its transients, it is
-        yielded as a start for a search, and prices are found for a smaller budget: at first smaller
-        by the factor of that excess, then closer to the whole budget.
+        The lightest cut's schedule may exceed the budget because of its transients. It is then
+        yielded as a start for a search, and prices are found for a smaller budget: reduced by the
+        ratio of budget to peak, then raised halfway to the last budget that failed.
         """
         share, too_much = 1.0, 1.0
         for _ in range(0 if self.is_empty else _MOST_SHARES):
@@ -306,7 +306,7 @@ class Lagrangian:
         for v in np.argsort(-usage, kind="stable").tolist():
             if (
                 usage[v] <= self._model.relative_limit * share + _VIOLATED
-                or len(chosen) == _ROWS_A_ROUND
+                or len(chosen) == _ROWS_PER_ROUND
             ):
                 break
 

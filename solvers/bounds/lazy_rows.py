@@ -23,7 +23,7 @@ from remat.solvers.lp.linear import Outcome
 from remat.solvers.lp.rounding_cuts import rounded
 
 _TOLERANCE = 1e-6
-_ROWS_A_ROUND = 20
+_ROWS_PER_ROUND = 20
 _WORTH = 1e-4  # share of the bound that a round of rounding cuts must gain for another round
 
 
@@ -77,8 +77,9 @@ class LazyRows:
     ) -> Outcome:
         """Returns the last outcome's point, with the best bound.
 
-        The point violates no memory row unless `is_finished` is False. With a `cutoff` (the
-        objective of a known schedule) the bound is at most the cutoff, and there may be no point.
+        The point satisfies all memory rows if the solver finished below the cutoff. With a
+        `cutoff` (the objective of a known schedule) the bound is at most the cutoff, and there may
+        be no point.
         `deadline` is in `time.perf_counter` seconds.
         """
         best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff)
@@ -146,7 +147,7 @@ class LazyRows:
                 chosen.append((window, v))
                 self.rows.add((window, v))
                 self.model.add_memory_row(window, v)
-            if len(chosen) == _ROWS_A_ROUND:
+            if len(chosen) == _ROWS_PER_ROUND:
                 break
 
         return len(chosen) + self._add_moments(point, deadline)

@@ -65,8 +65,8 @@ class Step:
     """The result of one model.
 
     Attributes:
-        bound_s: no schedule of the fixed order costs less; `inf` where the model has no point below
-            the cutoff.
+        bound_s: no schedule of the fixed order costs less. With a cutoff it is at most the cutoff;
+            without one it is `inf` where no schedule fits.
         steps: the schedule of its point, within the budget or not; None without a point.
         is_finished: False where a limit stopped the solver.
         kept: the values that the point keeps at each boundary of the backward.

@@ -321,8 +321,9 @@ class WindowModel:
         }
 
     def usage(self, point: Floats, window: Window) -> Floats:
-        """Returns the left sides of (6) for the operators of `window`, in bytes, reserves included,
-        in O(V + E).
+        """Returns the left sides of (6) in bytes for the operators of `window`.
+
+        Reserves are included. Complexity: O(V + E).
         """
         start, end = window
         gone = self.values_at(self._again_of_value(window), point)

@@ -89,7 +89,10 @@ class CheckmateModel:
         return len(self.costs) - 1
 
     def add_row(self, terms: Iterable[tuple[int, float]], upper: float = 0.0) -> None:
-        """Adds `terms <= upper`; constants move to the right, repeated columns are summed."""
+        """Adds `terms <= upper` unless it always holds.
+
+        Constants move to the right side, and repeated columns are summed.
+        """
         row: dict[int, float] = {}
         for column, factor in terms:
             if column == ONE:

@@ -81,7 +81,7 @@ class PuLP:
         pulp = _import_pulp()
         if self.name not in pulp.listSolvers():
             raise SolverError(
-                f"PuLP knows no solver called {self.name!r}; it knows "
+                f"PuLP knows no solver called {self.name!r}; give backend= one of "
                 f"{', '.join(pulp.listSolvers())}"
             )
 

@@ -32,7 +32,7 @@ class _Holds:
     tail: dict[int, int]
 
     def at(self, model: CheckmateModel, value: int, moment: int) -> int:
-        """Returns the column that covers `value` while `moment` may run."""
+        """Returns the column that says whether `value` is held while operator `moment` may run."""
         if moment < model.form.producer[value]:
             return int(model.keep[self.stage, value])
         return self._from(value, moment)
@@ -47,9 +47,7 @@ class _Holds:
 
 
 def add_ordered_stage(model: CheckmateModel, stage: int) -> None:
-    """Restricts stage t to recomputing each operator at most once, in order, within the
-    capacity.
-    """
+    """Restricts a stage to recomputing each operator at most once, in order, if it fits."""
     slots = np.flatnonzero(model.form.may_recompute[stage]).tolist()
     holds = _make_holds(model, stage, slots)
     _add_hold_rows(model, holds)

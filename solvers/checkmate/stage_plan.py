@@ -60,8 +60,9 @@ def plans_of_point(model: CheckmateModel, point: NDArray[np.float64]) -> list[St
 
 
 def useful_in(form: StageForm, task: StageTask) -> tuple[list[int], set[int]]:
-    """Returns the recomputations that the stage can use, in the graph's order, and the values that
-    they and the goal need.
+    """Returns the recomputations that the stage can use, in the graph's order.
+
+    Also returns the values that they and the goal need.
     """
     needed = set(goal_of(form, task))
     useful: list[int] = []

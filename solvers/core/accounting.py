@@ -33,8 +33,9 @@ class Accounting:
 
     @cached_property
     def size_if_repeated(self) -> Floats:
-        """As `size`, but with the bytes of snapshots, which take memory where one of their readers
-        is recomputed.
+        """As `size`, but with the bytes of snapshots.
+
+        A snapshot takes memory where one of its readers is recomputed.
         """
         return np.where(self.graph.arrays.producer >= 0, self.graph.arrays.size_bytes, 0).astype(
             np.float64
@@ -67,8 +68,9 @@ class Accounting:
         return last
 
     def relevant(self, boundary: int) -> tuple[Bools, Bools]:
-        """Returns masks of the values that may be worth holding at `boundary` and of the operators
-        before it that may be recomputed after it.
+        """Returns which values may be worth holding at `boundary`, as a mask.
+
+        The second mask is of the operators before it that may be recomputed after it.
         """
         arrays = self.graph.arrays
         is_useful = (

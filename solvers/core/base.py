@@ -11,6 +11,9 @@ from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.solvers.core.progress import Progress, ProgressCallback
 
+# the least value of options that several methods have; for `threads`, 0 is "as many as it likes"
+_LEAST = {"gap": 0, "threads": 0, "rounds": 1, "num_samples": 1, "most_states": 1}
+
 
 @dataclass(frozen=True)
 class Solver(ABC):
@@ -18,6 +21,18 @@ class Solver(ABC):
 
     Its `repr` is its configuration.
     """
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for an option out of range, if several methods have that option."""
+        for option in fields(self):
+            value: Any = getattr(self, option.name)
+            if not isinstance(value, int | float):
+                continue
+            if option.name == "time_limit_s" and not value > 0:
+                raise ValueError(f"time_limit_s={value} was given; give a time above 0 in seconds")
+            if option.name in _LEAST and not value >= _LEAST[option.name]:
+                least = _LEAST[option.name]
+                raise ValueError(f"{option.name}={value} was given; give at least {least}")
 
     @abstractmethod
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:

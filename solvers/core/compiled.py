@@ -81,8 +81,8 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
 def copied(function: Callable[P, T]) -> Callable[P, T]:
     """Returns `function` as `inner` does, copied into each of its callers.
 
-    For short functions that are called often, as every array argument is passed as nine numbers.
-    With it the annealing makes 5 % more moves. Copying large functions into several callers makes
+    Meant for short functions that are called often: a call passes each array as nine numbers. The
+    annealing makes 5 % more moves with it. Copying large functions into several callers makes
     compiling slower.
     """
     return _for_compiled_callers(function, forceinline=True)
@@ -146,7 +146,7 @@ def _warn_of_plain_python() -> None:
     if not IS_COMPILED:
         _LOGGER.warning(
             "the search runs in plain Python, at a 270th of its speed: %s",
-            "NUMBA_DISABLE_JIT is set" if _IS_SWITCHED_OFF else "install numba",
+            "unset NUMBA_DISABLE_JIT" if _IS_SWITCHED_OFF else "install or repair numba",
         )
 
 

@@ -89,9 +89,7 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """True where the gap is closed, no schedule can fit, or too little time is left to start
-        anything.
-        """
+        """True where the gap is closed, no schedule can fit, or the time is nearly up."""
         return self.is_proved or self.is_infeasible or self.left_s <= self._blind_s
 
     @contextmanager

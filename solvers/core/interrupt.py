@@ -73,7 +73,8 @@ def _take_note(*_: Any) -> None:
 def threads_beside(count: int) -> Iterator[Executor]:
     """Yields an executor whose threads end soon when this thread raises, as in a signal handler.
 
-    An exception sets the flag; otherwise leaving would wait for the threads' own time limits.
+    An exception sets the flag, so that the threads stop. Without that, leaving the block would wait
+    for their time limits.
     Without memory for the threads, the calling thread does their work, one task after the other.
     """
     executor: Executor = ThreadPoolExecutor(count) if _may_start(count) else _Alone()

@@ -30,9 +30,9 @@ def forward_length(graph: Graph) -> int:
 def values_always_kept(graph: Graph) -> set[int]:
     """Returns the values that no schedule built here drops: resident or impossible to recompute.
 
-    The latter are all values written by a pinned operator, by a snapshot, or by an operator that
-    writes a result of the graph (the caller holds it) or a value read in another region (a region
-    is recomputed only in its own backward, too late for that reader).
+    The latter are all values of a pinned operator, of a snapshot, of an operator that writes a
+    result of the graph, and of one that writes a value read in another region. The caller holds a
+    result. A region is recomputed only in its own backward, too late for a reader elsewhere.
     """
     arrays, count = graph.arrays, graph.num_operators
     region = np.array([op.region for op in graph.operators], np.int64)

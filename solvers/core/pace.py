@@ -12,14 +12,14 @@ import time
 from remat.core.graph import Graph
 
 # reads that take as long as one operator; measured on a chain and on a complete graph
-_READS_AN_OPERATOR = 12
+_READS_PER_OPERATOR = 12
 _USUAL_WORK = 20_000  # operators; a pass over fewer takes milliseconds
 _SAMPLES = 50_000  # some 8 ms
 
 
 def work_of(graph: Graph) -> float:
     """Returns the work of a pass over a graph, as a number of operators with few reads."""
-    return graph.num_operators + len(graph.arrays.read) / _READS_AN_OPERATOR
+    return graph.num_operators + len(graph.arrays.read) / _READS_PER_OPERATOR
 
 
 def pace_s(graph: Graph) -> float:

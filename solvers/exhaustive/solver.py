@@ -42,7 +42,7 @@ class Exhaustive(Solver):
         _check_size(graph)
         began = time.perf_counter()
 
-        with heeding_interrupts():
+        with heeding_interrupts() as heeded:
             found = cheapest(
                 graph,
                 budget_bytes=budget_bytes,
@@ -51,7 +51,7 @@ class Exhaustive(Solver):
             )
 
         if found.steps is None:
-            return self._without_schedule(graph, budget_bytes, found, began)
+            return self._without_schedule(graph, budget_bytes, found, began, heeded.cut_short)
 
         return Solution.of_steps(
             graph,
@@ -63,7 +63,7 @@ class Exhaustive(Solver):
         )
 
     def _without_schedule(
-        self, graph: Graph, budget_bytes: int, found: Found, began: float
+        self, graph: Graph, budget_bytes: int, found: Found, began: float, cut_short: str
     ) -> Solution:
         return Solution.without_schedule(
             graph,
@@ -72,6 +72,7 @@ class Exhaustive(Solver):
             solver=repr(self),
             wall_s=time.perf_counter() - began,
             lower_bound_s=graph.cost_s + (0.0 if found.is_finished else found.least),
+            cut_short=cut_short,
         )
 
 

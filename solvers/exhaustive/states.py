@@ -49,13 +49,11 @@ class Found:
         is_finished: False where a limit ended the search.
         least: proved lower bound on extra cost in seconds, or on the peak in bytes; infinite where
             no schedule fits.
-        num_states: number of states seen.
     """
 
     steps: list[int] | None
     is_finished: bool
     least: float
-    num_states: int
 
 
 def is_small(graph: Graph) -> bool:
@@ -111,13 +109,13 @@ class _States(ABC):
 
             value, num_taken = key[0], num_taken + 1
             if self._is_end(state):
-                return Found(self._steps_to(state), True, value, len(self._best))
+                return Found(self._steps_to(state), True, value)
             is_late = num_taken % _STATES_PER_LOOK == 1 and is_past(deadline)
             if is_late or len(self._best) > most_states:
-                return Found(None, False, value, len(self._best))
+                return Found(None, False, value)
 
             self._follow(state, value)
-        return Found(None, True, math.inf, len(self._best))
+        return Found(None, True, math.inf)
 
     def _is_end(self, state: State) -> bool:
         outputs = self._rules.outputs

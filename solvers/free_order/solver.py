@@ -78,13 +78,6 @@ class FreeOrder(Solver):
     rounds: int = 12
     progress: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if not (self.gap >= 0 and self.time_limit_s > 0):
-            raise ValueError(
-                f"gap {self.gap} and time_limit_s {self.time_limit_s} were given; give a gap "
-                ">= 0 and a time limit > 0"
-            )
-
     def solve(self, graph: Graph, *, budget_bytes: int) -> Solution:
         """Returns the best schedule found in any order, with a bound for every order."""
         search = FreeSearch(

@@ -12,7 +12,7 @@ ZERO, ONE = -1, -2  # constants in place of a column's index
 
 @dataclass(frozen=True)
 class ModelArrays:
-    """min cost'x + offset over row'x <= upper, 0 <= x <= 1, rows in CSR form."""
+    """min cost'x + offset over Ax <= row_upper, 0 <= x <= column_upper; A in CSR form."""
 
     cost: NDArray[np.float64]
     offset: float

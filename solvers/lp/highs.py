@@ -75,21 +75,27 @@ def pass_program(
     )
 
 
-def run(solver: highspy.Highs) -> None:
-    """Runs a solver.
+def does_run(solver: highspy.Highs) -> bool:
+    """Runs a solver; returns whether HiGHS did so without an error.
 
-    HiGHS starts its threads once per process and fails on another number of threads until its
-    scheduler is reset, so a failed run is tried once more after a reset.
-
-    Raises:
-        SolverError: HiGHS fails on the model.
+    HiGHS starts its threads once in each thread that calls it, and fails on another number of them
+    until they are reset, so a failed run is tried once more after a reset.
     """
     import highspy
 
     if solver.run() != highspy.HighsStatus.kError:
-        return
+        return True
     highspy.Highs.resetGlobalScheduler(True)
-    if solver.run() == highspy.HighsStatus.kError:
+    return bool(solver.run() != highspy.HighsStatus.kError)
+
+
+def run(solver: highspy.Highs) -> None:
+    """Runs a solver.
+
+    Raises:
+        SolverError: HiGHS fails on the model.
+    """
+    if not does_run(solver):
         raise SolverError(
             f"HiGHS {solver.version()} fails on this model ({solver.getModelStatus()}); use "
             "solver='auto' or 'milp-pulp'"

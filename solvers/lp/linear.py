@@ -213,7 +213,7 @@ class Program:
         solver.setOptionValue("mip_max_nodes", node_limit)
         if cutoff is not None and not is_relaxed:
             solver.setOptionValue("objective_bound", cutoff)
-        solver.run()
+        highs.does_run(solver)
 
         if (
             is_relaxed
@@ -223,7 +223,7 @@ class Program:
             self._last = None  # HiGHS failed from the last basis: start afresh
             solver = self._loaded(program, is_relaxed=True)
             solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
-            solver.run()
+            highs.does_run(solver)
 
         is_continuous = is_relaxed or not any(part.any() for part in self._is_integer)
         outcome = _read_relaxed(solver, program) if is_continuous else _read(solver, program)
@@ -234,9 +234,7 @@ class Program:
         )
 
     def _loaded(self, program: LinearProgram, *, is_relaxed: bool) -> highspy.Highs:
-        """Returns a solver with the program: a new one, or the last relaxation's, brought up to
-        date.
-        """
+        """Returns a solver with the program: a new one, or the last relaxation's, updated."""
         if is_relaxed and self._last is not None:
             solver, columns, rows = self._last
             self._add_to(solver, program, columns, rows)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.solvers.core.accounting import Floats, Ints
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.persistent.segment_options import Options, find_options
@@ -229,7 +229,7 @@ def _backward_peak(segments: Segmentation, segment: int) -> int:
 
 
 def _peak_bytes(part: Part) -> int:
-    return simulate(part.graph, Schedule.keep_all(part.graph)).peak_bytes
+    return keep_all_peak(part.graph)
 
 
 def _kept_bytes(segments: Segmentation, segment: int) -> int:

@@ -1,7 +1,7 @@
 """Annealing on the sequence: random moves (`moves`), each undone where it is not accepted.
 
 Objective: cost (as a share of the keep-all cost) + weight * bytes over the budget (summed over
-slots, as a share of the budget). The weight adapts so that about a third of the states fit.
+slots, as a share of the budget). The weight adapts so that 15 to 40 % of the states fit.
 
 Near the least budget few states fit, and a run that leaves them does not find its way back. A
 *close* run returns to the best it knows after `_PATIENCE` moves without a state that fits. With

@@ -84,7 +84,6 @@ class Neighbourhood:
         self._spans = region_spans(graph)
         self._may = ~graph.arrays.is_pinned & (np.diff(graph.arrays.write_start) > 0)
         self._read_by_operator = [set(parents) for parents in graph.parents_of]
-        self.num_improvements = 0
 
     def improve(
         self,
@@ -146,7 +145,6 @@ class Neighbourhood:
         )
 
         self._width[kind] *= _GROW if part.is_finished else _SHRINK
-        self.num_improvements += part.cost_s < current.cost_s
         return self._look_at(part.steps) if part.steps is not current.steps else current
 
     def _choose(self, kind: Kind, current: _Incumbent) -> Ints:

@@ -4,8 +4,8 @@ Greedy eviction (`greedy_eviction`) starts from the plain order and recomputes w
 near the least budget it evicts values that a plan by segments would hold. Here it runs the steps of
 a schedule, recomputations included, and evicts only where these do not fit. To do so the schedule
 is *unrolled*: each of its steps becomes an operator with values of its own. A schedule of the
-unrolled graph is also one of the graph itself. It needs no more memory there, as several copies of
-a value become one.
+unrolled graph is also one of the graph itself if that has one region (the copy drops regions). It
+needs no more memory there, as several copies of a value become one.
 
 Complexity: that of `greedy_eviction` on as many operators as the schedule has steps. Source: this
 package's own.

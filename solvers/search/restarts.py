@@ -34,7 +34,7 @@ _NUM_FRESH = 12, 3  # of these from the given starts: in the first generation, i
 _BATCH = 2
 _NUM_KEPT = 6
 _USUAL_MOVES = 60_000 if IS_COMPILED else 600  # in a run, on graphs of 100 to 400 operators
-_LEAST_MOVES_AN_OPERATOR, _MOST_MOVES_AN_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
+_LEAST_MOVES_PER_OPERATOR, _MOST_MOVES_PER_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
 # first temperatures of fresh runs in turn, shares of the keep-all cost; the last keeps a good start
 _HOT = (1e-2, 3e-3, 3e-4)
 _WARM = (1e-3, 3e-4)  # of runs from the pool, at random
@@ -80,7 +80,7 @@ class Restarts:
 
         count = graph.num_operators
         self._moves = moves or min(
-            max(_USUAL_MOVES, _LEAST_MOVES_AN_OPERATOR * count), _MOST_MOVES_AN_OPERATOR * count
+            max(_USUAL_MOVES, _LEAST_MOVES_PER_OPERATOR * count), _MOST_MOVES_PER_OPERATOR * count
         )
 
         self._best: list[_Found] = []

@@ -248,7 +248,7 @@ def may_be_at(operators: Ints, op: int, q: int) -> bool:
 
 @copied
 def shift_lifetimes(state: State, op: int, q: int, sign: int) -> None:
-    """Adds the bytes that a computation of `op` at `q` takes or saves (+1), or takes them off (-1).
+    """Applies (+1) or reverts (-1) the change of bytes by a computation of `op` at `q`.
 
     Slot `q` is empty when this is called.
     """
@@ -321,7 +321,7 @@ def remove(state: State, op: int, q: int) -> None:
 
 @compiled
 def fill(state: State, steps: Ints) -> None:
-    """Puts `steps` into empty slots."""
+    """Puts `steps` into empty slots, at most `MAX_TIMES` computations per operator."""
     values, operators, slots, sums = state.values, state.operators, state.slots, state.sums
     capacity, room = slots.shape[1], sums[ROOM]
 

@@ -14,13 +14,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Status
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.interrupt import heeding_interrupts, is_interrupted
+from remat.solvers.exhaustive.solver import Exhaustive
+from remat.solvers.exhaustive.states import Found, cheapest
 from remat.tracers.synthetic import random_layered
 from tests.support.training_script import TRAINING
 
@@ -205,6 +210,19 @@ def test_the_first_interrupt_is_noted_and_the_next_one_raises() -> None:
     assert not is_interrupted()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_exhaustive_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Found:
+        signal.raise_signal(signal.SIGINT)
+        while not is_interrupted():
+            time.sleep(0.001)
+        return cheapest(*args, **kwargs)
+
+    monkeypatch.setattr("remat.solvers.exhaustive.solver.cheapest", interrupted)
+    graph = random_layered(24, seed=3)
+    solution = Exhaustive().solve(graph, budget_bytes=minimum(graph).peak_bytes)
+    assert solution.status is Status.NO_SOLUTION and "Ctrl-C" in solution.cut_short
 
 
 def test_the_programs_own_handler_stays() -> None:

@@ -110,6 +110,8 @@ def test_bounds_optimum_and_costs_are_in_order(solver: str, family: str) -> None
             assert validate(graph, solution.schedule, budget_bytes=budget_bytes) == []
             assert solution.cost_s >= exact.cost_s * (1 - 1e-9)
             assert solution.cost_s == pytest.approx(simulate(graph, solution.schedule).cost_s)
+        # a transformer has too many states for the exhaustive search
+        assert solution.is_solved or name != "unlimited" or solver == "exhaustive"
 
 
 @pytest.mark.parametrize("family", GRAPHS)

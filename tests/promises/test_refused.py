@@ -94,6 +94,41 @@ def test_a_malformed_budget_is_refused_at_once(budget: Any) -> None:
         remat.checkpoint(MLP(), budget)
 
 
+@pytest.mark.parametrize("solver", [None, 3, remat.make_solver])
+def test_what_is_no_solver_is_refused_at_once(solver: Any) -> None:
+    with pytest.raises(TypeError, match="give a name from remat"):
+        remat.checkpoint(MLP(), "1GiB", solver=solver)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("auto", {"threads": 0}),
+        ("auto", {"rounds": 0}),
+        ("free-order", {"gap": -0.1}),
+        ("milp", {"time_limit_s": 0.0}),
+        ("milp", {"gap": float("nan")}),
+        ("milp", {"threads": -1}),
+        ("milp-pulp", {"gap": -1.0}),
+        ("exhaustive", {"most_states": 0}),
+        ("lp-rounding", {"num_samples": 0}),
+        ("revolve", {"num_slots": 0}),
+        ("pytorch-knapsack", {"method": "DP"}),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* was given; give"):
+        remat.make_solver(name, **options)
+
+
+def test_costs_measured_here_are_not_those_of_a_given_device() -> None:
+    for executor in ("eager", "inductor"):
+        with pytest.raises(ValueError, match='costs="profile" times operators on this machine'):
+            remat.trace(
+                MLP(), (torch.randn(2, 8),), device="cpu", costs="profile", executor=executor
+            )
+
+
 def test_only_modules_and_functions_are_planned() -> None:
     number: Any = 3
     with pytest.raises(TypeError, match="Module or a function is needed, and int was given"):

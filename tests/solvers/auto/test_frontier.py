@@ -26,6 +26,7 @@ from remat.solvers.baselines.linearized import LinearizedGreedy
 from remat.solvers.baselines.segment_family import Family
 from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.checkmate.milp import MILP
+from remat.solvers.free_order.solver import FreeOrder
 from remat.tracers.synthetic import chain, random_layered, random_step, transformer
 
 QUICK = Auto(gap=0.01, rounds=1, time_limit_s=0.5)
@@ -53,6 +54,19 @@ def check(graph: Graph, budgets: Sequence[int], solutions: Sequence[Solution]) -
 def test_the_curve_is_monotone_and_valid(graph: Graph) -> None:
     budgets = spread(graph, 8)
     check(graph, budgets[::-1], frontier_solutions(graph, budgets[::-1], QUICK))
+
+
+def test_each_point_names_who_found_it_and_who_proved_its_bound() -> None:
+    graph = random_layered(24, seed=3, is_training=True)
+    solver = Auto(gap=0.0, time_limit_s=2.0, threads=1)
+    solutions = frontier_solutions(graph, [1, *spread(graph, 6)], solver)
+
+    assert solutions[0].status is Status.INFEASIBLE and solutions[0].proved_by
+    names = {name for s in solutions[1:] for name in (s.found_by, s.proved_by) if name}
+    assert "known" not in names
+    for solution in solutions[1:]:
+        assert solution.found_by
+        assert bool(solution.proved_by) == (solution.lower_bound_s > graph.cost_s)
 
 
 def test_bounds_are_below_the_optimum_at_every_budget() -> None:
@@ -147,6 +161,14 @@ def test_other_solvers_have_curves_too() -> None:
     solutions = frontier_solutions(graph, budgets, ChenGreedy())
     costs = [s.cost_s for s in solutions if s.is_solved]
     assert len(costs) > 1
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_schedules_in_another_order_have_a_curve() -> None:
+    graph = random_layered(14, seed=3)
+    solutions = frontier_solutions(graph, 4, FreeOrder(time_limit_s=1.0, rounds=1))
+    assert any(s.is_free_order for s in solutions)
+    costs = [s.cost_s for s in solutions]
     assert costs == sorted(costs, reverse=True)
 
 

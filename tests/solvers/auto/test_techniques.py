@@ -60,7 +60,7 @@ def test_a_technique_that_is_off_finds_and_proves_nothing(name: str) -> None:
 def test_an_unknown_technique_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'restart'.*restarts"):
         Auto(without=("restart",))
-    with pytest.raises(TypeError, match="give names"):
+    with pytest.raises(TypeError, match="give a tuple"):
         Auto(without="restarts")  # type: ignore[arg-type]
 
 

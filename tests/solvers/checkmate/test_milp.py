@@ -27,6 +27,7 @@ from remat.solvers.checkmate.stage_form import stage_form
 from remat.solvers.checkmate.stage_plan import plans_of_point, point_of_steps
 from remat.solvers.core.progress import Progress
 from remat.solvers.lp.backend import Highs
+from remat.solvers.lp.linear import Program
 from remat.tracers.synthetic import chain, chain_with_skips, random_layered, random_step, unet
 from tests.support.oracles import brute_force, minimum_bytes
 
@@ -307,6 +308,20 @@ def test_the_number_of_threads_may_change_in_one_process() -> None:
         assert (
             MILP(threads=threads).solve(graph, budget_bytes=budget_bytes).status is Status.OPTIMAL
         )
+
+
+def test_other_programs_run_after_another_number_of_threads() -> None:
+    """Without a word, HiGHS would leave each of them unsolved: no point, and no bound."""
+    graph = unet(2)
+    budget_bytes = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    program = Program()
+    program.add_columns(np.ones(2), is_integer=True)
+    program.add_row(np.arange(2), -np.ones(2), upper=-1.0)
+
+    for is_relaxed in (False, True):
+        MILP(threads=2).solve(graph, budget_bytes=budget_bytes)
+        outcome = program.minimise(is_relaxed=is_relaxed, time_limit_s=5.0)
+        assert outcome.is_finished and outcome.bound == pytest.approx(1.0, abs=1e-3)
 
 
 def test_an_incumbent_is_never_made_worse() -> None:
