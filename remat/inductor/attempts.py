@@ -1,7 +1,7 @@
 """The plans tried to make a step's kernels fit a budget, and the next one to try.
 
-The plan whose kernels held least is remembered for the latest graphs, as an error names that peak
-as a budget that suffices: under such a budget, that plan is the second one tried.
+For the latest graphs, the plan whose kernels held least is remembered. An error names its peak as a
+budget that suffices; with that budget, this plan is the second one tried.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 
-ATTEMPTS = 4  # compiled plans above the budget, after which there is an error
-_ATTEMPTS_COPYING = 2  # such plans, after which convolutions keep the layouts of their inputs
-_LEAST_SLOPE = 0.5  # of the secant (kernels' peak against plan's peak) that gives the next plan
+ATTEMPTS = 4  # after this many compiled plans above the budget, an error is raised
+_ATTEMPTS_COPYING = 2  # after this many, convolutions keep the layouts of their inputs
+_LEAST_SLOPE = 0.5  # the secant of kernels' peak over plan's peak counts as at least this steep
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Attempts:
     _is_known_tried: bool = False
 
     def refused(self, error: BudgetError) -> None:
-        """Notes that no plan fits the budget it was given.
+        """Notes that the planner found no plan within the budget that it was given.
 
         Raises:
             BudgetError: nothing is left to try.

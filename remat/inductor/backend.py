@@ -9,6 +9,7 @@ kernels hold. If they exceed the budget, the step is planned and compiled again 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,17 +25,19 @@ from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
 from remat.inductor.refusals import refuse_lost_updates
+from remat.pieces.compiled_piece import boxed
 from remat.run.capture import (
     PlannedStep,
     Planner,
     Step,
+    check_joint,
+    refuse_unplannable,
     runs_once,
     with_own_gradients,
 )
 from remat.run.other_outputs import check_differentiate, detach_non_scalars, refuse_gradients
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
-from remat.run.refusals import refuse_cudnn_rnns, refuse_what_has_no_size
 from remat.torch_border.autograd import backward_without_autocast
 from remat.torch_border.inductor import (
     copied,
@@ -46,8 +49,10 @@ from remat.torch_border.inductor import (
 from remat.tracers.aot import TracedStep, read_joint
 from remat.tracers.calls import Call
 from remat.tracers.costs import CostModel
+from remat.tracers.recomputable import are_inference
 
 compile_fx, _ = inductor_compilers()
+_LOG = logging.getLogger(__name__)
 
 
 def make_inductor_backend(
@@ -67,12 +72,13 @@ def make_inductor_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_lost_updates(module)
-        refuse_cudnn_rnns(module)
+        refuse_unplannable(module)
+        inference = are_inference(example_inputs)
         plain = PlainForward(module, example_inputs) if plain_steps else None
         refused = detach_non_scalars(module) if differentiate == "scalars" else []
 
         def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
-            refuse_what_has_no_size(joint)
+            check_joint(joint, inference)
             share_paddings(joint)
             store_masks_as_bytes(joint)
             return fuse(
@@ -158,6 +164,11 @@ def _within_budget(
                 continue
         elif attempts.refusal:
             raise attempts.refusal
+        elif planned is not None:
+            _LOG.warning(
+                "what the kernels of this step hold is not known before they run; the first step "
+                "is measured"
+            )
 
         compilation.wait()
         return compilation
@@ -263,13 +274,16 @@ class _Compilation:
             return compile_fx_inner(graph, inputs, **kwargs)
 
         compiled = self._halves.compile(graph, inputs, **kwargs)
-        run = compiled.current_callable
+        # a half that computes nothing is a function
+        run = getattr(compiled, "current_callable", compiled)
         if kwargs.get("is_backward"):
             leave_kept_graphs_to_the_backward()
-            compiled.current_callable = runs_once(
-                planned.meter.backward(run), planned.step, self.plain
-            )
+            measured = runs_once(planned.meter.backward(run), planned.step, self.plain)
         else:
             planned.meter.num_results = self._halves.num_returned(graph)
-            compiled.current_callable = planned.forward(run)
+            measured = planned.forward(run)
+
+        if run is compiled:
+            return boxed(measured)
+        compiled.current_callable = measured
         return compiled

@@ -1,7 +1,7 @@
 """Masks that are stored as numbers of one byte on a CPU, not as booleans.
 
-Storing a boolean takes Inductor's vectorized loops on a CPU longer than drawing a random number,
-and reading one longer than multiplying by it. Both are fast with numbers of one byte. So a mask
+On a CPU, Inductor's vectorized loops take longer to store a boolean than to draw a random number,
+and longer to read one than to multiply by it. Numbers of one byte are fast. So a mask
 that is too expensive to compute again, such as that of dropout, is stored as zeros and ones.
 """
 
@@ -18,7 +18,7 @@ _STORED, _IN_LOOP = "remat_stored_mask", "remat_in_loop_of_mask"  # in a node's 
 
 
 def store_masks_as_bytes(joint: fx.GraphModule) -> None:
-    """Makes each mask that Inductor would store a number of one byte; O(V + E).
+    """Turns each mask that Inductor would store into a number of one byte; O(V + E).
 
     Its readers get the boolean back from it; they compute it in their own loops.
     """
@@ -26,7 +26,7 @@ def store_masks_as_bytes(joint: fx.GraphModule) -> None:
     masks = list(filter(_is_stored, graph.nodes))
     for mask in masks:
         users = list(mask.users)
-        number = _converted(mask, torch.float32)  # the other conversion is not vectorized
+        number = _converted(mask, torch.float32)  # bool to int8 is not vectorized
         stored = _converted(number, torch.int8)
         read = _converted(stored, torch.float32)
         with graph.inserting_after(read):

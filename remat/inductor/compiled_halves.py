@@ -48,7 +48,7 @@ class CompiledHalves:
         workspace_of: call of a library operator -> its workspace.
         keeps_layouts: convolutions get no copies of their inputs in another layout; no plan counts
             the memory of such copies. On a CPU they never get any.
-        memory: is it the backward? -> the memory of that half; no entry where a dry run is not
+        memory: whether it is the backward -> the memory of that half; no entry if a dry run is not
             possible.
     """
 
@@ -125,6 +125,11 @@ class CompiledHalves:
             if self._is_within_limit(is_backward):
                 with _refusing():
                     module.start_kernels()
+
+        elif all(node.op != "call_function" for node in graph.graph.nodes):
+            self.memory[is_backward] = HalfMemory(0, 0)  # it returns some of its inputs
+            if not is_backward:
+                self._resident.update(self._saved)
 
         return compiled
 

@@ -79,7 +79,7 @@ class FloatResults:
 def _read_inputs(output: fx.Node, names: Sequence[str]) -> None:
     """Adds products, read by nothing, with the floats that the inputs `names` hold.
 
-    AOTAutograd makes constants of floats that no operator on tensors reads, and of inputs with it.
+    AOTAutograd turns floats that no operator on tensors reads into constants, and their inputs too.
     """
     graph = output.graph
     for node in graph.nodes:

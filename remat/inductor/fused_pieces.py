@@ -35,7 +35,7 @@ from remat.pieces.runner import Piecewise, StepPlanner
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.refusals import refuse_cudnn_rnns
 from remat.run.rewrite import SplitStep, split
-from remat.torch_border.autograd import backward_without_autocast
+from remat.torch_border.autograd import backward_without_autocast, without_autocast
 from remat.torch_border.higher_order import make_tokens_inside
 from remat.torch_border.inductor import (
     copied as copied_module,
@@ -109,7 +109,8 @@ class FusedPiece(Piece):
             place for place, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)
         ]
         inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
-        with reporting_strides(inputs) as strides:
+        # the forward that is planned may run under autocast
+        with reporting_strides(inputs) as strides, without_autocast():
             run_forward = kernels.compile(forward, inputs)
 
         given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
@@ -118,7 +119,8 @@ class FusedPiece(Piece):
         for place, stride in enumerate(saved, start=self.num_numbers):
             if stride is not None:
                 given[place] = given[place].as_strided(given[place].shape, stride)
-        run_backward = kernels.compile(backward, given, is_backward=True)
+        with without_autocast():
+            run_backward = kernels.compile(backward, given, is_backward=True)
 
         held = kernels.peaks_bytes
         self.excess_bytes.append(held and (held[0] - planned[0], held[1] - planned[1]))

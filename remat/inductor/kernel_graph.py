@@ -5,8 +5,8 @@ Elementwise operators are part of the kernels that read them, and their results 
 Inductor fuses an elementwise operator into the elementwise operators and reductions that read it.
 Here an operator whose readers all end up in one kernel joins that kernel. An operator of the fused
 graph is a kernel: it reads what its members read, and writes what its last member writes. Its cost
-is the cost of the memory it moves, at the seconds per byte that its members take one by one, plus
-the cost of the random numbers it draws.
+is that of moving this memory, at the seconds per byte of its members run one by one, plus that of
+drawing random numbers.
 
 A value with several readers becomes part of each of them if its sources are not larger than the
 value, so that this costs no memory. It is then not saved for the backward: the kernels that read it

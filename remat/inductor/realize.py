@@ -144,8 +144,8 @@ def _parts_to_keep_apart(
 ) -> list[fx.Node]:
     """Returns the parts of concatenations that need memory of their own.
 
-    On a CPU, Inductor writes parts straight into the concatenation. So it exists from the first
-    part on, and to the last use of one. Where there is room for it, `held_bytes` is changed.
+    On a CPU, Inductor writes parts straight into the concatenation. So the concatenation exists
+    from its first part to the last use of any part. If there is room for it, `held_bytes` changes.
     """
     place, last_use, users = storages.place, storages.last_use, storages.users
     found = []
@@ -200,7 +200,7 @@ def products_to_keep_apart(graph: fx.Graph) -> list[fx.Node]:
 def _makers(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Returns, for each node, the node that stands for its storage.
 
-    A result of an operator with several has a storage of its own, unless the operator returns views
+    Each result of an operator with several results has its own storage, unless they are views
     of its input, like `aten.split`.
     """
     maker: dict[fx.Node, fx.Node] = {}

@@ -134,7 +134,7 @@ _SAME_SIZE = ("Add", "Clone", "Expand", "RegisterPostBackwardFunction")
 
 
 def passes_on(node: Any, size_bytes: int) -> bool:
-    """True if the gradient that a node hands on, of `size_bytes`, needs no memory of its own.
+    """True if the gradient that a node passes on, of `size_bytes`, needs no memory of its own.
 
     It is then the gradient that arrived, a view of it, or sparse with its rows. The names of
     autograd's nodes decide (2.13).
@@ -142,7 +142,16 @@ def passes_on(node: Any, size_bytes: int) -> bool:
     if getattr(node, "_saved_sparse", False):  # of embeddings (2.13)
         return True
     name = node.name().rstrip("0123456789").removesuffix("Backward")
+    if name == "Add" and getattr(node, "_saved_alpha", 1) != 1:  # scaled for one input (2.13)
+        return False
     return name in _VIEWS or (name in _SAME_SIZE and arriving_bytes(node, 0)[1] == size_bytes)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Turns autocast off for all devices in a `with` block (`_DisableAutocast`, 2.13)."""
+    with torch._C._DisableAutocast():
+        yield
 
 
 def metadata_of_compilation() -> Any:
@@ -154,8 +163,8 @@ def metadata_of_compilation() -> Any:
 class SavedTensors:
     """How many tensors AOTAutograd expects a forward to save; made while one is compiled.
 
-    From 2.14 on, a list (`saved_tensor_is_graph_input`) says for each saved tensor whether it is an
-    input, since only views that the graph makes itself are detached. Before, all views were.
+    From torch 2.14 on, a list (`saved_tensor_is_graph_input`) says which saved tensors are inputs:
+    only views that the graph itself makes are detached. Earlier versions detach all views.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,10 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,  # 2.13
     free_unbacked_symbols,  # 2.13
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.13
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.narration.stages import stage
+from remat.torch_border.kernels import without_modes
 from remat.torch_border.scalars import fixed_sizes
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -210,7 +211,7 @@ def decided_at_capture(holds: torch.Tensor) -> bool:
 def _decide(context: ComptimeContext) -> None:
     proxy: Any = context.get_local("holds").as_proxy()
     try:
-        with _disable_current_modes(), torch.no_grad(), _RefuseChance():
+        with without_modes(), torch.no_grad(), _RefuseChance():
             _DECIDED.holds = bool(_computed(proxy.node))
     except (_Undecided, RuntimeError):
         _DECIDED.holds = False

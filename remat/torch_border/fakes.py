@@ -62,7 +62,7 @@ def on_fakes(
 ) -> Iterator[tuple[Any, Any]]:
     """Replaces the model's parameters and buffers by fake ones, and yields fake arguments.
 
-    Afterwards the originals are put back, also after an error.
+    Afterwards the originals are put back, even after an error.
 
     Args:
         model: any module.

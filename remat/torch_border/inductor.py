@@ -33,7 +33,7 @@ def inductor_compilers() -> tuple[Any, Any]:
 
 
 def halves_compiled_at_once() -> Any:
-    """Makes the backward be compiled with the forward, not when it first runs (2.13).
+    """Compiles the backward together with the forward, not when it first runs (2.13).
 
     AOTAutograd's cache of both halves is off, as it knows no plan; Inductor's cache of each half
     stays on.
@@ -210,7 +210,7 @@ class CompiledModule:
         return [(n, kernel) for n, kernel in self.names.items() if isinstance(kernel, LaterKernel)]
 
     def with_names(self, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        """Returns its function with `names` as the global names, also of its partitions."""
+        """Returns its function, and those of its partitions, with `names` as global names."""
 
         def again(function: types.FunctionType) -> types.FunctionType:
             return types.FunctionType(
@@ -224,7 +224,8 @@ class CompiledModule:
 def compiled_module(compiled: Any) -> CompiledModule | None:
     """Returns the module of a graph that `compile_fx_inner` compiled (2.13).
 
-    None where its code is of another kind: C++ throughout, or cut into CUDA graphs.
+    None where its code is of another kind: C++ throughout, cut into CUDA graphs, or with graphs
+    inside of operators (`torch.cond`), which are functions of their own.
     """
     runner = getattr(compiled, "compiled_fn_runner", None)
     if runner is None or not compiled.source_code:
@@ -232,4 +233,12 @@ def compiled_module(compiled: Any) -> CompiledModule | None:
     call, partitions = runner.call.__func__, tuple(runner.partitions)
     if not all(getattr(p, "__globals__", None) is call.__globals__ for p in partitions):
         return None  # recorded as CUDA graphs
+    others = [
+        value
+        for value in call.__globals__.values()
+        if getattr(value, "__globals__", None) is call.__globals__
+        and value.__code__.co_varnames[: value.__code__.co_argcount] == ("args",)
+    ]
+    if not all(other in (call, *partitions) for other in others):
+        return None
     return CompiledModule(compiled.source_code, call.__globals__, call, partitions)

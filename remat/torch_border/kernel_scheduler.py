@@ -23,8 +23,8 @@ class Part:
 
     Attributes:
         name: its name.
-        origins: nodes of the lowered graph that it computes; none for one that only names a result
-            of a library operator with several, which makes all of them when it runs.
+        origins: nodes of the lowered graph that it computes; none for a part that only names one of
+            several results of a library operator, which makes all of them when it runs.
         after: names of the parts that must run before it.
         reads: the buffers that it reads, by name, and their bytes.
         writes: the new buffers that it writes, by name, and their bytes. Several parts may write
@@ -96,6 +96,9 @@ def scheduled(
     patches = {
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
+        # these would sort the kernels again, after our pass
+        "combo_kernels": False,
+        "reorder_for_compute_comm_overlap": False,
         "allow_buffer_reuse": False,  # reuse was no faster, measured on a CPU
         "custom_partitioner_fn": None,  # already called; its type can't be part of a key
         "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
@@ -131,8 +134,8 @@ def part_names(kernel: Any) -> list[str]:
 def _note_orders(nodes: list[Any]) -> list[Any]:
     """Notes, before any fusion, which parts run after others only because they change a buffer.
 
-    Where parts share a kernel, Inductor drops such dependences (`WeakDep`) of what comes later. But
-    kernels are taken apart again.
+    If parts share a kernel, Inductor drops these dependences (`WeakDep`) from later parts. They are
+    needed here, since kernels are taken apart again.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -310,7 +313,7 @@ class _Reader:
 def realize_operator() -> Any:
     """Returns the identity as an operator; Inductor computes its input at its place.
 
-    On a CPU, the input gets memory of its own, also if it is part of a concatenation.
+    On a CPU, the input gets memory of its own, even if it is part of a concatenation.
     """
     _define_operators()
     return torch.ops.remat.realize.default

@@ -83,7 +83,7 @@ def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> It
 
 
 def below_autograd() -> Any:
-    """Excludes autograd inside of a `with` block, as for the body of an operator with a derivative.
+    """Turns autograd off in a `with` block, as torch does inside an operator with a derivative.
 
     It uses `_AutoDispatchBelowAutograd` (2.13).
     """

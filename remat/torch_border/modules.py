@@ -6,7 +6,8 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -63,6 +64,20 @@ def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 def get_call(module: nn.Module) -> Any:
     """Returns what `set_call` set; None where it set nothing."""
     return module._compiled_call_impl
+
+
+@contextmanager
+def calls_plain(module: nn.Module) -> Iterator[None]:
+    """Makes a module and its parts run as plain modules inside a `with` block."""
+    calls = {part: get_call(part) for part in module.modules()}
+    own = {part: call for part, call in calls.items() if isinstance(call, OwnCall)}
+    for part in own:
+        set_call(part, None)
+    try:
+        yield
+    finally:
+        for part, call in own.items():
+            set_call(part, call)
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:

@@ -113,7 +113,7 @@ def before_floats_are_tensors(
 ) -> AbstractContextManager[None]:
     """Calls `act` with each graph in which AOTAutograd turns floats into tensors.
 
-    It makes constants of other floats.
+    AOTAutograd makes constants of the floats that it does not turn into tensors.
     """
 
     def apply(module: fx.GraphModule, plain: Callable[[fx.GraphModule], None]) -> None:

@@ -38,19 +38,25 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def held_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of the storage of a tensor.
+def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of the largest part of any rank, so that all ranks agree (2.13).
 
-    For a sharded tensor it is the largest part of any rank, so that all ranks agree (`DTensor`,
-    2.13).
+    For a tensor that is not sharded it is its own shape.
     """
+    shape = list(tensor.shape)
+    placements = tensor.placements if is_sharded(tensor) else ()  # type: ignore[attr-defined]
+    for place, placement in enumerate(placements):
+        if placement.is_shard():
+            num_parts = tensor.device_mesh.size(place)  # type: ignore[attr-defined]
+            shape[placement.dim] = -(-shape[placement.dim] // num_parts)
+    return tuple(shape)
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of the storage of a tensor; if it is sharded, of the largest part."""
     if not is_sharded(tensor):
         return tensor.untyped_storage().nbytes()
-    sizes: list[int] = list(tensor.shape)
-    for place, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // tensor.device_mesh.size(place))  # type: ignore[attr-defined]
-    return math.prod(sizes) * tensor.element_size()
+    return math.prod(largest_shape(tensor)) * tensor.element_size()
 
 
 def rank_store(prefix: str) -> Any:
@@ -80,7 +86,7 @@ def ddps_in(module: nn.Module) -> list[DistributedDataParallel]:
 
 @contextmanager
 def called_directly(ddps: list[DistributedDataParallel]) -> Iterator[None]:
-    """Makes each call its module directly: dynamo captures that with the code around it."""
+    """Makes each DDP call its module directly, so that dynamo captures it with the code around."""
     for ddp in ddps:
         vars(ddp)["forward"] = MethodType(_forward_alone, ddp)
     try:

@@ -235,3 +235,34 @@ def test_a_piece_may_have_an_effect() -> None:
     assert report.measured_peak_bytes <= report.budget_bytes
     with pytest.raises(RuntimeError, match=r"linalg\.cholesky"):
         model(batch(0).double() * torch.nan)
+
+
+class InFloat32(nn.Module):
+    """The second piece turns the autocast around the call off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ self.weight
+        loss: torch.Tensor = self.second(x).float().square().mean()
+        return loss
+
+
+def test_pieces_are_compiled_without_the_autocast_around_the_call() -> None:
+    model, x = InFloat32(), torch.randn(256, 64)
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, "100%", **OPTIONS)
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(x)
+            loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-2, atol=3e-3)
