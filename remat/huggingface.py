@@ -34,15 +34,23 @@ class RematCallback(TrainerCallback):
         self.planned: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plans the step; the trainer calls this after it has placed model and optimizer."""
+        """Plans the step; the trainer calls this after it has placed model and optimizer.
+
+        Raises:
+            ValueError: the trainer uses `nn.DataParallel`.
+        """
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"the trainer runs the model on {args.n_gpu} GPUs of one process through "
+                "nn.DataParallel, which copies the module at every step, its plan included; start "
+                "one process per GPU (torchrun, accelerate launch), or make one GPU visible"
+            )
+
         optimizer = kwargs.get("optimizer")
-        options = {
-            "reserve_bytes": bytes_to_keep_free(optimizer, of_card=self.budget is None)
-            if optimizer is not None
-            else 0,
-            "is_accumulating": args.gradient_accumulation_steps > 1,
-            **self.options,
-        }
+        options = {"is_accumulating": args.gradient_accumulation_steps > 1, **self.options}
+        if optimizer is not None and "reserve_bytes" not in options:
+            is_of_card = self.budget is None
+            options["reserve_bytes"] = bytes_to_keep_free(optimizer, of_card=is_of_card)
 
         if self.trainer is None:
             self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)

@@ -40,14 +40,12 @@ class RematCallback(Callback):
             ValueError: there is no module of that name, or no module was named and `training_step`
                 runs the backward itself.
         """
-        options = {
-            "reserve_bytes": sum(
+        options = {"is_accumulating": trainer.accumulate_grad_batches > 1, **self.options}
+        if "reserve_bytes" not in options:
+            options["reserve_bytes"] = sum(
                 bytes_to_keep_free(optimizer, of_card=self.budget is None)
                 for optimizer in trainer.optimizers
-            ),
-            "is_accumulating": trainer.accumulate_grad_batches > 1,
-            **self.options,
-        }
+            )
 
         if self.module is not None:
             planned = self._named(pl_module, self.module)

@@ -13,7 +13,7 @@ from remat.core.budget import parse_budget
 from remat.core.errors import BudgetError, RematError, ScheduleError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution
 from remat.solvers import Solver, make_solver
 from remat.solvers.registry import FREE_ORDER
@@ -25,7 +25,7 @@ class Refused(RematError):
 
 def solver_named(name: str, **options: Any) -> Solver:
     """Returns the solver called `name`, or refuses it with a list of the known names."""
-    with _refused("--without" if options.get("without") else "--solver"):
+    with refused("--without" if options.get("without") else "--solver"):
         return make_solver(name, **options)
 
 
@@ -50,17 +50,13 @@ def dtype_of(autocast: Autocast | None) -> Any:
 
 def budget_bytes(budget: str, graph: Graph) -> int:
     """Returns the budget in bytes; a percentage refers to the peak of keeping everything."""
-    with _refused("--budget"):
-        return parse_budget(budget, keep_all_bytes=keep_all_bytes(graph) if "%" in budget else None)
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    """Returns the peak of keeping everything."""
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    with refused("--budget"):
+        return parse_budget(budget, keep_all_bytes=keep_all_peak(graph))
 
 
 @contextmanager
-def _refused(option: str) -> Iterator[None]:
+def refused(option: str) -> Iterator[None]:
+    """Turns a `ValueError` about the value of `option` into `Refused`."""
     try:
         yield
     except ValueError as reason:

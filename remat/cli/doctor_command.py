@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat.cli.arguments import dtype_of
+from remat.cli.arguments import Refused, dtype_of, refused
 from remat.cli.factories import FACTORY_HELP, made_by, own_step
 from remat.cli.options import (
     EXIT_CODES,
@@ -17,7 +17,7 @@ from remat.cli.options import (
     FormatOption,
     TimeLimitOption,
 )
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget, parse_budget
 
 _MARK = {True: "[green]ok  [/]", False: "[red]BAD [/]", None: "    "}
 _FINDING = 17  # columns before the detail of a finding
@@ -80,13 +80,21 @@ def doctor(
     Example:  remat doctor my_project.model:make --device H100 --optimizer adamw
     """
     if factory is None:
+        if device or budget or reserve or accumulate or autocast or most_overhead is not None:
+            raise Refused(f"these options are for a model, and none was given: {FACTORY_HELP}")
         raise typer.Exit(0 if _is_well() else 1)
+
+    if budget is not None:
+        with refused("--budget"):
+            check_budget(budget)
+    with refused("--reserve"):
+        reserve_bytes = parse_budget(reserve) if reserve else 0
 
     fit = _fit(
         factory,
-        reserve,
         device=device,
         budget=budget,
+        reserve_bytes=reserve_bytes,
         optimizer=optimizer,
         is_accumulating=accumulate,
         autocast=dtype_of(autocast),
@@ -119,17 +127,16 @@ def _is_well() -> bool:
     return is_well
 
 
-def _fit(factory: str, reserve: str | None, **options: Any) -> Any:
+def _fit(factory: str, **options: Any) -> Any:
     from remat.look.tables import progress
 
     with progress(f"tracing and planning {factory}"):
         made = made_by(factory)
+        from remat.face.step_function import as_step
         from remat.fit.question import Question
 
         with own_step(factory):
-            question = Question.of(
-                made.model, reserve_bytes=parse_budget(reserve) if reserve else 0, **options
-            )
+            question = Question.of(as_step(made.model, made.args, made.kwargs), **options)
             return question.answer(question.trace(made.args, made.kwargs))
 
 

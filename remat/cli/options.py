@@ -72,7 +72,7 @@ AutocastOption = Annotated[
 TimeLimitOption = Annotated[
     float,
     typer.Option(
-        min=0.0, metavar="S", help="Seconds after which the best solution so far is returned."
+        min=0.001, metavar="S", help="Seconds after which the best solution so far is returned."
     ),
 ]
 GapOption = Annotated[

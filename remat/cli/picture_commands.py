@@ -62,7 +62,9 @@ def report(
     points: Annotated[
         int,
         typer.Option(
-            min=0, max=MOST_POINTS, help="Budgets to solve for the trade-off curve; 0 for none."
+            min=0,
+            max=MOST_POINTS,
+            help="Budgets to solve for the trade-off curve; below 2, there is none.",
         ),
     ] = 8,
     time_limit: Annotated[

@@ -15,7 +15,6 @@ from remat.cli.arguments import (
     budget_bytes,
     check_output,
     free_order_solver,
-    keep_all_bytes,
     solver_named,
 )
 from remat.cli.options import (
@@ -34,6 +33,7 @@ from remat.core.errors import SolverError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
 from remat.core.outline import outline
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution
 from remat.solvers import SOLVER_NAMES
 
@@ -129,7 +129,7 @@ def frontier(
     if format_ is Format.JSON:
         write_json([{"budget": s.budget_bytes, **solution_record(s)} for s in solutions])
     else:
-        keep_all = keep_all_bytes(graph)
+        keep_all = keep_all_peak(graph)
         show_solutions(graph, [(f"{s.budget_bytes / max(1, keep_all):.0%}", s) for s in solutions])
 
 

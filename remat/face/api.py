@@ -12,7 +12,7 @@ from remat.core.budget import Budget, parse_budget
 from remat.core.errors import ScheduleError, TraceError
 from remat.core.graph import Graph
 from remat.core.room import Room
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution
 from remat.face.blocks import PlannedBlocks, remove_blocks
 from remat.face.planned_module import PlannedCall, install
@@ -90,8 +90,8 @@ def checkpoint(
         executor: "eager" runs the rewritten step operator by operator, in exactly the planned
             memory. "inductor" compiles it to fused kernels as `torch.compile` does, which run in
             the plan's order. Their peak is known before the first step; if it is above the budget,
-            the step is planned again with less. "auto" uses Inductor's kernels on a GPU, and if the
-            module was compiled before; otherwise, and if the kernels can't run, it uses "eager".
+            the step is planned again with less. "auto" uses Inductor's kernels on a GPU, and for a
+            module that was compiled before; elsewhere, or if the kernels can't run, "eager".
         differentiate: "scalars" plans for gradients of the scalar outputs (the loss), if there are
             any; "all" plans for gradients of every output.
         plan_cache: whether plans are written to the user's cache folder (`remat doctor` says
@@ -111,7 +111,7 @@ def checkpoint(
         BudgetError: at the first call, if the budget can't be met; the error names one that can.
         TraceError: at the first call, if the step can't be captured.
     """
-    step = as_step(model)
+    step = _step_of(model)
     options = Options(
         budget,
         reserve_bytes,
@@ -129,12 +129,12 @@ def checkpoint(
     part, plans = planned_part(step), Plans(options)
     if blocks is not None:
         _refuse_blocks(step, on_unsupported)
-        install(part, PlannedBlocks(part, blocks, plans, costs))
+        call: PlannedCall = PlannedBlocks(part, blocks, plans, costs)
     else:
         call = PlannedCall(
             part, plans, costs, differentiate=differentiate, on_unsupported=on_unsupported
         )
-        install(part, call)
+    install(part, call, is_inductor=call.is_inductor)
     return _what_runs(model, step)
 
 
@@ -157,18 +157,19 @@ def wrap(
         BudgetError: at the first call, if the schedule exceeds the solution's budget: peak and cost
             are computed again, whatever the solution says.
     """
-    step = as_step(model)
+    step = _step_of(model)
     check_differentiate(differentiate)
     if solution.schedule is None:
         raise ScheduleError(
-            f"this solution has no schedule to run: its status is {solution.status}"
+            f"this solution has no schedule to run: its status is {solution.status}; solve for a "
+            "larger budget, or with a longer time limit"
         )
 
     part, plan = planned_part(step), FixedPlan(solution)
     call = PlannedCall(
         part, plan, costs, differentiate=differentiate, on_unsupported=on_unsupported
     )
-    install(part, call)
+    install(part, call, is_inductor=call.is_inductor)
     return _what_runs(model, step)
 
 
@@ -179,6 +180,12 @@ def unwrap(model: Model) -> Model:
         remove_blocks(step)
         set_call(planned_part(step), None)
     return cast(Model, model.__wrapped__) if isinstance(model, PlannedFunction) else model
+
+
+def _step_of(model: Any) -> nn.Module:
+    """Returns the module to plan; that of a planned function, as its calls left it."""
+    step = planned_step(model)
+    return as_step(model) if step is None else step
 
 
 def _what_runs(model: Model, step: nn.Module) -> Model:
@@ -300,7 +307,7 @@ def solve(
         BudgetError: no schedule was found that fits; `minimum_bytes` is a budget that can be met.
         ValueError, TypeError: a malformed budget, an unknown solver.
     """
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes + reserve_bytes
+    keep_all = keep_all_peak(graph) + reserve_bytes
     budget_bytes = parse_budget(budget, keep_all_bytes=keep_all)
     room = Room(budget, budget_bytes, keep_all, reserve_bytes=reserve_bytes)
     return solve_in(
@@ -330,7 +337,7 @@ def frontier(
     method = make_solver(solver, time_limit_s=time_limit_s) if isinstance(solver, str) else solver
     if isinstance(budgets, int):
         return frontier_solutions(graph, budgets, method)
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    keep_all = keep_all_peak(graph)
     return frontier_solutions(
         graph, [parse_budget(budget, keep_all_bytes=keep_all) for budget in budgets], method
     )

@@ -7,7 +7,7 @@ still runs (DDP), or whose many similar blocks need to be captured only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ class PlannedBlocks(PlannedCall):
     ) -> None:
         self.module, self.plan = module, plan
         self.device_type, self.differentiate = device_type(module), "all"
-        self.costs = resolve_costs(costs, self.device_type)
+        self._costs_asked, self.costs = costs, resolve_costs(costs, self.device_type)
         self.pieces = []
         self.captured_s = 0.0
-        self.executor = chosen_executor(module, plan, self.device_type)
         self.outside = OutsideRoom(module, is_fixed=True)  # blocks run in pieces: stays empty
 
-        self.blocks = list(blocks)
+        self.blocks = _checked(module, list(blocks))
+        self.executor = chosen_executor(self._parts, plan, self.device_type)
         self.piecewise: Piecewise
         self._outside_bytes = 0
         self._forget_plans()
@@ -53,7 +53,27 @@ class PlannedBlocks(PlannedCall):
         """Compiles the blocks again, for the chosen executor."""
         self.piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
         self.piecewise.adjust = self._with_sharding
-        install_blocks(self.module, self.blocks, self.piecewise)
+        install_blocks(self.blocks, self.piecewise, is_inductor=self.is_inductor)
+
+    @property
+    def _is_begun(self) -> bool:
+        return self.captured_s > 0
+
+    @property
+    def _parts(self) -> Sequence[nn.Module]:
+        return (self.module, *self.blocks)
+
+    def _follow_device(self) -> None:
+        before = self.device_type
+        super()._follow_device()
+        if self.device_type != before:
+            self._forget_plans()
+
+    def _check_planned(self, result: Any) -> None:
+        """Does nothing: layer drop may skip all blocks of the first call."""
+
+    def _plan_largest(self, args: Any, kwargs: Any) -> None:
+        """Does nothing: blocks are planned at the sizes they are called with."""
 
     def _with_sharding(self, joined: JoinedStep, num_resident: int) -> JoinedStep:
         sharding = sharding_of(self.module, joined, num_resident, self._outside_bytes)
@@ -92,19 +112,15 @@ class BlockCall(OwnCall):
         return self.compiled(self.block, *args, **kwargs)
 
 
-def install_blocks(model: nn.Module, blocks: Iterable[nn.Module], piecewise: Piecewise) -> None:
-    """Makes each block of `model` run as a piece; blocks of one class share what is compiled.
-
-    Raises:
-        ValueError: there is no block, or one is outside of the model, or inside of another one.
-    """
-    chosen = _checked(model, list(blocks))
+def install_blocks(blocks: Iterable[nn.Module], piecewise: Piecewise, *, is_inductor: bool) -> None:
+    """Makes each block run as a piece; blocks of one class share what is compiled."""
     compiled: dict[Any, Callable[..., Any]] = {}
-    for block in chosen:
+    for block in blocks:
         forward = type(block).forward
         if forward not in compiled:
             compiled[forward] = _compile(forward, piecewise.backend)
-        install(block, BlockCall(block, compiled[forward], piecewise))
+        call = BlockCall(block, compiled[forward], piecewise)
+        install(block, call, is_inductor=is_inductor)
 
 
 def remove_blocks(model: nn.Module) -> None:
@@ -115,6 +131,11 @@ def remove_blocks(model: nn.Module) -> None:
 
 
 def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Returns the blocks.
+
+    Raises:
+        ValueError: there is no block, or one is outside of the model, or inside of another one.
+    """
     names = {module: name for name, module in model.named_modules()}
     if not blocks:
         raise ValueError(

@@ -251,8 +251,8 @@ def run_compiled(
 
             raise GraphBreak(
                 f"torch.compile can't capture this step as one graph: {why}{place}\n"
-                "Rewrite the line it names, or move it out of the forward (run with "
-                "TORCH_LOGS=graph_breaks for the place).",
+                "Rewrite that line, or move it out of the forward; TORCH_LOGS=graph_breaks shows "
+                "the place.",
                 why.split("\n")[0] + place,
             ) from None
 

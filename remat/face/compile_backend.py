@@ -30,9 +30,9 @@ def backend(
 
     `torch.compile(model, backend="remat", options={"budget": "8GiB"})`.
 
-    Options are those of `remat.checkpoint`; `budget` is required on a CPU. Gradients that earlier
-    steps left are within the budget only with `is_accumulating`, since the backend is called before
-    they exist.
+    Options are those of `remat.checkpoint` without `blocks`; "auto" means "inductor", and `budget`
+    is required on a CPU. Gradients that earlier steps left are within the budget only with
+    `is_accumulating`, since the backend is called before they exist.
     """
     options = Options(**{"budget": None, **(kwargs.get("options") or {})})
     if bucket_bytes() and is_ddp_optimizer_on():
@@ -94,8 +94,8 @@ def _noticing_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
             _LOG.warning(
                 "gradients of earlier steps exist while this step runs, and are not within its "
                 'budget; give options={"is_accumulating": True, ...}, or drop them before each '
-                "step (zero_grad(set_to_none=True)), or use remat.checkpoint, which makes a plan "
-                "beside them"
+                "step (zero_grad(set_to_none=True)), or use remat.checkpoint, which leaves room "
+                "for them"
             )
         return compiled(*args)
 

@@ -6,15 +6,52 @@ import logging
 import shutil
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from remat.core.errors import RematError
 from remat.pieces.runner import Piecewise
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
+from remat.run.random_state import take_state
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Before:
+    """Buffers and random state before a step, which may have to run again from the start.
+
+    Attributes:
+        buffers: each buffer with a copy.
+        random: the state of the CPU's generator, and of the current GPU's if the step runs there.
+    """
+
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    random: list[tuple[torch.device, torch.Tensor]]
+
+    @classmethod
+    def of(cls, module: nn.Module, device_type: str) -> Before:
+        """Returns the state of a module, and of the generators that its step draws from."""
+        devices = [torch.device("cpu")]
+        if device_type == "cuda":
+            devices.append(torch.device("cuda", torch.cuda.current_device()))
+        return cls(
+            [(buffer, buffer.detach().clone()) for buffer in module.buffers()],
+            [(device, take_state(device)) for device in devices],
+        )
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        with torch.no_grad():
+            for buffer, copy in self.buffers:
+                buffer.copy_(copy)
+        for device, state in self.random:
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(eq=False)
@@ -62,9 +99,14 @@ class Executor:
             return FusedPiecewise(module, plan, costs)
         return Piecewise(module, plan, costs)
 
+    @property
+    def may_give_up(self) -> bool:
+        """True if `eager` runs the step should Inductor fail."""
+        return self.asked == "auto" and self.name == "inductor"
+
     def gives_up_kernels(self, failure: RematError) -> bool:
         """Changes from Inductor to `eager` after a failure, if `auto` was asked for."""
-        if self.asked != "auto" or self.name == "eager":
+        if not self.may_give_up:
             return False
         self.name, self.reason = "eager", f"Inductor can't run it: {str(failure).splitlines()[0]}"
         _LOG.info("the step runs operator by operator; %s", self.reason)

@@ -32,8 +32,8 @@ from remat.run.measured_forward import WholeStep
 from remat.run.whole_step import await_backward
 
 _LOG = logging.getLogger(__name__)
-# An excess up to this, by device, causes no new plan: it is that of a divided loss and its
-# gradient, as the allocators round them.
+# An excess of up to this many bytes, by device, causes no new plan. A loss that is divided, and its
+# gradient, take that much as the allocators round sizes.
 _SCALARS_BYTES = {"cpu": 512, "cuda": 8192}
 _MOST_PLANS = 3  # that leave room for measured memory; after them, the plan of least peak runs
 
@@ -44,12 +44,12 @@ class OutsideRoom:
 
     Memory held while the loss is computed is added to the planned graph, at the operator where
     gradients arrive. Memory held while a planned forward or backward runs, mostly of other calls,
-    is taken off the budget.
+    is subtracted from the budget.
 
     Attributes:
         module: the planned module.
         is_fixed: whether its plan was given, so that it can't leave room.
-        size_bytes: memory that is taken off the budget.
+        size_bytes: memory that is subtracted from the budget.
         loss_bytes: memory that the step holds outside while the module's calls wait for their
             gradients, without what the plan saved.
     """

@@ -25,13 +25,13 @@ from remat.face.capturing import (
     run_compiled,
     tensors_in,
 )
-from remat.face.executors import Executor
+from remat.face.executors import Before, Executor
 from remat.face.outside_room import OutsideRoom
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
 from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes, tensors_of, there_bytes
-from remat.plan.distributed import refuse_sharded
+from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.capture import (
@@ -40,7 +40,9 @@ from remat.run.capture import (
     Step,
     device_type,
     make_backend,
+    refuse_other_gpu,
 )
+from remat.run.measure import FirstStepMeter
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
 from remat.torch_border.dynamo import (
@@ -60,11 +62,10 @@ from remat.tracers.costs import CostModel
 _LOG = logging.getLogger(__name__)
 
 
-def install(module: nn.Module, call: OwnCall) -> None:
+def install(module: nn.Module, call: OwnCall, *, is_inductor: bool) -> None:
     """Makes `module(...)` run `call`, even if the module is compiled later."""
     keep_plans()
-    is_eager = not (isinstance(call, PlannedCall) and call.is_inductor)
-    if is_compiled(module) and is_eager:
+    if is_compiled(module) and not is_inductor:
         _LOG.warning(
             "%s was compiled by model.compile(), which its plan replaces; for compiled kernels "
             'within the plan use executor="inductor"',
@@ -74,10 +75,12 @@ def install(module: nn.Module, call: OwnCall) -> None:
     set_call(module, call)
 
 
-def chosen_executor(module: nn.Module, plan: Plans | FixedPlan, device_type: str) -> Executor:
-    """Returns the executor for a module's plans."""
+def chosen_executor(
+    modules: Sequence[nn.Module], plan: Plans | FixedPlan, device_type: str
+) -> Executor:
+    """Returns the executor for the plans of a module, or of its blocks."""
     asked = plan.options.executor if isinstance(plan, Plans) else "eager"
-    return Executor.chosen(asked, device_type, is_compiled=is_compiled(module))
+    return Executor.chosen(asked, device_type, is_compiled=any(map(is_compiled, modules)))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -88,10 +91,10 @@ def is_compiled(module: nn.Module) -> bool:
 class PlannedCall(OwnCall):
     """What `module(...)` runs after `checkpoint` or `wrap`.
 
-    Without gradients the plain module runs; with them its planned step, captured at the first call
-    and again for every new shape. If the parameters already have gradients, which accumulate, the
-    step has another plan that leaves room for them. A module that can't be captured whole runs in
-    pieces.
+    Without gradients, the plain module runs. With gradients, its planned step runs, which is
+    captured at the first call and for every new shape. If the parameters already have gradients,
+    which accumulate, the step has another plan that leaves room for them. A module that can't be
+    captured whole runs in pieces.
     """
 
     _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
@@ -117,13 +120,13 @@ class PlannedCall(OwnCall):
         self.unplanned_bytes = 0  # what Inductor's kernels held above the budget
         self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
 
-        # bytes of gradients that earlier steps left -> the compiled step
-        self._whole: dict[int, Callable[..., Any]] = {}
+        # bytes of gradients that earlier steps left, and of DDP's buckets -> the compiled step
+        self._whole: dict[tuple[int, int], Callable[..., Any]] = {}
         self._num_runs = 0  # of compiled graphs, in calls that ran as one graph
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
 
-        self.executor = chosen_executor(module, plan, self.device_type)
+        self.executor = chosen_executor(self._parts, plan, self.device_type)
         # a fixed plan was made for a graph in which every number is a constant
         self._numbers_are_inputs = isinstance(plan, Plans)
 
@@ -138,7 +141,7 @@ class PlannedCall(OwnCall):
         That happens only if their memory could not be predicted.
         """
         peaks = [
-            (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
+            (_kernels_bytes(step.meter), step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
@@ -184,8 +187,13 @@ class PlannedCall(OwnCall):
             # the frames in between don't help the user
             raise error.with_traceback(None) from error.__cause__
 
+    @property
+    def _is_begun(self) -> bool:
+        """True once a step was planned, or runs in pieces."""
+        return bool(self.pieces) or self.piecewise is not None
+
     def _planned(self, args: Any, kwargs: Any) -> Any:
-        if not self.pieces and self.piecewise is None:
+        if not self._is_begun:
             return self._first_call(args, kwargs)
         if self.is_inductor:
             self._keep_within_budget()
@@ -203,8 +211,22 @@ class PlannedCall(OwnCall):
             on_unsupported=self.on_unsupported,
         )
 
+    def _follow_device(self) -> None:
+        """Takes device, costs and executor anew if the module moved after it was planned."""
+        kind = device_type(self.module)
+        refuse_other_gpu(self.module)
+        if kind != self.device_type:
+            self.device_type, self.costs = kind, resolve_costs(self._costs_asked, kind)
+            self.executor = chosen_executor(self._parts, self.plan, kind)
+
+    @property
+    def _parts(self) -> Sequence[nn.Module]:
+        """The modules whose calls are replaced."""
+        return (self.module,)
+
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         check_module(self.module, args, kwargs)
+        self._follow_device()
         if self.piecewise is None:
             refuse_sharded(self.module)
 
@@ -216,21 +238,28 @@ class PlannedCall(OwnCall):
 
         start = time.perf_counter()
         self._plan_largest(args, kwargs)
+        # the first pieces of a step may have run when Inductor fails
+        before = Before.of(self.module, self.device_type) if self.executor.may_give_up else None
         try:
             result = self._run(args, kwargs)
         except (BudgetError, TraceError) as failure:
-            if not self.executor.gives_up_kernels(failure):
+            if before is None:
                 raise
+            self.executor.gives_up_kernels(failure)
+            before.restore()
             self._forget_plans()
             result = self._run(args, kwargs)
         self.captured_s = time.perf_counter() - start
+        self._check_planned(result)
+        return result
 
+    def _check_planned(self, result: Any) -> None:
+        """Raises `TraceError` if the first call left nothing planned."""
         if not self.pieces and not (self.piecewise and self.piecewise.plans):
             is_left_plain = any(tensor.requires_grad for tensor in tensors_of(result))
             raise TraceError(
                 NOT_COMPILED if is_left_plain else nothing_to_differentiate(self.module)
             )
-        return result
 
     def _plan_largest(self, args: Any, kwargs: Any) -> None:
         """Plans for the largest sizes that the inputs declare, if they declare any.
@@ -327,14 +356,15 @@ class PlannedCall(OwnCall):
     def _whole_step(self) -> Callable[..., Any]:
         """Returns the step as one graph, planned with room for the gradients that exist now."""
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
-        if held_bytes not in self._whole:
-            self._whole[held_bytes] = compile_call(
+        key = held_bytes, bucket_bytes()
+        if key not in self._whole:
+            self._whole[key] = compile_call(
                 self.module,
                 self._backend(held_bytes),
                 frame=self._frame,
                 on_recapture=self._recaptures.note,
             )
-        return self._whole[held_bytes]
+        return self._whole[key]
 
     def _backend(self, held_bytes: int) -> Any:
         call = weakref.ref(self)  # dynamo never releases a backend
@@ -393,6 +423,15 @@ class PlannedCall(OwnCall):
     def _note(self, step: PlannedStep) -> None:
         self.pieces.append(step)
         self.outside.note(step)
+
+
+def _kernels_bytes(meter: FirstStepMeter) -> int:
+    """Returns what was held while the planned forward and backward ran.
+
+    On CUDA the meter's own peak also covers a loss outside of the module.
+    """
+    whole = meter.whole if meter.device == "cuda" else None
+    return whole.planned_bytes if whole else meter.tensor_bytes
 
 
 def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+# names that a module which calls a function has already
+_RESERVED = {"function", "of", "reach", *dir(nn.Module())}
 _MOST_ITEMS = 1000  # in a container that is searched; a longer one is taken for data
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
-_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 
 
 def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
@@ -57,7 +59,7 @@ class _Walk:
         if isinstance(value, MethodType):
             self.look(value.__self__, "self")
             self.look(value.__func__, name)
-        if isinstance(value, (MethodType, *_PLAIN)) or id(value) in self._seen:
+        if isinstance(value, (MethodType, *PLAIN)) or id(value) in self._seen:
             return
 
         self._seen[id(value)] = value
@@ -94,8 +96,8 @@ class _Walk:
                 self.look(_attribute(owner, name), name)
 
     def _add(self, name: str, module: nn.Module) -> None:
-        free = name
-        while free in self.found:
+        free = name.replace(".", "_")
+        while free in self.found or free in _RESERVED:
             free += "_"
         self.found[free] = module
         self._objects.append(module)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from remat.face.planned_module import PlannedCall
-from remat.face.reached_modules import reached_modules
+from remat.face.reached_modules import PLAIN, reached_modules
 from remat.plan.distributed import planned_part, run_around_ddp
 from remat.torch_border.modules import get_call, set_call
 from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
@@ -65,7 +66,7 @@ class PlannedFunction:
     def __init__(self, step: StepFunction) -> None:
         functools.update_wrapper(self, step.function)
         self.step = step
-        self._given: tuple[int, ...] | None = None  # the modules among the last call's arguments
+        self._given: tuple[int, ...] | None = None  # objects among the last call's arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain function under `no_grad`."""
@@ -87,7 +88,8 @@ class PlannedFunction:
         return _itself, (self.__wrapped__,)
 
     def _reach(self, args: Any, kwargs: Any) -> None:
-        given = tuple(id(v) for v in (*args, *kwargs.values()) if isinstance(v, nn.Module))
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = tuple(id(leaf) for leaf in leaves if not isinstance(leaf, PLAIN))
         if given == self._given:
             return
         call = get_call(self.step)
@@ -97,7 +99,9 @@ class PlannedFunction:
 
 
 def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
-    """Returns the module to capture: `model` itself, or a function as a module.
+    """Returns the module to capture: `model` itself, or a new one that calls a function.
+
+    A planned function's own module stays as its calls left it.
 
     Raises:
         TypeError: it is neither.
@@ -106,11 +110,13 @@ def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
         return model
     if isinstance(model, type) or not callable(model):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"a torch.nn.Module or a function is needed, and {given} was given")
+        raise TypeError(
+            f"a torch.nn.Module or a function is needed, and {given} was given; pass an instance "
+            "of a module, or a function that returns the loss"
+        )
 
-    step = planned_step(model) or StepFunction.of(model)
-    if isinstance(step, StepFunction):
-        step.reach(args, kwargs)
+    step = StepFunction.of(model.__wrapped__ if isinstance(model, PlannedFunction) else model)
+    step.reach(args, kwargs)
     return step
 
 

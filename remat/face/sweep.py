@@ -18,7 +18,7 @@ import msgspec
 
 from remat.core.budget import Budget, parse_budget
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution
 from remat.solvers import Solver, make_solver
 
@@ -65,7 +65,7 @@ def sweep(
 
     tasks = []
     for graph in graphs:
-        keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        keep_all_bytes = keep_all_peak(graph)
         asked = [parse_budget(budget, keep_all_bytes=keep_all_bytes) for budget in budgets]
         content = msgspec.json.encode(graph)
         tasks += [joblib.delayed(_solve)(content, budget_bytes, method) for budget_bytes in asked]

@@ -64,8 +64,8 @@ def trace_kernels(
             f' GPU such as {wanted}; use executor="eager", which traces for any device'
         )
 
-    if device and costs == "roofline":
-        costs = roofline(device)
+    if device:
+        costs = _costs_on(device, costs)
     with as_on(device, autocast=autocast) if device else nullcontext():
         try:
             with called_directly(ddps_in(step)):
@@ -92,21 +92,29 @@ def trace_for(
     differentiate: str = "scalars",
 ) -> Graph:
     """Returns the graph of a step as `device` would run it; this machine need not have it."""
-    if costs == "profile":
-        raise ValueError(
-            f'costs="profile" times operators on this machine, and device={device.name!r} may be '
-            'another device; use costs="roofline", or leave device= out'
-        )
-
     with as_on(device, autocast=autocast):
         return trace_operators(
             model,
             args,
             kwargs,
-            costs=roofline(device) if costs == "roofline" else costs,
+            costs=_costs_on(device, costs),
             differentiate=differentiate,
             on_device_type=traced_on(device.type),
         )
+
+
+def _costs_on(device: Device, costs: str | CostModel) -> str | CostModel:
+    """Returns the costs on `device`, which may not be there.
+
+    Raises:
+        ValueError: these costs are measured on this machine.
+    """
+    if costs == "profile":
+        raise ValueError(
+            f'costs="profile" times operators on this machine, and device={device.name!r} may be '
+            'another device; use costs="roofline", or leave device= out'
+        )
+    return roofline(device) if costs == "roofline" else costs
 
 
 def trace_operators(

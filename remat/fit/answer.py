@@ -145,7 +145,7 @@ class Fit:
             return (
                 f"The parameters, gradients and optimizer state{self._beside} alone take "
                 f"{format_bytes(fixed)}, and recomputing does not change that: shard them over "
-                f"more than {share} such devices, or use an optimizer with less state."
+                f"at least {share} such devices, or use an optimizer with less state."
             )
 
         if self.optimizer_step_bytes > self.budget_bytes:
@@ -155,6 +155,11 @@ class Fit:
                 "fused=True, or an optimizer with less state."
             )
 
+        if self.minimum_bytes <= self.budget_bytes:
+            return (
+                f"A plan of {describe_bytes(self.minimum_bytes)} is known, but not to this solver: "
+                'use solver="auto", or a longer time limit.'
+            )
         return (
             f"The least budget known to work is {describe_bytes(self.minimum_bytes)}: use a "
             "smaller batch or a larger device."

@@ -19,9 +19,11 @@ from rich.table import Table
 from remat.core.budget import Budget, format_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
+from remat.core.schedule import keep_all_peak
 from remat.core.units import Scale
+from remat.face.step_function import as_step
 from remat.fit.answer import Fit
-from remat.fit.question import Question, keep_all_bytes
+from remat.fit.question import Question
 from remat.solvers.auto.minimum import minimum
 from remat.torch_border.kernels import FakeTensorMode
 
@@ -53,7 +55,7 @@ class Batches:
 
     @property
     def largest(self) -> int:
-        """The largest batch that fits."""
+        """The largest batch with a plan; with `solver="auto"`, the largest that fits."""
         return self.rows[-1].batch
 
     @property
@@ -90,7 +92,7 @@ class Batches:
                 format_bytes(peak),
                 f"{100 * row.fit.overhead:.2f} %",
                 step_text,
-                f"{row.samples_per_s:,.4g}",
+                f"{row.samples_per_s:,.{1 if row.samples_per_s < 1000 else 0}f}",
                 best,
             )
 
@@ -133,7 +135,7 @@ def max_batch(
 
     Raises:
         ValueError: a budget that is a percentage, a limit below 1, an unknown device or optimizer.
-        BudgetError: not even one sample fits.
+        BudgetError: not even one sample fits, or the solver found no plan for any batch.
         TraceError: the step can't be captured, or needs data between two pieces.
     """
     if isinstance(budget, str) and "%" in budget:
@@ -145,10 +147,11 @@ def max_batch(
     if limit < 1 or points < 1:
         raise ValueError(f"limit={limit} and points={points} must be at least 1")
 
-    search = _Search(Question.of(model, budget=budget, **options), make_args)
+    step = as_step(model, _fake_args(make_args, 1))
+    search = _Search(Question.of(step, budget=budget, **options), make_args)
     largest = _largest(search.least_bytes, search.budget_bytes, limit)
     if largest == 0:
-        raise _nothing_fits(search)
+        raise _nothing_fits(search.question.answer(search.graph_of(1)))
 
     first = max(1, _largest(search.keep_all_bytes, search.budget_bytes, largest))
     rows = [
@@ -156,7 +159,10 @@ def max_batch(
         for batch in _between(first, largest, points)
     ]
 
-    return Batches(tuple(row for row in rows if row.fit))
+    fitting = tuple(row for row in rows if row.fit)
+    if not fitting:
+        raise _nothing_fits(rows[0].fit)
+    return Batches(fitting)
 
 
 @dataclass
@@ -174,13 +180,11 @@ class _Search:
 
     def graph_of(self, batch: int) -> Graph:
         if batch not in self._graphs:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                args = self.make_args(batch)
-            self._graphs[batch] = self.question.trace(args)
+            self._graphs[batch] = self.question.trace(_fake_args(self.make_args, batch))
         return self._graphs[batch]
 
     def keep_all_bytes(self, batch: int) -> int:
-        return self._with_optimizer(batch, keep_all_bytes(self.graph_of(batch)))
+        return self._with_optimizer(batch, keep_all_peak(self.graph_of(batch)))
 
     def least_bytes(self, batch: int) -> int:
         if batch not in self._least:
@@ -195,6 +199,11 @@ class _Search:
             peak_bytes + self.question.held.total,
             self.question.optimizer_step_bytes(self.graph_of(batch)),
         )
+
+
+def _fake_args(make_args: MakeArgs, batch: int) -> Sequence[Any]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make_args(batch)
 
 
 def _largest(bytes_of: Callable[[int], int], budget_bytes: int, limit: int) -> int:
@@ -235,12 +244,10 @@ def _between(first: int, last: int, points: int) -> list[int]:
     return sorted({round(first * (last / first) ** (i / (points - 1))) for i in range(points)})
 
 
-def _nothing_fits(search: _Search) -> BudgetError:
-    fit = search.question.answer(search.graph_of(1))
-    is_proved = fit.bound_bytes > fit.budget_bytes
+def _nothing_fits(fit: Fit) -> BudgetError:
     return BudgetError(
         fit.verdict,
         budget_bytes=fit.budget_bytes,
         minimum_bytes=fit.minimum_bytes,
-        is_proved=is_proved,
+        is_proved=fit.bound_bytes > fit.budget_bytes,
     )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from remat.run.counted_storages import CountStorages
 from remat.torch_border.kernels import FakeTensorMode
+from remat.torch_border.sharded import largest_shape
 from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -69,7 +70,7 @@ def optimizer_memory(
         return OptimizerMemory(name, 0, 0)
 
     with FakeTensorMode():
-        trained = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in needed]
+        trained = [nn.Parameter(torch.empty(largest_shape(p), dtype=p.dtype)) for p in needed]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
             counted.ignore(parameter, parameter.grad)
@@ -97,7 +98,12 @@ def state_bytes_of(optimizer: Optimizer) -> int:
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return optimizer_memory(lambda ps: type(optimizer)(ps, **defaults), parameters).state_bytes
+
+    def make(trained: Iterable[nn.Parameter]) -> Optimizer:
+        return type(optimizer)(trained, **defaults)
+
+    make.__name__ = type(optimizer).__name__
+    return optimizer_memory(make, parameters).state_bytes
 
 
 def bytes_to_keep_free(optimizer: Optimizer, *, of_card: bool) -> int:
@@ -147,10 +153,10 @@ def _take_all_at_once(optimizer: Optimizer, *, is_cuda: bool) -> None:
 def _step(optimizer: Optimizer, name: str) -> None:
     try:
         optimizer.step()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
         raise TypeError(
             f"{name} can't step on fake tensors, so its memory can't be measured ({error}); pass "
-            'optimizer="none" and its bytes as reserve_bytes'
+            'its bytes as reserve_bytes, and to fits, max_batch and doctor optimizer="none"'
         ) from error
 
 

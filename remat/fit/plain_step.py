@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from remat.run.counted_storages import CountStorages
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.kernels import with_kernel
+from remat.torch_border.modules import calls_plain
 from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 from remat.tracers.workspace import workspace_bytes
 
@@ -58,7 +59,7 @@ def plain_peak_bytes(
         with on_fakes(model, args, kwargs or {}, traced_on) as (fake_args, fake_kwargs):
             counted.ignore(*model.parameters(), *model.buffers())
             counted.ignore(*_tensors_in((fake_args, fake_kwargs)))
-            with counted, as_on_device:
+            with counted, as_on_device, calls_plain(model):
                 _step(model, fake_args, fake_kwargs)
     except RuntimeError as error:
         _LOG.info("the peak of plain PyTorch is unknown, as the step needs data: %s", error)

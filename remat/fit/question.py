@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.core.budget import Budget, parse_budget
+from remat.core.budget import Budget, check_budget, parse_budget
 from remat.core.graph import Graph
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution, Status
 from remat.face.step_function import as_step
 from remat.face.tracing import check_traced, trace_for, trace_kernels
@@ -82,6 +82,8 @@ class Question:
         step = as_step(model)
         check_traced(executor)
 
+        if budget is not None:
+            check_budget(budget)
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes} is negative")
 
@@ -147,7 +149,7 @@ class Question:
         """
         if self.budget is None:
             return self.device.memory_bytes
-        return parse_budget(self.budget, keep_all_bytes=keep_all_bytes(graph) + self.held.total)
+        return parse_budget(self.budget, keep_all_bytes=keep_all_peak(graph) + self.held.total)
 
     def optimizer_step_bytes(self, graph: Graph) -> int:
         """Returns the peak while the optimizer steps, after the activations are freed."""
@@ -207,8 +209,3 @@ class Question:
                 shared=Shared(graph, least),
             )
         return method.solve(graph, budget_bytes=budget_bytes)
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    """Returns the peak of keeping everything."""
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes

@@ -18,7 +18,6 @@ from remat.look.html_style import (
     COLOUR_OF,
     FONT,
     add_legend,
-    labelled,
     mark_forward_end,
     mark_height,
     new_chart,
@@ -40,7 +39,7 @@ def memory_chart(
     scale = Scale.for_largest(top, units.size)
     chart = new_chart(
         x_label="step: one operator computed",
-        y_label=labelled("memory", scale, units),
+        y_label=scale.label("memory", units.size),
         height=390,
         x_range=steps,
     )

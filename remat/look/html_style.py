@@ -13,7 +13,6 @@ from bokeh.plotting import figure
 
 from remat.analysis.composition import Category
 from remat.core.schedule import Schedule
-from remat.core.units import Scale, Units
 from remat.look.plot_style import BLUE, GREEN, GREY, INK, ORANGE, PALE
 
 COLOUR_OF = {
@@ -75,15 +74,6 @@ def quiet_axis(axis: Any) -> Any:
     axis.minor_tick_line_color = None
     axis.formatter = BasicTickFormatter(use_scientific=False)
     return axis
-
-
-def labelled(text: str, scale: Scale, units: Units) -> str:
-    """Returns `text` with its unit: `memory (GiB)`, or `memory (units)` for a plain instance."""
-    return (
-        f"{text} ({scale.name})"
-        if units.size
-        else f"{text} ({scale.name} units)".replace("( ", "(")
-    )
 
 
 def add_legend(chart: Any, renderers_of: Mapping[str, list[Any]]) -> None:

@@ -21,7 +21,6 @@ from bokeh.models.widgets.tables import (
 from remat.analysis.decisions import Decision, Fate
 from remat.core.graph import Graph
 from remat.core.units import Scale, Units
-from remat.look.html_style import labelled
 from remat.look.labels import shape_text, short_target
 
 _FILTER = """
@@ -47,7 +46,7 @@ def value_table(graph: Graph, decisions: Sequence[Decision]) -> Any:
     table = DataTable(
         source=source,
         view=view,
-        columns=_columns(labelled("size", scale, units)),
+        columns=_columns(scale.label("size", units.size)),
         index_position=None,
         height=min(440, _ROW_HEIGHT * (len(decisions) + 2)),
         sizing_mode="stretch_width",

@@ -14,7 +14,7 @@ from bokeh.models.tools import HoverTool
 
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale, Units
-from remat.look.html_style import FONT, add_legend, labelled, new_chart, quiet_axis
+from remat.look.html_style import FONT, add_legend, new_chart, quiet_axis
 from remat.look.labels import bound_source
 from remat.look.plot_style import BLUE, GREEN, GREY, RED
 
@@ -33,7 +33,7 @@ def tradeoff_chart(
     scale = Scale.for_largest(right, units.size)
 
     chart = new_chart(
-        x_label=labelled("memory of the whole step", scale, units),
+        x_label=scale.label("memory of the whole step", units.size),
         y_label="extra compute (%)",
         height=360,
     )

@@ -39,7 +39,6 @@ from remat.look.plot_style import (
     LINES,
     PALE,
     RED,
-    axis_label,
     label_line,
     legend,
     mark_forward_end,
@@ -126,8 +125,8 @@ def plot_memory(
 
     quiet(
         axes,
-        x_label=axis_label(x_label, x_scale, units.cost),
-        y_label=axis_label("memory", y_scale, units.size),
+        x_label=x_scale.label(x_label, units.cost),
+        y_label=y_scale.label("memory", units.size),
     )
 
     colours = _timeline_colours(len(timelines))
@@ -238,7 +237,7 @@ def plot_tradeoff(
 
     quiet(
         axes,
-        x_label=axis_label("memory of the whole step", scale, units.size),
+        x_label=scale.label("memory of the whole step", units.size),
         y_label="extra compute over keeping everything (%)",
         grid="both",
     )

@@ -22,7 +22,6 @@ from remat.look.plot_style import (
     ORANGE,
     PALE,
     RED,
-    axis_label,
     label_line,
     mark_forward_end,
     new_figure,
@@ -71,7 +70,7 @@ def _draw_memory(axes: Axes, graph: Graph, schedule: Schedule, budget_bytes: int
     axes.stairs(simulation.bytes_at, edges, baseline=None, color=BLUE, linewidth=1.0)
     axes.plot(simulation.peak_step + 0.5, simulation.peak_bytes, "o", color=BLUE, markersize=4)
 
-    quiet(axes, y_label=axis_label("memory", scale, units.size))
+    quiet(axes, y_label=scale.label("memory", units.size))
     axes.set_ylim(0, 1.25 * top)
     scale_axis(axes, "y", scale)
 

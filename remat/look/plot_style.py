@@ -39,11 +39,6 @@ def quiet(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y") 
     axes.set_ylabel(y_label, fontsize=10, color=INK)
 
 
-def axis_label(text: str, scale: Scale, unit: str) -> str:
-    """Returns `text` with its unit: `memory (GiB)`, or `memory (units)` for a plain instance."""
-    return f"{text} ({scale.name})" if unit else f"{text} ({scale.name} units)".replace("( ", "(")
-
-
 def scale_axis(axes: Axes, which: str, scale: Scale) -> None:
     """Writes the ticks of the `x` or `y` axis in `scale`, at round numbers of its unit."""
     axis = axes.xaxis if which == "x" else axes.yaxis

@@ -13,7 +13,7 @@ from remat.core.errors import BudgetError
 from remat.torch_border.modules import has_backward_hook
 
 OUT_OF_THE_PIECES = (
-    "Run what is around it as plain PyTorch, between the pieces: put it into a function under "
+    "Run the code at that place as plain PyTorch, between the pieces: put it into a function under "
     "@torch.compiler.disable."
 )
 NOT_COMPILED = (

@@ -25,7 +25,7 @@ def boxed(call: BoxedFunction) -> BoxedFunction:
 
 
 def as_part_of(owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a compiled piece of `owner`, a `Piecewise`, which is told what the caller gets.
+    """Returns a compiled piece that tells its `owner`, a `Piecewise`, what the caller gets.
 
     Its backward gets None for results without a gradient, for which autograd would give it zeros.
     Its autograd nodes are noted as part of the owner's plan.

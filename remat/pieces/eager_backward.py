@@ -169,7 +169,7 @@ class _Walk:
     def _hand_on(
         self, node: Any, takes: Sequence[int], after: Any, index: int, makes: list[int]
     ) -> None:
-        """Hands a gradient on to a node or a leaf; adds it to `makes` if it is a new tensor."""
+        """Passes a gradient on to a node or a leaf; adds it to `makes` if it is a new tensor."""
         there = self.waiting[after].setdefault(index, [])
         if takes and passes_on(node, arriving_bytes(after, index)[1]):
             there.append(takes[0])

@@ -81,7 +81,7 @@ class Session:
         """Notes that a piece begins to run, and returns the number of the halves to run."""
         turn = len(self.pieces)
         if self.plan is not None and (turn >= len(self.path) or self.path[turn] is not piece):
-            self.has_turned |= turn > 0  # with other shapes, already the first piece is another one
+            self.has_turned |= turn > 0  # with other shapes, even the first piece differs
             self.plan = None  # not the last path: the rest runs with the least memory
 
         number = piece.provisional(args) if self.plan is None else self.plan.numbers[turn]

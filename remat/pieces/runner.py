@@ -33,7 +33,7 @@ from remat.pieces.joiner import join
 from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
 from remat.pieces.unplanned_memory import gradient_bytes, resident_values, tensors_of
-from remat.plan.distributed import Agreement
+from remat.plan.distributed import Agreement, bucket_bytes
 from remat.plan.planner import Plans
 from remat.run.capture import Step, check_joint, compiled_by_aot, device_type, refuse_uncapturable
 from remat.run.changed_results import SharedResults
@@ -79,10 +79,10 @@ class Piecewise:
         breaks: why the step is cut, and where.
         follows_data: two steps of the same shapes may take different paths.
         plans: the plan for each path and each size of gradients that earlier steps left.
-        last: the path of the last forward.
+        last: the path of the last forward with inputs of these shapes.
         plan: the plan of that path.
         joined: the step that was joined last.
-        shared: the results of pieces that lie in memory that these save.
+        shared: the results of pieces whose memory the pieces save for their backward.
         make_piece: the class of its pieces.
         compile: compiles a dynamo graph, given its inputs, compilers of the halves, a partitioner.
         adjust: adds the memory of parameters that are gathered and freed, given a joined step and
@@ -101,6 +101,8 @@ class Piecewise:
         self.follows_data = False
         self.plans: dict[tuple[Path, int], JoinedPlan] = {}
         self.last: Path = ()
+        self._last_of: dict[tuple[Any, ...], Path] = {}  # by the shapes of the inputs
+        self._bucket_bytes = 0  # of DDP, when the plans were made
         self.plan: JoinedPlan | None = None
         self.joined: JoinedStep | None = None
         self.adjust: Callable[[JoinedStep, int], JoinedStep] = lambda joined, num_resident: joined
@@ -194,9 +196,9 @@ class Piecewise:
             self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
 
     def run_forward(self, piece: Piece, saved: SavedTensors, args: list[Any]) -> Any:
-        """Runs the forward half that this run is planned with.
+        """Runs the planned forward half.
 
-        The first saved tensor has no elements; its shape holds the number of the halves.
+        The first tensor that it saves has no elements; its shape stores which halves run.
         """
         session = self.session
         number = session.begin(piece, args)
@@ -236,9 +238,14 @@ class Piecewise:
             inputs: the tensors among the module's arguments.
         """
         self._keep_within_budget()
+        if bucket_bytes() != self._bucket_bytes:  # DDP wraps the module since the last step
+            self.plans.clear()
+            self._bucket_bytes = bucket_bytes()
         for known in self.plans.values():
             known.meter.forget()
 
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        self.last = self._last_of.get(shapes, self.last)
         held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
         plan = self._plan_beside(held_bytes)
         session = Session(plan, self.last)
@@ -256,6 +263,7 @@ class Piecewise:
         if path and (path, held_bytes) not in self.plans:
             self._plan(session, result, inputs, held_bytes)
         self.last, self.plan = path, self.plans.get((path, held_bytes))
+        self._last_of[shapes] = path
         return result
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
@@ -309,7 +317,7 @@ class Piecewise:
     def _copies(self, session: Session) -> list[Copied]:
         """Returns what each run copies: tensors changed after it in the recorded forward.
 
-        Where data decides the path, each run copies everything that could be changed. Otherwise,
+        If data decides the path, each run copies everything that could be changed. Without that,
         another path may change a tensor that an earlier piece saved without a copy, for example if
         an expert adds to the result of the experts before it; autograd then refuses the backward.
         """
@@ -330,7 +338,7 @@ class Piecewise:
         kernels_room_bytes: int = 0,
         known: Solution | None = None,
     ) -> JoinedPlan:
-        """Plans a path, whose runs make `copies`, beside `held_bytes` of gradients.
+        """Plans a path, whose runs make `copies`, with room for `held_bytes` of gradients.
 
         `known` is its plan, if that fits.
         """
@@ -393,7 +401,7 @@ class Piecewise:
         What runs between the pieces, and a loss after them, may hold memory that no graph contains.
         """
         for (path, held_bytes), plan in list(self.plans.items()):
-            measured = plan.meter.peak_bytes
+            measured = plan.meter.tensor_bytes
             if measured is None or (path, held_bytes) not in self.plans:
                 continue
             excess = plan.excess.of_all_ranks(max(0, measured - plan.allowed_bytes))
@@ -411,7 +419,7 @@ class Piecewise:
                 # plans for other sizes of gradients exceed it as much: they are made again on use
                 del self.plans[key]
 
-            # a budget smaller by only what the plan leaves unused would give the same plan
+            # lowering the budget by no more than what is unused would give the same plan
             unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
             self.install(
                 path,

@@ -3,8 +3,8 @@
 For a block with U bytes of full parameters, FSDP2 (torch 2.13, `_fsdp_param_group.py`) holds:
 
 - forward: the gathered buffer and the parameters copied out of it, 2 U, until the block returns;
-- backward: the parameters, U, and the buffer that the next block was gathered into ahead of time
-  (the last block's, where the model has parameters outside of the blocks, from the beginning);
+- backward: the parameters, U; the buffer into which the next block was gathered ahead of time (that
+  of the last block exists from the beginning, if the model has parameters outside of the blocks);
   gradients of U bytes; the buffer they are reduced from, U, until the next block's gradients are
   reduced; and the shard of the gradients, which stays.
 

@@ -77,6 +77,11 @@ class StepMeter:
     _node: weakref.ref[Any] | None = field(default=None, repr=False)
     _last_number: int = field(default=0, repr=False)
 
+    @property
+    def tensor_bytes(self) -> int | None:
+        """What tensors held at the peak, as plans count them; on CUDA the blocks are larger."""
+        return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes
+
     def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Runs a forward, and measures it until one step has been measured.
 
@@ -139,7 +144,8 @@ class StepMeter:
     ) -> Any:
         """Runs a backward; if it is this step's, what ran after the forward is measured too."""
         if self._state == "forward" and not is_in_backward() and not is_compiled_autograd_on():
-            self._watch_later(roots, gradients)  # it keeps no node alive
+            # a method of its own: local variables would keep nodes alive while the backward runs
+            self._watch_later(roots, gradients)
         return run()
 
     def _watch_later(self, roots: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -153,7 +159,8 @@ class StepMeter:
             for other in behind
             if not hasattr(other, "variable") and sequence_number(other) > self._last_number
         ]
-        if not any(map(is_compiled_node, later)):  # of another plan, with a budget of its own
+        # a compiled node among them belongs to another plan, which has its own budget
+        if not any(map(is_compiled_node, later)):
             self._follow([*roots, *gradients])
             self._watch(later)
 

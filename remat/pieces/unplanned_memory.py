@@ -67,7 +67,8 @@ def gradient_bytes(module: nn.Module) -> int:
             storage = local_part(gradient).untyped_storage()
             is_alone = storage.nbytes() == local_part(gradient).nbytes
             if is_alone or not bucket_bytes():
-                found[storage._cdata] = held_bytes(gradient)
+                kind = gradient.device.type
+                found[storage._cdata] = allocated_bytes(held_bytes(gradient), kind)
     return sum(found.values())
 
 

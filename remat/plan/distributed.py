@@ -207,8 +207,8 @@ def _solve_for_all(store: Any, key: str, solve: Callable[[], Solution]) -> Solut
 
     if store.check([f"{key}/given-up"]):
         raise SolverError(
-            "other ranks gave up waiting for this one's plan, since it gave no sign of life; try "
-            "again"
+            "other ranks gave up waiting for this rank's plan, which took too long; run the step "
+            "again, or lower time_limit_s"
         )
     return solution
 
@@ -330,6 +330,12 @@ def bucket_bytes() -> int:
     """
     parameters = {id(p): p for ddp in active_ddps() for p in ddp.parameters()}
     return sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad)
+
+
+def are_gradients_in_buckets() -> bool:
+    """True under DDP with `gradient_as_bucket_view`, whose gradients are views of its buckets."""
+    ddps = active_ddps()
+    return bool(ddps) and all(ddp.gradient_as_bucket_view for ddp in ddps)
 
 
 def refuse_sharded(module: nn.Module) -> None:

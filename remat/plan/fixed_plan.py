@@ -37,7 +37,8 @@ class FixedPlan:
         del known
         if self.solution.schedule is None:
             raise ScheduleError(
-                f"this solution has no schedule to run: its status is {self.solution.status}"
+                f"this solution has no schedule to run: its status is {self.solution.status}; "
+                "solve for a larger budget, or with a longer time limit"
             )
 
         solution = self.solution.on(step.graph)
@@ -46,8 +47,9 @@ class FixedPlan:
             raise BudgetError(
                 f"this plan leaves {describe_bytes(left_bytes)} of its budget unused, and "
                 f'on_unsupported="plain" needs {describe_bytes(unplanned_bytes)}, for copies '
-                "of random state and of buffers that the step changes; solve for a budget that "
-                "is smaller by the difference",
+                "of random state and of buffers that the step changes; solve for a budget smaller "
+                "by that much, and wrap dataclasses.replace(solution, budget_bytes=...) with the "
+                "whole budget",
                 budget_bytes=solution.budget_bytes,
                 minimum_bytes=solution.peak_bytes + unplanned_bytes,
                 is_proved=False,
@@ -57,7 +59,7 @@ class FixedPlan:
             raise BudgetError(
                 f"this plan's peak is {describe_bytes(solution.peak_bytes)}, and between its "
                 f"compiled pieces the step holds {describe_bytes(gap_bytes)} more, together above "
-                "its budget; solve for a budget smaller by that much",
+                "its budget; checkpoint plans such a step, with room for what it holds there",
                 budget_bytes=solution.budget_bytes,
                 minimum_bytes=solution.peak_bytes + gap_bytes,
                 is_proved=False,

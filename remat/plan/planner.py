@@ -8,18 +8,30 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from remat.core.budget import Budget, describe_bytes, format_bytes, is_percentage, parse_budget
+from remat.core.budget import (
+    Budget,
+    check_budget,
+    describe_bytes,
+    format_bytes,
+    is_percentage,
+    parse_budget,
+)
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.core.operators import ValueKind
 from remat.core.room import Room
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution, Status
 from remat.core.validate import validate
 from remat.plan.card import budget_of_card, check_has_card, library_bytes
 from remat.plan.digests import computation_of, structure_of
 from remat.plan.disk_cache import PlanCache, plans_path
-from remat.plan.distributed import bucket_bytes, is_distributed, solve_once
+from remat.plan.distributed import (
+    are_gradients_in_buckets,
+    bucket_bytes,
+    is_distributed,
+    solve_once,
+)
 from remat.plan.solving import new_solver, solve_in
 from remat.run.capture import Step
 from remat.run.other_outputs import check_differentiate
@@ -71,7 +83,7 @@ class Options:
         if self.budget is None:
             check_has_card()
         else:
-            parse_budget(self.budget, keep_all_bytes=1 << 60)
+            check_budget(self.budget)
 
         if self.reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={self.reserve_bytes} is negative")
@@ -87,9 +99,9 @@ class _Earlier:
     """Plans that were made before, and are of use to a step.
 
     Attributes:
-        fitting: the cheapest whose schedule fits the step, made for another shape or budget of it.
-        near: those of the same step for other budgets, where its kernels or its pieces held more
-            than their plan; the solver starts from them.
+        fitting: the cheapest plan, of another shape or budget, whose schedule fits the step.
+        near: plans of the same step for other budgets, made because its kernels or pieces held more
+            than planned; the solver starts from them.
     """
 
     fitting: Solution | None = None
@@ -166,15 +178,15 @@ class Plans:
             gradient_bytes: size of the gradients that earlier micro-steps left.
             unplanned_bytes: reserved for memory that exists only because of the plan; percentages
                 do not count it.
-            gap_bytes: reserved for code that runs between pieces, with any plan; percentages count
-                it.
+            gap_bytes: reserved for what code between pieces holds, whatever the plan; percentages
+                count it.
             is_largest: whether all smaller shapes use its schedule, without being solved.
-            known: a solution to use if it fits this step; not with several ranks, which need the
-                same one.
+            known: a solution to use if it fits this step; ignored with several ranks, which all
+                need the same solution.
         """
         graph, others = step.graph, (unplanned_bytes, gap_bytes)
         if known and not is_distributed():
-            with suppress(BudgetError):  # more may be held beside the step than when it was made
+            with suppress(BudgetError):  # more may be held now than when it was made
                 return self._take(known, graph, gradient_bytes, *others)
         accumulated_bytes = self.accumulated_bytes(graph)
         if gradient_bytes < accumulated_bytes:
@@ -190,16 +202,16 @@ class Plans:
     def accumulated_bytes(self, graph: Graph) -> int:
         """Returns the size of the gradients from the second micro-step on.
 
-        It is 0 under DDP, which keeps them in its buckets.
+        It is 0 where DDP keeps them in its buckets.
         """
-        if not self.options.is_accumulating or bucket_bytes():
+        if not self.options.is_accumulating or are_gradients_in_buckets():
             return 0
         return sum(v.size_bytes for v in graph.values if v.kind is ValueKind.PARAMETER)
 
     def _plan(
         self, graph: Graph, gradient_bytes: int, unplanned_bytes: int, gap_bytes: int
     ) -> Solution:
-        key = (computation_of(graph), gradient_bytes + unplanned_bytes + gap_bytes)
+        key = computation_of(graph), _reserved(gradient_bytes, unplanned_bytes, gap_bytes)
         if key not in self._known:
             room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
             self._known[key] = (graph, *self._solve(graph, room, key[0]))
@@ -214,7 +226,7 @@ class Plans:
         unplanned_bytes: int,
         gap_bytes: int,
     ) -> Solution:
-        key = (computation_of(graph), gradient_bytes + unplanned_bytes + gap_bytes)
+        key = computation_of(graph), _reserved(gradient_bytes, unplanned_bytes, gap_bytes)
         room = self._room(graph, gradient_bytes, unplanned_bytes, gap_bytes)
         solution = replace(known, budget_bytes=room.plan_bytes).on(graph)
         self._known[key] = (graph, solution, room)
@@ -224,7 +236,7 @@ class Plans:
         self, graph: Graph, gradient_bytes: int, unplanned_bytes: int, gap_bytes: int
     ) -> Room:
         keep_all_bytes = (
-            simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            keep_all_peak(graph)
             + max(gradient_bytes, self.accumulated_bytes(graph))
             + gap_bytes
             + bucket_bytes()
@@ -312,7 +324,7 @@ class Plans:
         """
         if not (is_percentage(room.asked) and room.gradient_bytes) or self.options.is_accumulating:
             return None
-        entry = self._known.get((computation, room.gap_bytes))
+        entry = self._known.get((computation, room.gap_bytes + room.bucket_bytes))
         if entry is None:
             return None
 
@@ -373,9 +385,14 @@ def _better(solved: Solution, known: Solution) -> Solution:
     return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
 
 
+def _reserved(*size_bytes: int) -> int:
+    """Returns what is reserved for one step: these bytes, and DDP's buckets."""
+    return sum(size_bytes) + bucket_bytes()
+
+
 def _plan_text(graph: Graph, solution: Solution, room: Room) -> str:
     """Returns a plan in one line: its budget, its peak and its overhead."""
-    keep_all_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    keep_all_bytes = keep_all_peak(graph)
     asked = room.asked if isinstance(room.asked, str) else format_bytes(room.budget_bytes)
     return (
         f"planned for {asked}: the step holds {format_bytes(solution.peak_bytes)} of "

@@ -56,9 +56,17 @@ def new_solver(
 
     Raises:
         ValueError: no solver has this name, or an option is out of range.
+        TypeError: `solver` is neither a name nor a solver.
     """
     if time_limit_s <= 0:
-        raise ValueError(f"time_limit_s={time_limit_s} is not positive")
+        raise ValueError(f"time_limit_s={time_limit_s} was given; give a time above 0 in seconds")
+    given: object = solver
+    if not isinstance(given, str | Solver):
+        kind = type(given).__name__
+        raise TypeError(
+            f"solver is a {kind}; give a name from remat.SOLVER_NAMES, or a solver such as "
+            'remat.make_solver("auto")'
+        )
     if not isinstance(solver, str):
         return solver
     return make_solver(solver, time_limit_s=time_limit_s, gap=gap, progress=progress)

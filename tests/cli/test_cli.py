@@ -25,6 +25,19 @@ def test_doctor_finds_nothing_wrong_here(run: Run) -> None:
     assert "BAD" not in result.stdout
 
 
+@pytest.mark.parametrize("option", ["--budget", "--reserve"])
+def test_doctor_names_the_option_that_it_can_not_read(run: Run, option: str) -> None:
+    result = run("doctor", "never.imported:make", option, "8G")
+    assert result.exit_code == 2
+    assert f"remat: {option}: budget '8G' has the unknown unit" in result.stderr
+
+
+def test_doctor_takes_options_of_a_model_only_with_a_model(run: Run) -> None:
+    result = run("doctor", "--device", "H100")
+    assert result.exit_code == 2
+    assert "these options are for a model, and none was given: MODULE:CALLABLE" in result.stderr
+
+
 def test_doctor_exits_with_1_if_something_is_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

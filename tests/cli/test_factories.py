@@ -91,6 +91,9 @@ def step():
         return criterion(model.layers(x), target)
     return train, (torch.randn(4, 8),), {"target": torch.randn(4, 1)}
 
+def given():
+    return lambda model, x: model(x).sum(), (Model(), torch.randn(4, 8))
+
 class Trainer:
     def __init__(self):
         self.model = Model()
@@ -135,7 +138,7 @@ def test_factories_of_every_form_are_traced(run: Run, factory: str) -> None:
 
 @pytest.mark.usefixtures("factories")
 def test_doctor_takes_keywords_and_step_functions(run: Run) -> None:
-    for name in ("keywords", "step"):
+    for name in ("keywords", "step", "given"):
         result = run("doctor", f"some_factories:{name}", "--device", "H100", "--time-limit", "5")
         assert result.exit_code == 0, result.stderr
         assert "H100: fits" in result.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import remat
 from remat.core.errors import TraceError
 from remat.face.executors import Executor
+from tests.support.planned import assert_same, call_of, state_after
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
@@ -87,3 +90,30 @@ def test_a_compiled_module_with_a_graph_break_runs_in_pieces() -> None:
     report = remat.report(model)
     assert report.num_pieces > 1
     assert report.executor.startswith("Inductor's kernels: the module was compiled before")
+
+
+class Counted(nn.Module):
+    """The second piece updates a buffer in a way that Inductor would lose."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.5)
+        torch._dynamo.graph_break()
+        self.count.add_(1)
+        loss: torch.Tensor = (self.second(x) * self.count).sum()
+        return loss
+
+
+def test_a_step_that_inductor_gives_up_on_leaves_what_one_step_leaves() -> None:
+    model, x = Counted(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    model.compile()
+    remat.checkpoint(model, "200%", executor="auto", costs="flops", time_limit_s=1.0)
+    assert_same(state_after(model, x), state_after(plain, x))
+    assert call_of(model).executor.name == "eager"

@@ -392,6 +392,42 @@ def test_a_function_can_be_traced_solved_and_fitted() -> None:
     assert found.largest == 2
 
 
+def module_in(x: torch.Tensor, modules: list[nn.Module]) -> torch.Tensor:
+    loss: torch.Tensor = modules[0](x).square().mean()
+    return loss
+
+
+def test_planning_again_keeps_the_modules_that_calls_gave() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    planned = remat.checkpoint(module_in, UNLIMITED, costs="flops")
+    planned(rows(1, 8, 4), [model]).backward()
+
+    graph = remat.trace(planned, (rows(1, 8, 4), [other]), costs="flops")
+    assert graph.num_operators
+    remat.checkpoint(planned, "2GiB", costs="flops")
+    model.zero_grad()
+    planned(rows(1, 8, 4), [model]).backward()
+    assert remat.report(planned).solution.budget_bytes == 2 << 30
+    assert other.weight.grad is None
+
+
+def test_a_module_in_a_list_may_be_another_one_at_each_call() -> None:
+    planned: Any = remat.checkpoint(module_in, UNLIMITED, costs="flops")
+    for model in (nn.Linear(4, 4), nn.Linear(4, 4)):
+        planned(rows(1, 8, 4), [model]).backward()
+        assert list(planned.step.children()) == [model]
+        expected = torch.autograd.grad(module_in(rows(1, 8, 4), [model]), model.weight)
+        assert_same(model.weight.grad, expected[0])
+
+
+def test_the_largest_batch_of_a_function_of_its_model_is_found() -> None:
+    found = remat.max_batch(
+        lambda x, model: model(x).sum(), lambda size: (torch.empty(size, WIDTH), net().eval()),
+        budget="69MiB", limit=2, device="H100", points=1, time_limit_s=0.2,
+    )  # fmt: skip
+    assert found.largest == 2 and found.best.fit.held.gradient_bytes > 0
+
+
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(size, WIDTH), torch.empty(size, dtype=torch.long)
 
@@ -410,6 +446,17 @@ def test_what_cannot_be_a_step_is_refused() -> None:
     copies = nn.DataParallel(model)
     with pytest.raises(remat.TraceError, match="DataParallel copies the module"):
         remat.checkpoint(lambda x: copies(x), "1GiB")
+
+
+@pytest.mark.parametrize("name", ["task.a", "forward", "function", "half", "training"])
+def test_modules_of_any_name_are_reached(name: str) -> None:
+    heads = {name: nn.Linear(2, 2)}
+
+    def step(x: torch.Tensor) -> Any:
+        return heads[name](x).sum()
+
+    for function in (step, functools.partial(heads[name])):
+        remat.trace(function, (torch.ones(2, 2),), costs="flops", differentiate="all")
 
 
 MODEL = nn.Linear(2, 2)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_seventy_billion_parameters_need_no_memory() -> None:
 
     assert not found and found.status is remat.Status.INFEASIBLE and found.planned is None
     assert found.keep_all.parameters > 250 << 30
-    assert "shard them over more than" in found.verdict
+    assert "shard them over at least" in found.verdict
 
 
 def test_another_device_rounds_and_keeps_no_generator_state() -> None:
@@ -392,12 +393,41 @@ def test_the_largest_batch_fits_and_four_times_it_does_not() -> None:
     assert json.loads(json.dumps(found.record()))["largest"] == found.largest
 
 
+def test_a_solver_without_a_plan_for_any_batch_is_an_error() -> None:
+    budget = (2 << 20) + devices.device("T4").library_bytes
+    with pytest.raises(remat.BudgetError, match='use solver="auto"'):
+        remat.max_batch(
+            Net(), batch_of, budget, device="T4", optimizer="sgd", points=1, solver="keep-all"
+        )
+
+
+def test_a_planned_module_is_answered_like_the_plain_one() -> None:
+    model, args = Net(depth=1), batch_of(8)
+    options: Any = {"device": "T4", "budget": "1GiB", "time_limit_s": 0.5}
+    plain = remat.fits(model, args, **options)
+    remat.checkpoint(model, "1GiB", costs="flops")
+    assert plain and remat.fits(model, args, **options).record() == plain.record()
+    assert model._compiled_call_impl is not None  # the plan stays
+
+
 def test_a_sample_that_does_not_fit_alone_is_an_error() -> None:
     with pytest.raises(remat.BudgetError, match="does not fit") as caught:
         remat.max_batch(Net(), batch_of, "100KiB", device="T4")
     assert caught.value.minimum_bytes > 100 << 10
     with pytest.raises(ValueError, match="percentage"):
         remat.max_batch(Net(), batch_of, "60%", device="T4")
+
+
+@pytest.mark.parametrize("budget", ["8G", "60x", 0])
+def test_an_invalid_budget_is_refused_before_the_trace(budget: int | str) -> None:
+    class NeverRun(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="budget"):
+        remat.fits(NeverRun(), (torch.ones(1),), budget=budget)
+    with pytest.raises(ValueError, match="budget"):
+        remat.max_batch(NeverRun(), batch_of, budget)
 
 
 def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

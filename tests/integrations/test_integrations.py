@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,7 +175,8 @@ def test_a_trainer_that_searches_a_batch_size_finds_one(tmp_path: Path) -> None:
     watch, _ = with_trainer(tmp_path, callback, auto_find_batch_size=True)
 
     assert watch.reports and watch.losses
-    assert (watch.reports[-1].measured_peak_bytes or 0) <= budget
+    measured = watch.reports[-1].measured_peak_bytes
+    assert measured is not None and measured <= budget
 
 
 def test_accelerate_treats_an_unmet_budget_as_oom() -> None:
@@ -340,6 +342,21 @@ def test_lightning_refuses_manual_optimization_and_says_what_to_name(tmp_path: P
 def test_lightning_names_the_known_modules(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Regression has no module 'net' to plan; it has: model"):
         with_lightning(tmp_path, LightningPlan("80%", module="net"))
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_given_reserve_takes_the_place_of_the_optimizers(is_given: bool, tmp_path: Path) -> None:
+    """The state of an LBFGS can't be counted, since it does not step on fake tensors."""
+
+    class WithLBFGS(Regression):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters())
+
+    options: dict[str, Any] = {"reserve_bytes": 1 << 20} if is_given else {}
+    callback = LightningPlan("2GiB", module="model", costs="flops", **options)
+    expected: Any = nullcontext() if is_given else pytest.raises(TypeError, match="reserve_bytes")
+    with expected:
+        with_lightning(tmp_path, callback, make=WithLBFGS)
 
 
 def test_the_state_of_an_existing_optimizer_is_counted() -> None:

@@ -20,6 +20,7 @@ from remat.pieces.joined_step import composed
 from remat.run import capture, executor
 from tests.support.broken_steps import (
     MODELS,
+    ROWS,
     WIDTH,
     Base,
     Branches,
@@ -149,6 +150,18 @@ def test_all_pieces_stay_within_one_budget(name: str, budget: str, num_steps: in
             simulate(joined.graph, composed(joined, alone)).peak_bytes
             > report.solution.budget_bytes
         )
+
+
+def test_two_shapes_in_turn_both_run_as_planned() -> None:
+    model = Halves()
+    remat.checkpoint(model, UNLIMITED, costs="flops", time_limit_s=1.0)
+    for step in range(4):
+        loss_of(model(batch(0)[: (ROWS, ROWS // 2)[step % 2]])).backward()
+
+    plans = runner_of(model).plans.values()
+    assert {plan.gradient_bytes > 0 for plan in plans} == {False, True}
+    peaks = [plan.meter.peak_bytes for plan in plans if plan.gradient_bytes]
+    assert len(peaks) == 2 and None not in peaks
 
 
 @pytest.fixture(scope="module")

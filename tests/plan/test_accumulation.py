@@ -187,6 +187,23 @@ def test_a_reserve_counts_the_same_everywhere() -> None:
     assert planned == int(0.9 * (keep_all_bytes() + reserve_bytes)) - reserve_bytes
 
 
+@pytest.mark.parametrize("make", [Net, Cut])
+def test_a_step_is_planned_again_once_ddp_has_buckets(
+    make: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = remat.checkpoint(make(), "200%", **OPTIONS)
+    found = []
+    for bucket_bytes in (0, 0, 4096, 4096):
+        for place in ("plan.planner", "face.planned_module", "pieces.runner"):
+            monkeypatch.setattr(f"remat.{place}.bucket_bytes", lambda size=bucket_bytes: size)
+        model(X).backward()
+        model.zero_grad()
+        room = remat.report(model).room
+        assert room is not None
+        found.append(room.bucket_bytes)
+    assert found == [0, 0, 4096, 4096]
+
+
 def test_frozen_parameters_have_no_gradients() -> None:
     model = Net()
     model[0].requires_grad_(False)
@@ -213,7 +230,7 @@ def test_the_trainer_says_whether_gradients_accumulate(tmp_path: Path, accumulat
     model = Net()
 
     integration.RematCallback("90%", **OPTIONS).on_train_begin(
-        SimpleNamespace(gradient_accumulation_steps=accumulated), None, None, model=model
+        SimpleNamespace(gradient_accumulation_steps=accumulated, n_gpu=0), None, None, model=model
     )
 
     plan = call_of(model).plan

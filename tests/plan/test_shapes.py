@@ -151,14 +151,18 @@ def test_a_plan_that_does_not_fit_its_step_is_made_again(
 
 def test_concurrent_readers_and_writers_see_whole_plans(tmp_path: Path) -> None:
     graph = traced(64)
-    solution = remat.solve(graph, "100%")
+    solution = remat.solve(graph, 1 << 30)
     cache = PlanCache(tmp_path, limit_bytes=0)  # every write removes what the others wrote
 
-    def use(turn: int) -> Solution:
-        return cache.get_or_solve(graph, 1 << 30, f"auto {turn % 3}", lambda: solution)
+    def use(turn: int) -> bool:
+        """Whether the plan came from disk."""
+        own = replace(solution, wall_s=float(turn))
+        found = cache.get_or_solve(graph, 1 << 30, f"auto {turn % 3}", lambda: own)
+        assert found.schedule == solution.schedule
+        return found.wall_s != turn
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(found == solution for found in pool.map(use, range(200)))
+        assert any(list(pool.map(use, range(200))))
 
 
 def test_the_folder_stays_within_its_limit(tmp_path: Path) -> None:
