@@ -19,8 +19,8 @@ which grow with depth in any case:
 - *ours, least*: the smallest peak that `remat.minimum` finds, at any price.
 
 Growth is fitted twice: as memory = c N^p, with p from the larger half of the sizes, and as
-a + b f(N), where f is linear, a square root or a logarithm, whichever fits best; what differs by
-less than 1 % is called constant. For one network of each kind, the step time with each plan is
+a + b f(N), where f is linear, a square root or a logarithm, whichever fits best; memory that varies
+by less than 1 % is called constant. For one network of each kind, the step time with each plan is
 measured relative to the step that keeps everything. In the paper a sublinear plan costs one more
 forward pass, "about 30 % slower". Writes `results/depth_growth.json` and `.png`.
 """
@@ -40,17 +40,14 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from experiments.figures import arguments, draw, leanest, legend_below, read, table, titled, write
+from experiments.figures import arguments, draw, legend_below, read, table, titled, write
+from experiments.growth_plans import PLANNED, plans
 from experiments.static_memory import LSTM
 from remat.analysis.arena import Blocks
 from remat.core.graph import Graph
-from remat.core.operators import Phase
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Solution
 from remat.look.plot_style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure, quiet
 from remat.solvers import make_solver
-from remat.solvers.auto.minimum import minimum
-from remat.solvers.core.on_demand import steps_on_demand
 
 SEED = 0
 MEASURED = {"ResNet": 16, "LSTM": 64}  # sizes of the networks that are timed
@@ -110,105 +107,12 @@ NETWORKS: dict[str, Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]]
     "LSTM": lstm,
 }
 SIZES = {"ResNet": (4, 8, 16, 32, 64), "LSTM": (8, 16, 32, 64, 128)}
-WAYS = (
-    "no optimization", "in place", "sharing", "drop cheap", "sublinear", "ours, same price",
-    "ours, least",
-)  # fmt: skip
-PLANNED = WAYS[3:]  # those that recompute
-HALVINGS, LIMIT_S = 5, 10.0  # of the range of budgets, and for each search in it
+WAYS = ("no optimization", "in place", "sharing", *PLANNED)
 LAWS: dict[str, Callable[[Any], Any]] = {
     "linear": lambda n: n,
     "square root": np.sqrt,
     "logarithm": np.log,
 }
-
-
-def crossing_bytes(graph: Graph) -> Any:
-    """Returns the bytes that cross each place between two forward operators.
-
-    These are the bytes that later forward operators read from earlier ones.
-    """
-    change = np.zeros(graph.num_forward + 1, np.int64)
-    for value, users in enumerate(graph.users_of):
-        last = max(
-            (user for user in users if graph.operators[user].phase is Phase.FORWARD), default=-1
-        )
-        if 0 <= graph.producer[value] < last:
-            change[graph.producer[value] + 1] += graph.values[value].size_bytes
-            change[last + 1] -= graph.values[value].size_bytes
-
-    return np.cumsum(change)[: graph.num_forward]
-
-
-def segments(graph: Graph, count: int) -> Solution:
-    """Returns Chen's plan with `count` segments.
-
-    When the backward reaches a segment, it recomputes the segment from the values that cross
-    the segment's start.
-    """
-    crossing, length = crossing_bytes(graph), graph.num_forward / count
-    kept: set[int] = set()
-
-    for i in range(1, count):
-        low, high = (
-            int((i - 0.5) * length),
-            max(int((i + 0.5) * length), int((i - 0.5) * length) + 1),
-        )
-
-        cut = low + int(np.argmin(crossing[low:high]))
-        for value, users in enumerate(graph.users_of):
-            if graph.producer[value] < cut and any(
-                cut <= user < graph.num_forward for user in users
-            ):
-                kept.add(value)
-
-    schedule = Schedule.from_steps(graph, steps_on_demand(graph, kept))
-    return _solution(graph, schedule, f"{count} segments")
-
-
-def _solution(graph: Graph, schedule: Schedule, name: str) -> Solution:
-    peak = simulate(graph, schedule).peak_bytes
-    return Solution.of_steps(
-        graph, peak, schedule.steps, lower_bound_s=graph.cost_s, solver=name, wall_s=0.0
-    )
-
-
-def sublinear(graph: Graph) -> Solution:
-    """Returns the plan with the lowest peak of the three sublinear heuristics."""
-    counts = sorted({round(2 ** (i / 2)) for i in range(2, 2 * int(math.log2(graph.num_forward)))})
-    answers = [
-        *(leanest(method, graph) for method in ("chen-sqrt", "linear-sqrt")),
-        *(segments(graph, count) for count in counts),
-    ]
-    return min(
-        (answer for answer in answers if answer.is_solved), key=lambda answer: answer.peak_bytes
-    )
-
-
-def at_the_price_of(other: Solution, graph: Graph, least_bytes: int) -> Solution:
-    """Returns the plan of the smallest peak found that costs no more than another plan."""
-    found, low, high = other, least_bytes, other.peak_bytes
-    for _ in range(HALVINGS):
-        budget = (low + high) // 2
-        plan = remat.solve(graph, budget, time_limit_s=LIMIT_S)
-        if plan.is_solved and plan.overhead <= other.overhead:
-            found, high = plan, min(budget, plan.peak_bytes)
-        else:
-            low = budget
-    return found
-
-
-def plans(graph: Graph) -> dict[str, Solution]:
-    """Returns the plan of each way that recomputes."""
-    least = _solution(graph, Schedule.from_steps(graph, minimum(graph).steps), "minimum")
-    theirs = sublinear(graph)
-    ways = (
-        leanest("recompute-cheap", graph),
-        theirs,
-        at_the_price_of(theirs, graph, least.peak_bytes),
-        least,
-    )
-    return dict(zip(PLANNED, ways, strict=True))
 
 
 def peaks(graph: Graph) -> dict[str, dict[str, float]]:

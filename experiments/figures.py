@@ -1,4 +1,4 @@
-"""What the figures' scripts share: models without memory, result files, finished pictures."""
+"""Code that the figures' scripts share: models on fake tensors, result files, pictures."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Sections:
   block, selective checkpoints: predicted and measured peaks (requested, allocated, reserved), step
   times.
 - autocast: GPT-2 medium in float32 under autocast.
-- oom: a batch that plain PyTorch can't run in a quarter of the card's memory, but a plan can.
+- oom: a batch that plain PyTorch can't run in 20 GiB of the card, but a plan can.
 - foretold: plans made without a GPU, run on the card; the predicted largest batch, and one larger.
 - fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
   through Inductor; `pieces` is a step that `torch.compile` cuts.
@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,12 +52,18 @@ from experiments.gpu.measuring import (
     largest_difference,
     measured,
     step,
+    told,
 )
 from experiments.gpu.steps import Place
+from remat.solvers.auto.minimum import minimum
+from remat.solvers.core.compiled import is_ready
+from remat.solvers.search.annealing import anneal
+from remat.tracers.synthetic import random_layered
 
 RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
 FORECAST = RESULTS.with_name("gpu_forecast")
 SHARES = ("100%", "80%", "60%", "40%")
+_OOM_BYTES = 20 << 30  # the part of the card that section `oom` may use
 
 
 def environment(facts: Facts) -> None:
@@ -162,7 +170,7 @@ def large(facts: Facts) -> None:
 def billions(facts: Facts) -> None:
     """Eight layers of Llama-3-8B's size."""
     others = (("checkpoint per block", steps.block_checkpoints),)
-    compare(facts, "llama-3-8b, 8 layers", plans_and(("100%", "60%", "40%"), *others), need_s=60)
+    compare(facts, "llama-3-8b, 8 layers", plans_and(("100%", "60%", LEAST), *others), need_s=60)
 
 
 def autocast(facts: Facts) -> None:
@@ -182,19 +190,24 @@ def oom(facts: Facts) -> None:
     if not facts.place.has_cuda:
         return
 
-    limit = int(0.25 * torch.cuda.get_device_properties(0).total_memory)
-    torch.cuda.set_per_process_memory_fraction(0.25)
+    # plain PyTorch needs about 36 GB for this batch
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, _OOM_BYTES / total_bytes))
     try:
         for way in ("plain", "remat"):
-            facts.clean()
             with facts.section(section="oom", way=way):
-                model, batch = steps.gpt2(facts.place, batch=16)
-                budget = limit - blas_bytes(facts.place) - (1 << 30)
-                call = steps.planned(model, budget) if way == "remat" else plain(model)
-                row = measured(call, model, batch, facts.place, 3)
-                facts.say(section="oom", way=way, limit=limit, **row)
+                _in_little_memory(facts, way)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _in_little_memory(facts: Facts, way: str) -> None:
+    model, batch = steps.gpt2(facts.place, batch=16)
+    budget = _OOM_BYTES - blas_bytes(facts.place) - (1 << 30)
+    call = steps.planned(model, budget) if way == "remat" else plain(model)
+    row = measured(call, model, batch, facts.place, 3)
+    row |= told(model) if way == "remat" else {}
+    facts.say(section="oom", way=way, limit=_OOM_BYTES, **row)
 
 
 def foretold(facts: Facts) -> None:
@@ -234,8 +247,10 @@ LANES = (
     ("environment", "correct", "medium", "autocast"),
     ("oom", "vision", "foretold", "operators"),
     ("billions", "large"),
-    ("fused", "pieces"),
-    ("fused_dropout", "fused_vision"),
+    ("fused",),
+    ("pieces",),
+    ("fused_dropout",),
+    ("fused_vision",),
 )
 
 
@@ -245,13 +260,11 @@ def _run_side_by_side(asked: argparse.Namespace) -> None:
 
     lanes = [[name for name in lane if name in asked.only] for lane in LANES]
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // len(LANES))
+    lanes = [lane for lane in lanes if lane]
+    share = max(1, len(cores) // max(1, len(lanes)))
 
     running = []
     for index, lane in enumerate(lanes):
-        if not lane:
-            continue
-
         own = set(cores[index * share : (index + 1) * share]) or set(cores)
         command = [sys.executable, "-m", "experiments.gpu_run", *where, "--only", *lane]
         process = subprocess.Popen(command)
@@ -260,6 +273,22 @@ def _run_side_by_side(asked: argparse.Namespace) -> None:
 
     for process in running:
         process.wait()
+
+
+def _output_of(device: str) -> Path:
+    if device == "cpu":
+        return Path(tempfile.gettempdir()) / "gpu_run_rehearsal.jsonl"
+    return RESULTS.with_name(f"gpu_run_{torch.cuda.get_device_name().replace(' ', '_')}.jsonl")
+
+
+def _refuse_another_device(asked: argparse.Namespace) -> None:
+    """Ends the program if the file has facts of another device; they must not be mixed."""
+    device = torch.cuda.get_device_name() if asked.device == "cuda" else "cpu"
+    lines = asked.output.read_text().splitlines() if asked.output.exists() else []
+    for fact in map(json.loads, lines):
+        found = (fact.get("gpus") or ["cpu"])[0] if fact.get("section") == "environment" else device
+        if device not in found:
+            sys.exit(f"gpu_run: {asked.output} has facts of {found}; give another --output")
 
 
 @contextmanager
@@ -285,14 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a rehearsal")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="by default, a file named after the device")
     parser.add_argument("--show", action="store_true", help="only show tables and pictures")
     parser.add_argument("--foretell", metavar="DEVICE", help="write forecasts for this device")
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     asked = parser.parse_args(arguments)
 
     if asked.show:
-        tables.show(asked.output)
+        tables.show(asked.output or RESULTS)
         return
 
     if asked.foretell:
@@ -302,6 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")
 
+    asked.output = asked.output or _output_of(asked.device)
+    _refuse_another_device(asked)
+    if not is_ready(anneal):
+        minimum(random_layered(8, seed=0))  # compiles the search, before plans have time limits
     if asked.side_by_side:
         _run_side_by_side(asked)
         return

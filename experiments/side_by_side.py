@@ -13,7 +13,7 @@ A GPT with dropout and a ResNet on this machine's CPU, one thread:
 - `torch.compile` with `activation_memory_budget` from 1 to 0 (Inductor, its own random numbers
   replaced by PyTorch's so that masks can be compared);
 - `remat` from 100 % to the least budget, and its predicted peak; and two of its plans run through
-  Inductor, if their budgets can be met. Fused kernels hold memory that is not planned, so a plan
+  Inductor, if their budgets can be met. Should kernels hold more than was predicted, a plan
   that was measured above its budget is made again with the excess reserved.
 
 Peaks are the allocator's, with parameters, buffers and inputs. Times are CPU time of forward and

@@ -67,15 +67,20 @@ def run_plans(facts: Facts, folder: Path) -> None:
         way = f"a laptop's plan at {_SHARE}"
         with facts.section(section="foretold", model=name, way=way), facts.turn():
             solution = remat.Solution.load(folder / f"{_file(name)}.json")
-            blas_bytes(facts.place)
-            base = torch.cuda.memory_allocated() if facts.place.has_cuda else 0
-            model, batch = STEPS[name](facts.place)
-            remat.wrap(model, solution)
-            gradients(model, model, batch)
-            row = measured(model, model, batch, facts.place)
-            told = {"predicted": solution.peak_bytes, "predicted_step_s": solution.cost_s}
-            facts.say(section="foretold", model=name, way=way, base=base, **told, **row)
-            del model, batch
+            facts.say(section="foretold", model=name, way=way, **_ran(facts, name, solution))
+
+
+def _ran(facts: Facts, name: str, solution: remat.Solution) -> dict[str, float]:
+    """Runs a plan; returns what was predicted and what was measured."""
+    blas_bytes(facts.place)
+    base = torch.cuda.memory_allocated() if facts.place.has_cuda else 0
+    model, batch = STEPS[name](facts.place)
+    remat.wrap(model, solution)
+    gradients(model, model, batch)
+
+    row = measured(model, model, batch, facts.place)
+    told = {"predicted": solution.peak_bytes, "predicted_step_s": solution.cost_s}
+    return {"base": base, **told, **row}
 
 
 def _file(name: str) -> str:

@@ -61,8 +61,9 @@ class Facts:
         except Exception as error:  # noqa: BLE001  # whatever fails, the next section runs
             where = traceback.format_exc()[-800:]
             self.say(**names, error=f"{type(error).__name__}: {error}"[:600], trace=where)
-        finally:
-            self.clean()
+            # the frames hold the tensors of the failed step
+            traceback.clear_frames(error.__traceback__)
+        self._try_to_clean()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -71,6 +72,12 @@ class Facts:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
+    def _try_to_clean(self) -> None:
+        try:
+            self.clean()
+        except RuntimeError as error:  # after some errors every call of CUDA fails
+            self.say(section="clean", error=f"{type(error).__name__}: {error}"[:600])
+
     def clean(self) -> None:
         """Discards compiled code, frees memory, and resets torch's options."""
         gc.collect()
@@ -78,6 +85,7 @@ class Facts:
         torch._functorch.config.activation_memory_budget = 1.0
         torch._inductor.config.triton.cudagraphs = False
         if self.place.has_cuda:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
             torch.cuda.empty_cache()
 
 
@@ -121,8 +129,9 @@ def gradients(call: Call, owner: nn.Module, batch: Batch, seed: int = 0) -> list
 
 def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference, relative to the largest entry."""
-    scale = max(t.abs().max().item() for t in theirs)
-    return max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True)) / scale
+    scale = torch.stack([t.abs().max() for t in theirs]).max()
+    apart = [(a - b).abs().max() for a, b in zip(mine, theirs, strict=True)]
+    return float(torch.stack(apart).max() / scale)  # NaN if any of them is
 
 
 def measured(
@@ -137,6 +146,7 @@ def measured(
 
     owner.zero_grad(set_to_none=True)
     if place.has_cuda:
+        torch.cuda.empty_cache()  # of the first step, which compiles and tunes
         torch.cuda.reset_peak_memory_stats()
     times = []
     for index in range(steps):
@@ -168,6 +178,8 @@ def told(model: Any) -> dict[str, Any]:
         "predicted_step_s": solution.cost_s,
         "overhead": solution.overhead,
         "gap": solution.gap,
+        "techniques": solution.techniques,
+        "cut_short": solution.cut_short,
         "planned_s": solution.wall_s,
         "captured_s": report.captured_s,
         "budget_asked": report.budget_bytes,

@@ -45,11 +45,13 @@ def everything() -> str:
 
 
 def found_in(pattern: str) -> set[tuple[str, str]]:
-    return {
+    found = {
         (path.relative_to(ROOT).as_posix(), match)
         for path in DOCUMENTS
         for match in re.findall(pattern, path.read_text())
     }
+    assert found, pattern
+    return found
 
 
 def test_measured_peaks_match_the_result_file() -> None:
@@ -91,7 +93,7 @@ def test_the_coverage_matches_the_result_file() -> None:
     modules = coverage.outcomes([row for row in rows if row.family == "torch.nn"])
     assert f"Of {modules.total():,} cases of `torch.nn`'s modules" in page
     assert (
-        f"{modules.pop('equal'):,} are equal within the prediction, "
+        f"{modules.pop('equal'):,} are equal within their budgets, "
         f"{modules.pop('equal to aot_eager')} equal `aot_eager`, " in page
     )
     assert (
