@@ -163,7 +163,8 @@ def test_the_first_plan_fits_beside_concatenations(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, logger="remat")
     torch.manual_seed(0)
     model = UNet(width=8)
-    remat.checkpoint(model, "75%", executor="inductor", costs="roofline", plan_cache=False)
+    # not this machine's figures: they are measured while other tests run
+    remat.checkpoint(model, "75%", executor="inductor", costs="flops", plan_cache=False)
     model(images=torch.randn(2, 3, 64, 64), labels=torch.randint(0, 2, (2, 64, 64))).backward()
 
     assert "compiling again" not in caplog.text
