@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from remat.torch_border.autograd import changed_input
 from remat.torch_border.kernels import has_kernel
 
 from .storages import tensors_of
@@ -86,7 +87,7 @@ def unsavable_inputs(graph: fx.Graph) -> list[fx.Node]:
     (an input that needs a gradient and that the step changes).
     """
     described = graph.output_node().meta.get("desc") or ()
-    changed = [desc.mutated_input for desc in described if hasattr(desc, "mutated_input")]
+    changed = [found for found in map(changed_input, described) if found is not None]
     return [
         node
         for node in graph.find_nodes(op="placeholder")

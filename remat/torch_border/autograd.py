@@ -269,6 +269,14 @@ def descriptor_of(descriptor: Any, kind: str) -> int | None:
     return int(descriptor.idx) if type(descriptor).__name__ == kind else None
 
 
+def changed_input(descriptor: Any) -> Any:
+    """Returns the descriptor of the input that a result is written into after the forward.
+
+    None for other results (`InputMutationAOTOutput`, 2.13).
+    """
+    return getattr(descriptor, "mutated_input", None)
+
+
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without elements whose `_version` is always that of `tensor` (2.13)."""
     counter = tensor.detach()
