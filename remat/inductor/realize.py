@@ -4,6 +4,9 @@ Inductor inlines an elementwise operator into every loop that reads it. So the v
 stored: its sources are held instead, until its last reader has run. If they are larger than the
 value, and there is no room for them, the value has to be computed at its place. An example is a
 dropout mask of one byte per element, made from random numbers in float.
+
+On a CPU, a value is also computed at its place, if there is room, where a loop would compute each
+entry several times: a causal mask, for example, once for each head of each sequence.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ _BY_NAME = frozenset({
     "prims._low_memory_max_pool_offsets_to_indices.default",
 })  # fmt: skip
 _MOST_READ = 4  # tensors; Inductor stores a value with several readers that is made from more
+_MOST_REPEATED = 4  # times that a loop on a CPU may compute an entry of a value
 _SCATTERS = frozenset({
     aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce,
     aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward,
@@ -56,14 +60,42 @@ def values_to_realize(
     """
     storages = _Storages(graph)
     held_bytes = storages.held_bytes(resident, workspace_of)
-    found = _parts_to_keep_apart(storages, held_bytes, limit_bytes)
+    parts = _parts_to_keep_apart(storages, held_bytes, limit_bytes)
 
-    last_use = storages.last_use
+    kept = frozenset(filter(storages.is_repeated, storages.makers))
+    found, needed, last_use = _values_not_inlined(storages, held_bytes, resident, limit_bytes, kept)
+    has_no_room = {
+        node
+        for node in kept
+        if needed[storages.first(node) : last_use[node] + 1].max() > limit_bytes
+    }
+    if has_no_room:
+        kept -= has_no_room
+        found, *_ = _values_not_inlined(storages, held_bytes, resident, limit_bytes, kept)
+    return sorted(parts + found, key=storages.place.__getitem__)
+
+
+def _values_not_inlined(
+    storages: _Storages,
+    held_bytes: NDArray[np.int64],
+    resident: frozenset[str],
+    limit_bytes: int,
+    kept: frozenset[fx.Node],
+) -> tuple[list[fx.Node], NDArray[np.int64], dict[fx.Node, int]]:
+    """Returns the values to store, the bytes then held at each place, and each value's last use.
+
+    Values in `kept` are stored whether or not there is room for what they are made from.
+    """
+    found = []
+    last_use = dict(storages.last_use)
     made_from: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in storages.makers:
         made_from[node] = frozenset([node])
         users = storages.users.get(node, [])
         if not _is_inlined(node) or any(map(_needs_storage, users)):
+            continue
+        if node in kept:
+            found.append(node)
             continue
 
         sources = frozenset[fx.Node]().union(
@@ -94,7 +126,7 @@ def values_to_realize(
         else:
             made_from[node], held_bytes = sources, inlined
             last_use |= dict.fromkeys(longer, last)
-    return sorted(found, key=storages.place.__getitem__)
+    return found, held_bytes, last_use
 
 
 class _Storages:
@@ -124,6 +156,24 @@ class _Storages:
     def first(self, node: fx.Node) -> int:
         """Returns the place at which a node's memory is allocated."""
         return self.place[_producer(node)]
+
+    def is_repeated(self, node: fx.Node) -> bool:
+        """Says whether a loop that reads a value, inlined, would compute each entry several times.
+
+        That costs a GPU nothing, whose loops wait for memory; on a CPU it takes longer than
+        reading. What stays the same in an innermost loop is computed before that loop.
+        """
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return False
+        if not node.all_input_nodes or not _is_inlined(node):
+            return False  # a constant is as fast as reading it
+        most = _MOST_REPEATED * _num_entries(node)
+        return any(
+            _num_entries(user) > most
+            and any(self.maker[x] is node and _varies_in_rows(x) for x in user.all_input_nodes)
+            for user in self.users.get(node, [])
+        )
 
     def held_bytes(
         self, resident: frozenset[str], workspace_of: Callable[[Call], int]
@@ -262,7 +312,17 @@ def _is_stored_concatenation(node: fx.Node) -> bool:
 
 
 def _size_bytes(node: fx.Node) -> int:
+    entries = _num_entries(node)
+    return entries * node.meta["val"].element_size() if entries else 0
+
+
+def _num_entries(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or any(not isinstance(s, int) for s in value.shape):
         return 0
-    return value.numel() * value.element_size()
+    return value.numel()
+
+
+def _varies_in_rows(node: fx.Node) -> bool:
+    value: torch.Tensor = node.meta["val"]
+    return value.dim() > 0 and value.shape[-1] != 1 and value.stride(-1) != 0

@@ -50,6 +50,32 @@ def test_a_value_as_large_as_its_source_may_be_computed_by_its_readers() -> None
     assert values_to_realize(graph_of(function, torch.randn(8, 8)), frozenset(), 0) == []
 
 
+def sine_of_a_row(row: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return row.sin() * matrix
+
+
+def test_a_value_that_a_much_larger_loop_reads_is_stored_if_there_is_room() -> None:
+    """Naive: it is computed for each entry of the loop: a causal mask, for each head."""
+    graph = graph_of(sine_of_a_row, torch.randn(8), torch.randn(64, 8))
+    room = (8 + 2 * 64 * 8) * 4  # the sines, the matrix and the product
+    assert targets(values_to_realize(graph, frozenset(), room)) == [aten.sin.default]
+    assert values_to_realize(graph, frozenset(), room - 1) == []
+
+    few_rows = graph_of(sine_of_a_row, torch.randn(8), torch.randn(4, 8))
+    assert values_to_realize(few_rows, frozenset(), room) == []
+
+    column = graph_of(sine_of_a_row, torch.randn(64, 1), torch.randn(64, 8))
+    assert values_to_realize(column, frozenset(), room) == []  # once for each row
+
+
+def test_a_value_made_from_nothing_is_never_stored_for_a_larger_loop() -> None:
+    def function(matrix: torch.Tensor) -> torch.Tensor:
+        return torch.arange(8) * matrix
+
+    graph = graph_of(function, torch.randn(64, 8))
+    assert values_to_realize(graph, frozenset(), 2**20) == []
+
+
 def test_a_value_of_resident_inputs_may_be_computed_by_its_readers() -> None:
     def function(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (weight > 0) * (x @ x @ x)
