@@ -7,6 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import remat
+from remat.face.step_function import make_plain
 from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
@@ -56,7 +57,6 @@ class RematCallback(TrainerCallback):
             self.planned = remat.checkpoint(kwargs["model"], self.budget, **options)
             return
 
-        vars(self.trainer).pop("compute_loss", None)  # left over from an interrupted run
         self.planned = remat.checkpoint(self.trainer.compute_loss, self.budget, **options)
         vars(self.trainer)["compute_loss"] = self.planned
 
@@ -65,4 +65,4 @@ class RematCallback(TrainerCallback):
         if self.trainer is None:
             remat.unwrap(kwargs["model"])
         else:
-            vars(self.trainer).pop("compute_loss", None)
+            make_plain(self.trainer, "compute_loss")

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import remat
+from remat.face.step_function import make_plain
 from remat.fit.optimizer_memory import bytes_to_keep_free
 
 
@@ -59,7 +60,6 @@ class RematCallback(Callback):
                 f"{_children(pl_module)}"
             )
 
-        vars(pl_module).pop("training_step", None)  # left over from an interrupted run
         self.planned = remat.checkpoint(pl_module.training_step, self.budget, **options)
         vars(pl_module)["training_step"] = self.planned
 
@@ -68,7 +68,7 @@ class RematCallback(Callback):
         if self.module is not None:
             remat.unwrap(pl_module.get_submodule(self.module))
         else:
-            vars(pl_module).pop("training_step", None)
+            make_plain(pl_module, "training_step")
 
     @staticmethod
     def _named(pl_module: LightningModule, name: str) -> Any:

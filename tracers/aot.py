@@ -316,7 +316,7 @@ class _Reader:
 
             value = self.table.value_of[source]
             key = self.storages.of(source)
-            if key in self.mutated and not _is_effect(node):
+            if key in self.mutated and not _is_in_place(node):
                 value = self._snapshot(self.mutated[key])
             reads[value] = None
         return tuple(reads)
@@ -437,6 +437,11 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def _is_effect(node: fx.Node) -> bool:
     return not is_part(node) and bool(node.op == "call_function") and _mutates(node)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """True for an ATen operator that changes an input; higher-order operators only read them."""
+    return isinstance(node.target, torch._ops.OpOverload) and _is_effect(node)
 
 
 def _mutates(node: fx.Node) -> bool:

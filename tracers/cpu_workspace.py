@@ -225,6 +225,20 @@ def _layer_norm_backward(call: Call) -> int:
     return _copy_bytes(*call.args[:2]) + rows
 
 
+def _max_pool(call: Call) -> int:
+    """MaxPooling.cpp: an input that is neither contiguous nor channels last is copied."""
+    spec: TensorSpec = call.args[0]
+    return 0 if spec.is_contiguous or spec.is_channels_last else spec.nbytes
+
+
+def _max_pool_backward(call: Call) -> int:
+    """MaxPooling.cpp: gradient and indices get the input's memory format."""
+    gradient, spec, indices = call.args[0], call.args[1], call.argument("indices")
+    if spec.is_channels_last and not spec.is_contiguous:
+        return sum(t.nbytes for t in (gradient, indices) if not t.is_channels_last)
+    return _copy_bytes(gradient, indices)
+
+
 def _group_norm_backward(call: Call) -> int:
     """cpu/group_norm_kernel.cpp: two sums per channel and sample, in float32 at least."""
     return int(2 * max(4, call.args[0].dtype.itemsize) * call.argument("N") * call.argument("C"))
@@ -335,6 +349,8 @@ _FORMULAS: dict[Any, Callable[[Call], int | None]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten.native_group_norm_backward: _group_norm_backward,
+    aten.max_pool2d_with_indices: _max_pool,
+    aten.max_pool2d_with_indices_backward: _max_pool_backward,
     **dict.fromkeys(
         (
             aten._native_batch_norm_legit_functional,
@@ -363,6 +379,5 @@ _WITHOUT = {
     aten.slice_scatter, aten.select_scatter, aten.as_strided_scatter, aten.slice_backward,
     aten.select_backward, aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.bernoulli,
     aten.gather, aten.index_select, aten.nll_loss_forward, aten.nll_loss_backward,
-    aten.hardtanh_backward, aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward,
-    aten.argmax, aten.native_group_norm,
+    aten.hardtanh_backward, aten.argmax, aten.native_group_norm,
 }  # fmt: skip

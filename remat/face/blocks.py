@@ -8,11 +8,14 @@ still runs (DDP), or whose many similar blocks need to be captured only once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from remat.core.errors import TraceError
 from remat.face.outside_room import OutsideRoom
 from remat.face.planned_module import PlannedCall, chosen_executor, install
 from remat.pieces.joined_step import JoinedStep
@@ -21,7 +24,15 @@ from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.capture import device_type
-from remat.torch_border.modules import OwnCall, call_plain, call_with_forward, get_call, set_call
+from remat.torch_border.backwards import is_in_backward
+from remat.torch_border.modules import (
+    OwnCall,
+    call_plain,
+    call_with_forward,
+    get_call,
+    own_forward,
+    set_call,
+)
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
@@ -54,6 +65,9 @@ class PlannedBlocks(PlannedCall):
         self.piecewise = self.executor.piecewise(self.module, self.plan, self.costs)
         self.piecewise.adjust = self._with_sharding
         install_blocks(self.blocks, self.piecewise, is_inductor=self.is_inductor)
+
+    def _begin_anew(self) -> None:
+        self.captured_s = 0.0  # the first call looks at the device
 
     @property
     def _is_begun(self) -> bool:
@@ -92,35 +106,64 @@ class PlannedBlocks(PlannedCall):
 class BlockCall(OwnCall):
     """What `block(...)` runs inside of a planned model: its hooks, and its compiled forward."""
 
-    def __init__(
-        self, block: nn.Module, compiled: Callable[..., Any], piecewise: Piecewise
-    ) -> None:
-        self.block, self.compiled, self.piecewise = block, compiled, piecewise
+    def __init__(self, block: nn.Module, forwards: CompiledForwards, piecewise: Piecewise) -> None:
+        self.block, self.forwards, self.piecewise = block, forwards, piecewise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the planned block; the plain one under `no_grad` or outside of the model's call."""
+        """Runs the planned block; the plain one under `no_grad` or outside of the model's call.
+
+        Raises:
+            TraceError: a backward calls it.
+        """
         if (
             not torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or not self.piecewise.is_running
         ):
+            if is_in_backward():
+                raise TraceError(
+                    f"a planned block, {type(self.block).__name__}, is called in a backward: "
+                    "torch.utils.checkpoint computes it again. A plan decides that itself: remove "
+                    "the checkpoint around the block (model.gradient_checkpointing_disable() in "
+                    "transformers)"
+                )
             return call_plain(self.block, *args, **kwargs)
-        return call_with_forward(self.block, self._forward, args, kwargs)
+        forward = self.forwards.of(self.block)
+        return call_with_forward(self.block, partial(self._run, forward), args, kwargs)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.piecewise.session.expects_pieces = True
-        return self.compiled(self.block, *args, **kwargs)
+        return forward(self.block, *args, **kwargs)
+
+
+class CompiledForwards:
+    """The compiled forwards of blocks; blocks with the same forward share it."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self._compiled: dict[tuple[Any, bool], Callable[..., Any]] = {}
+
+    def of(self, block: nn.Module) -> Callable[..., Any]:
+        """Returns a block's present forward, compiled: (block, *args, **kwargs) -> result.
+
+        Some libraries set a forward on the instance.
+        """
+        forward, takes_block = own_forward(block) or type(block).forward, True
+        if isinstance(forward, MethodType) and forward.__self__ is block:
+            forward = forward.__func__
+        elif forward is not type(block).forward:
+            takes_block = False
+        key = forward, takes_block
+        if key not in self._compiled:
+            self._compiled[key] = _compile(forward, self.backend, takes_block=takes_block)
+        return self._compiled[key]
 
 
 def install_blocks(blocks: Iterable[nn.Module], piecewise: Piecewise, *, is_inductor: bool) -> None:
     """Makes each block run as a piece; blocks of one class share what is compiled."""
-    compiled: dict[Any, Callable[..., Any]] = {}
+    forwards = CompiledForwards(piecewise.backend)
     for block in blocks:
-        forward = type(block).forward
-        if forward not in compiled:
-            compiled[forward] = _compile(forward, piecewise.backend)
-        call = BlockCall(block, compiled[forward], piecewise)
-        install(block, call, is_inductor=is_inductor)
+        install(block, BlockCall(block, forwards, piecewise), is_inductor=is_inductor)
 
 
 def remove_blocks(model: nn.Module) -> None:
@@ -169,8 +212,9 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     return blocks
 
 
-def _compile(forward: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], backend: Any, *, takes_block: bool) -> Callable[..., Any]:
     """Returns `forward` compiled through a new frame: dynamo stores results by code object."""
     namespace: dict[str, Any] = {"forward": forward}
-    exec("def block(self, *args, **kwargs):\n    return forward(self, *args, **kwargs)", namespace)
+    given = "self, *args, **kwargs" if takes_block else "*args, **kwargs"
+    exec(f"def block(self, *args, **kwargs):\n    return forward({given})", namespace)
     return torch.compile(namespace["block"], backend=backend, dynamic=False)

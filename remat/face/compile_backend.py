@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,11 @@ def backend(
     plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
     costs = resolve_costs(options.costs, kind)
 
-    make = make_backend
+    make: Callable[..., Any] = make_backend
     if options.executor in ("inductor", "auto"):
-        from remat.inductor.backend import make_inductor_backend as make
+        from remat.inductor.backend import make_inductor_backend
+
+        make = partial(make_inductor_backend, room_of=plans.room_of)
 
     def planned(step: Step, **beside: Any) -> Solution:
         return plans(step, gradient_bytes=plans.accumulated_bytes(step.graph), **beside)

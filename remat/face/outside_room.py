@@ -64,6 +64,7 @@ class OutsideRoom:
     _measured_at: int = 0
     _tries: Counter[str] = field(default_factory=Counter)  # graph -> plans that left too little
     _has_warned: bool = False
+    _is_refused: bool = False
 
     def plan(self, step: Step, make: Callable[[Step, int], Solution]) -> Solution:
         """Returns the plan that `make` finds for a step alongside the reserved memory.
@@ -79,9 +80,8 @@ class OutsideRoom:
         except BudgetError as error:
             missing_bytes = error.minimum_bytes - error.budget_bytes
             if self.loss_bytes and _arriving_bytes(step.graph) == self._measured_at:
-                loss_bytes = self.loss_bytes
-                self._begin_anew()
-                raise nothing_fits_outside(self.module, error, loss_bytes) from None
+                self._is_refused = True
+                raise nothing_fits_outside(self.module, error, self.loss_bytes) from None
 
             if self.loss_bytes:  # an estimate for this shape: plan without it, and measure first
                 return make(step, self.size_bytes)
@@ -92,6 +92,14 @@ class OutsideRoom:
         least = make(step, self.size_bytes)
         self._least.append(least)
         return least
+
+    def forget_refused(self) -> None:
+        """After an error that reaches the caller: forgets what no plan fits alongside.
+
+        Until then other plans may be tried, which need the same room.
+        """
+        if self._is_refused:
+            self._begin_anew()  # another shape may fit
 
     def with_loss(self, graph: Graph) -> Graph:
         """Returns a step's graph plus the memory held outside while the loss is computed.
@@ -119,6 +127,7 @@ class OutsideRoom:
 
     def _begin_anew(self) -> None:
         self.size_bytes = self.loss_bytes = self._measured_at = 0
+        self._is_refused = False
         self._tries.clear()
 
     def note(self, planned: PlannedStep) -> None:

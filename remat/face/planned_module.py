@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,6 +156,11 @@ class PlannedCall(OwnCall):
             self.unplanned_bytes += excess
             self._forget_plans()
 
+    def _begin_anew(self) -> None:
+        """Makes the next call plan like the first one."""
+        self._forget_plans()
+        self.piecewise = None
+
     def _forget_plans(self) -> None:
         self.pieces.clear()
         self._whole.clear()
@@ -184,6 +190,7 @@ class PlannedCall(OwnCall):
         try:
             return self._planned(args, kwargs)
         except RematError as error:
+            self.outside.forget_refused()
             # the frames in between don't help the user
             raise error.with_traceback(None) from error.__cause__
 
@@ -193,6 +200,8 @@ class PlannedCall(OwnCall):
         return bool(self.pieces) or self.piecewise is not None
 
     def _planned(self, args: Any, kwargs: Any) -> Any:
+        if self._is_begun and device_type(self.module) != self.device_type:
+            self._begin_anew()  # it moved since the last call
         if not self._is_begun:
             return self._first_call(args, kwargs)
         if self.is_inductor:
@@ -374,10 +383,15 @@ class PlannedCall(OwnCall):
             assert found is not None, "a step is captured during a call"
             return found
 
-        make = make_backend
+        make: Callable[..., Any] = make_backend
         if self.is_inductor:
             # Inductor takes seconds to import
-            from remat.inductor.backend import make_inductor_backend as make
+            from remat.inductor.backend import make_inductor_backend
+
+            make = partial(
+                make_inductor_backend,
+                room_of=lambda solution: planned().plan.room_of(solution),
+            )
 
         backend = make(
             lambda step, **beside: planned()._plan(step, held_bytes, **beside),

@@ -11,8 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sysconfig
+import weakref
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -36,12 +39,33 @@ def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[s
     >>> reached_modules(lambda x: model(x).sum())
     {'model': Linear(in_features=2, out_features=1, bias=True)}
     """
+    return reached_from(function, args, kwargs)[0]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where a module or a function was found: in a cell, or under a name of a dictionary."""
+
+    home: CellType | dict[str, Any]
+    name: str
+    found: weakref.ref[Any]
+
+    def is_same(self) -> bool:
+        """False once something else is there."""
+        now = self.home.get(self.name) if isinstance(self.home, dict) else _contents(self.home)
+        return now is self.found()
+
+
+def reached_from(
+    function: Any, args: Any = (), kwargs: Any = None
+) -> tuple[dict[str, nn.Module], list[Lookup]]:
+    """Returns the modules as `reached_modules` does, and where variables led to them."""
     walk = _Walk(_library_of(inspect.unwrap(function)))
     walk.look(function, "function")
     walk.look(list(args), "argument")
     walk.look(dict(kwargs or {}), "argument")
     walk.follow_names()
-    return walk.found
+    return walk.found, walk.lookups
 
 
 class _Walk:
@@ -49,6 +73,7 @@ class _Walk:
 
     def __init__(self, library: str) -> None:
         self.found: dict[str, nn.Module] = {}
+        self.lookups: list[Lookup] = []
         self._own_library = library
         self._seen: dict[int, Any] = {}  # by id, which is unique while the object exists
         self._names: dict[str, None] = {}  # of globals and attributes in the code seen so far
@@ -67,7 +92,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             self._add(name, value)
         elif isinstance(value, FunctionType):
-            self._look_into(value)
+            self._look_into(value, name)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self.look(part, name)
@@ -93,7 +118,7 @@ class _Walk:
 
             for owner, name in waiting:
                 tried.add((id(owner), name))
-                self.look(_attribute(owner, name), name)
+                self._look_up(getattr(owner, "__dict__", None), _attribute(owner, name), name)
 
     def _add(self, name: str, module: nn.Module) -> None:
         free = name.replace(".", "_")
@@ -102,7 +127,17 @@ class _Walk:
         self.found[free] = module
         self._objects.append(module)
 
-    def _look_into(self, function: FunctionType) -> None:
+    def _look_up(self, home: Any, value: Any, name: str) -> None:
+        """Looks into a value, and notes where it was found if it is a module or a function."""
+        if isinstance(value, nn.Module | FunctionType):
+            lookup = Lookup(home, name, weakref.ref(value))
+            if isinstance(home, dict | CellType) and lookup.is_same():
+                self.lookups.append(lookup)
+        self.look(value, name)
+
+    def _look_into(self, function: FunctionType, name: str) -> None:
+        # a decorator's wrapper says that it is the user's, but its code is the library's
+        self.look(getattr(function, "__wrapped__", None), name)
         if _is_torchs(function) or _library_of(function) not in ("", self._own_library):
             return
         names = list(_names_in(function.__code__))
@@ -110,9 +145,9 @@ class _Walk:
 
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            self.look(_contents(cell), name)
+            self._look_up(cell, _contents(cell), name)
         for name in names:
-            self.look(function.__globals__.get(name), name)
+            self._look_up(function.__globals__, function.__globals__.get(name), name)
         for name, value in (function.__kwdefaults__ or {}).items():
             self.look(value, name)
         self.look(function.__defaults__, "default")
@@ -155,9 +190,10 @@ def _library_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
-    if code is None or not code.co_filename.startswith(_INSTALLED):
+    home = next((h for h in _INSTALLED if code and code.co_filename.startswith(h)), None)
+    if code is None or home is None:
         return ""
-    return str(function.__module__).split(".")[0]
+    return Path(code.co_filename).relative_to(home).parts[0].removesuffix(".py")
 
 
 def _is_torchs(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.face.planned_module import PlannedCall
-from remat.face.reached_modules import PLAIN, reached_modules
+from remat.face.reached_modules import PLAIN, Lookup, reached_from
 from remat.plan.distributed import planned_part, run_around_ddp
 from remat.torch_border.modules import get_call, set_call
 from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
@@ -22,10 +22,12 @@ class StepFunction(nn.Module):
     """A function as a module: its children are the modules that the function reaches."""
 
     function: Callable[..., Any]
+    lookups: list[Lookup]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         vars(self)["function"] = function  # not registered as a child, even if it is a module
+        self.lookups = []
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> StepFunction:
@@ -43,7 +45,7 @@ class StepFunction(nn.Module):
 
     def reach(self, args: Any, kwargs: Any) -> bool:
         """Makes the modules that a call reaches its children; returns True if they changed."""
-        found = reached_modules(self.function, args, kwargs)
+        found, self.lookups = reached_from(self.function, args, kwargs)
         if found == dict(self.named_children()):
             return False
 
@@ -67,6 +69,7 @@ class PlannedFunction:
         functools.update_wrapper(self, step.function)
         self.step = step
         self._given: tuple[int, ...] | None = None  # objects among the last call's arguments
+        self._reached: list[Lookup] = []  # where its modules and functions were found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain function under `no_grad`."""
@@ -90,12 +93,12 @@ class PlannedFunction:
     def _reach(self, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         given = tuple(id(leaf) for leaf in leaves if not isinstance(leaf, PLAIN))
-        if given == self._given:
+        if given == self._given and all(lookup.is_same() for lookup in self._reached):
             return
         call = get_call(self.step)
         if self.step.reach(args, kwargs) and isinstance(call, PlannedCall):
             set_call(self.step, call.anew())
-        self._given = given
+        self._given, self._reached = given, self.step.lookups
 
 
 def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
@@ -125,6 +128,15 @@ def planned_step(model: Any) -> nn.Module | None:
     if isinstance(model, nn.Module):
         return model
     return model.step if isinstance(model, PlannedFunction) else None
+
+
+def make_plain(owner: Any, name: str) -> None:
+    """Puts the plain function back for a planned one among an object's attributes."""
+    planned = vars(owner).get(name)
+    if isinstance(planned, PlannedFunction):
+        del vars(owner)[name]
+        if getattr(owner, name, None) != planned.__wrapped__:  # it was not the class's
+            vars(owner)[name] = planned.__wrapped__
 
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:

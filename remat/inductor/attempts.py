@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
+from remat.core.room import Room
 from remat.core.solution import Solution
 
 ATTEMPTS = 4  # after this many compiled plans above the budget, an error is raised
@@ -68,6 +69,7 @@ class Attempts:
         known: the next plan, if one is remembered whose kernels fit the budget; tried once.
         held: for each plan that was compiled, its `room_bytes` and the peak of its kernels.
         budget_bytes: the budget for the kernels of the last compiled plan.
+        room: the budget as it was given, and what it keeps free beside these kernels.
         refusal: the error for the first plan that did not fit the budget.
     """
 
@@ -76,6 +78,7 @@ class Attempts:
     known: CompiledPlan | None = None
     held: list[tuple[int, int]] = field(default_factory=list)
     budget_bytes: int = 0
+    room: Room | None = None
     refusal: BudgetError | None = None
     _may_keep_layouts: bool = False
     _is_known_tried: bool = False
@@ -98,14 +101,29 @@ class Attempts:
         self.refusal = error
 
     def held_too_much(
-        self, graph: Graph, plan: Solution, peak_bytes: int, *, may_keep_layouts: bool = False
+        self,
+        graph: Graph,
+        plan: Solution,
+        peak_bytes: int,
+        *,
+        room: Room | None = None,
+        may_keep_layouts: bool = False,
     ) -> None:
         """Notes the peak of a plan's kernels, which is above the budget.
+
+        Args:
+            graph: the graph that was planned.
+            plan: the plan.
+            peak_bytes: the peak of its kernels.
+            room: the budget that the plan was made for; None where it is not known.
+            may_keep_layouts: whether convolutions' inputs may keep their layouts.
 
         Raises:
             BudgetError: nothing is left to try.
         """
         self.held.append((self.room_bytes, peak_bytes))
+        # what is kept free for kernels that hold more than planned is theirs
+        self.room = room and replace(room, gap_bytes=room.gap_bytes - self.room_bytes)
         self.budget_bytes = budget_bytes = plan.budget_bytes + self.room_bytes
         compiled = CompiledPlan(plan, peak_bytes, self.limit_room_bytes, self.keeps_layouts)
         self.known, least = None, _remembered(graph, compiled)
@@ -139,12 +157,19 @@ class Attempts:
     def error(self) -> BudgetError:
         """Returns the error for a step whose kernels exceed the budget with every plan tried."""
         least_bytes = min(peak for _, peak in self.held)
+        given_bytes = self.room.budget_bytes if self.room else self.budget_bytes
+        needed_bytes = least_bytes + given_bytes - self.budget_bytes
+        given = self.room.budget_text() if self.room else describe_bytes(given_bytes)
+        beside = ""
+        if self.room and self.room.held():
+            beside = f", of which are kept free: {self.room.held_text()}"
         return BudgetError(
             f"Inductor's kernels hold {describe_bytes(least_bytes)} with the best of "
-            f"{len(self.held)} plans, but the budget leaves {describe_bytes(self.budget_bytes)} "
-            'for them; raise it by the difference, or use executor="eager"',
-            budget_bytes=self.budget_bytes,
-            minimum_bytes=least_bytes,
+            f"{len(self.held)} plans, and the budget of {given}{beside}, leaves "
+            f"{describe_bytes(self.budget_bytes)} for them; raise it to "
+            f'{describe_bytes(needed_bytes)}, or use executor="eager"',
+            budget_bytes=given_bytes,
+            minimum_bytes=needed_bytes,
             is_proved=False,
         )
 

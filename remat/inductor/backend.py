@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from remat.core.errors import BudgetError
+from remat.core.room import Room
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts, CompiledPlan
 from remat.inductor.byte_masks import store_masks_as_bytes
@@ -63,10 +64,11 @@ def make_inductor_backend(
     differentiate: str = "scalars",
     model_bytes: Callable[[], int] = lambda: 0,
     plain_steps: PlainSteps | None = None,
+    room_of: Callable[[Solution], Room] | None = None,
 ) -> Any:
     """Returns a `torch.compile` backend that runs the solution of `plan` through Inductor.
 
-    See `make_backend`.
+    See `make_backend`. `room_of` gives the budget that a solution was made for, for errors.
     """
     check_differentiate(differentiate)
 
@@ -92,7 +94,9 @@ def make_inductor_backend(
             )
 
         workspace_of = costs.workspace_of
-        compilation = _within_budget(module, example_inputs, read, plan, workspace_of, plain)
+        compilation = _within_budget(
+            module, example_inputs, read, plan, workspace_of, plain, room_of
+        )
         compiled, planned = compilation.compiled, compilation.planned
 
         if planned:
@@ -127,6 +131,7 @@ def _within_budget(
     plan: Planner,
     workspace_of: Callable[[Call], int],
     plain: PlainForward | None,
+    room_of: Callable[[Solution], Room] | None,
 ) -> _Compilation:
     """Plans and compiles a step, as `Attempts` chooses, until its kernels fit the budget.
 
@@ -159,6 +164,7 @@ def _within_budget(
                     planned.graph,
                     planned.solution,
                     peak_bytes,
+                    room=room_of(planned.solution) if room_of else None,
                     may_keep_layouts=_may_copy_layouts(planned.step),
                 )
                 continue
@@ -278,7 +284,8 @@ class _Compilation:
         run = getattr(compiled, "current_callable", compiled)
         if kwargs.get("is_backward"):
             leave_kept_graphs_to_the_backward()
-            measured = runs_once(planned.meter.backward(run), planned.step, self.plain)
+            backward = planned.meter.backward(planned.tangents.with_zeros(run))
+            measured = runs_once(backward, planned, self.plain)
         else:
             planned.meter.num_results = self._halves.num_returned(graph)
             measured = planned.forward(run)

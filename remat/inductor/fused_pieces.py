@@ -129,7 +129,7 @@ class FusedPiece(Piece):
             kernels.wait()
             return run(args)
 
-        return boxed(partial(when_compiled, run_forward)), boxed(
+        return boxed(partial(when_compiled, run_forward)), self.tangents.with_zeros(
             partial(when_compiled, run_backward)
         )
 
@@ -211,17 +211,18 @@ class FusedPiecewise(Piecewise):
                     room_bytes,
                     attempts.known.solution if attempts.known else known,
                 )
-            except BudgetError:
-                if attempts.held:
-                    raise attempts.error() from None
-                raise
+            except BudgetError as error:
+                attempts.refused(error)
+                continue
 
             budget_bytes = planned.solution.budget_bytes + room_bytes
             peak_bytes = planned.kernels_peak_bytes or 0
             if peak_bytes <= budget_bytes:
                 return planned
             del self.plans[path, held_bytes]
-            attempts.held_too_much(joined.graph, planned.solution, peak_bytes)
+            assert self.plan_of is not None, "what is installed is planned"
+            room = self.plan_of.room_of(planned.solution)
+            attempts.held_too_much(joined.graph, planned.solution, peak_bytes, room=room)
 
     def kernels_peak_bytes(
         self, path: Path, numbers: Sequence[int], joined: JoinedStep, schedule: Schedule

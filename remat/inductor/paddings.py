@@ -8,7 +8,6 @@ the step. Here a tensor is padded before it is transposed, and only once if two 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def share_paddings(joint: fx.GraphModule) -> None:
     """Pads each tensor once, before it is transposed; O(V)."""
     graph = joint.graph
     known: dict[Any, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=_PAD):
+    for node in filter(_is_operand, graph.find_nodes(op="call_function", target=_PAD)):
         padded = _padded_first(node)
         source, sizes, value = _arguments(padded)
         while sizes[-2:] == [0, 0]:
@@ -37,6 +36,15 @@ def share_paddings(joint: fx.GraphModule) -> None:
     if known:
         _find_strides(graph)
         joint.recompile()
+
+
+def _is_operand(padding: fx.Node) -> bool:
+    """True where only products read a padding, or its transpose; others may be the user's own."""
+    return all(
+        user.target in _PRODUCTS
+        or (user.target is _PERMUTE and all(each.target in _PRODUCTS for each in user.users))
+        for user in padding.users
+    )
 
 
 def pads_products(graph: fx.Graph) -> bool:
@@ -68,8 +76,9 @@ def _padded_first(node: fx.Node) -> fx.Node:
     if permuted.target is not _PERMUTE:
         return node
 
-    source, order = permuted.args[0], permuted.args[1]
-    assert isinstance(order, Sequence)
+    source: Any = permuted.args[0]
+    dims: Any = permuted.args[1]
+    order = [dim % len(dims) for dim in dims]
     ends = dict(zip(reversed(order), zip(sizes[::2], sizes[1::2], strict=True), strict=False))
     moved = [size for d in reversed(range(len(order))) for size in ends.get(d, (0, 0))]
     graph = node.graph

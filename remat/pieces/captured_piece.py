@@ -88,9 +88,12 @@ class Piece:
         return self._numbers[copied, schedule]
 
     def compiled(self, copied: Copied, schedule: Schedule) -> tuple[BoxedFunction, BoxedFunction]:
-        """Returns the forward and the backward that run `schedule`."""
+        """Returns the forward and the backward that run `schedule`.
+
+        The backward gets None in place of gradients that do not arrive.
+        """
         halves = self.split(copied, schedule)
-        return compile_graph(halves.forward), compile_graph(halves.backward)
+        return compile_graph(halves.forward), self.tangents.backward(halves.backward)
 
     def split(self, copied: Copied, schedule: Schedule) -> SplitStep:
         """Returns the graphs of both halves under `schedule`."""

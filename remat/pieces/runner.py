@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
+from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
@@ -67,6 +68,9 @@ class StepPlanner(Protocol):
         known: Solution | None = None,
     ) -> Solution:
         """Returns the solution for a step."""
+
+    def room_of(self, solution: Solution) -> Room:
+        """Returns the budget that a solution was made for, with its reserved parts."""
 
 
 class Piecewise:
@@ -222,13 +226,7 @@ class Piecewise:
         """Runs the backward half of the forward that saved `args`."""
         token = args.pop(piece.num_numbers)
         _, number, _ = token.shape
-
-        def run(args: list[Any]) -> Any:
-            missing = piece.tangents.fill(args)
-            gradients = piece.halves(number)[1](args)
-            return piece.tangents.arriving(gradients, missing) if missing else gradients
-
-        return self.meter.backward(run, args, piece.tangents.num, token)
+        return self.meter.backward(piece.halves(number)[1], args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         """Runs one forward with `call`, and plans its path if that is new.

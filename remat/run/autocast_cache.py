@@ -30,9 +30,11 @@ def autocast_cache(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[No
         inputs: its example inputs, one per placeholder.
     """
     leaves: list[Any] = []
+    regions = _Regions()
 
     def mark(*tensors: torch.Tensor) -> None:
         leaves.extend(tensors)
+        regions.begin()
         forget()
 
     def forget() -> None:
@@ -40,19 +42,65 @@ def autocast_cache(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[No
             setattr(leaf, _CASTS, {})
 
     _mark_leaves(module, inputs, mark)
-    clear = torch.clear_autocast_cache
+    clear, enable = torch.clear_autocast_cache, torch.set_autocast_enabled
+    replaced: Any = torch
 
     def clear_both() -> None:  # called where an autocast region ends
         forget()
         clear()
 
-    torch.clear_autocast_cache = clear_both
+    def noted(*args: Any) -> None:  # called where a region begins or ends
+        regions.enable(*args)
+        enable(*args)
+
+    replaced.clear_autocast_cache, replaced.set_autocast_enabled = clear_both, noted
     try:
-        with autocast_cache_left_on(), with_kernel(torch.ops.aten.to.dtype, _remembering):
+        with autocast_cache_left_on(), with_kernel(torch.ops.aten.to.dtype, regions.remembering):
             yield
     finally:
-        torch.clear_autocast_cache = clear
+        replaced.clear_autocast_cache, replaced.set_autocast_enabled = clear, enable
         clear()
+
+
+class _Regions:
+    """Which autocast regions the trace is in, and the kernel that caches casts there.
+
+    An operator can't see this itself. Autocast is off inside of every operator that it calls.
+    """
+
+    def __init__(self) -> None:
+        self.is_on: dict[str, bool] = {}  # by device type
+
+    def begin(self) -> None:
+        """Notes the region that the step begins in."""
+        for kind in ("cpu", "cuda"):
+            self.is_on[kind] = torch.is_autocast_enabled(kind)
+
+    def enable(self, *args: Any) -> None:
+        """Notes the arguments of `torch.set_autocast_enabled`; without a device, CUDA is meant."""
+        kind, is_on = args if len(args) == 2 else ("cuda", *args)
+        self.is_on[kind] = is_on
+
+    def remembering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `aten.to.dtype` with the cache."""
+
+        def to(x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+            casts: dict[torch.dtype, torch.Tensor] | None = getattr(x, _CASTS, None)
+            if casts is None or not self._is_caching(x.device.type, dtype):
+                return plain(x, dtype, *args, **kwargs)
+            if dtype not in casts:
+                casts[dtype] = plain(x, dtype, *args, **kwargs)
+            return casts[dtype]
+
+        return to
+
+    def _is_caching(self, kind: str, dtype: torch.dtype) -> bool:
+        return (
+            self.is_on.get(kind, False)
+            and is_inside_autocast_cast(kind)
+            and torch.is_autocast_cache_enabled()
+            and dtype is torch.get_autocast_dtype(kind)
+        )
 
 
 def _mark_leaves(module: fx.GraphModule, inputs: Sequence[Any], mark: Callable[..., None]) -> None:
@@ -77,20 +125,3 @@ def _is_cached(value: Any) -> bool:
         and not value._is_view()
     )
     return is_trained_leaf and value.dtype is torch.float32
-
-
-def _is_caching(device_type: str, dtype: torch.dtype) -> bool:
-    is_on = is_inside_autocast_cast(device_type) and torch.is_autocast_cache_enabled()
-    return is_on and dtype is torch.get_autocast_dtype(device_type)
-
-
-def _remembering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def to(x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        casts: dict[torch.dtype, torch.Tensor] | None = getattr(x, _CASTS, None)
-        if casts is None or not _is_caching(x.device.type, dtype):
-            return plain(x, dtype, *args, **kwargs)
-        if dtype not in casts:
-            casts[dtype] = plain(x, dtype, *args, **kwargs)
-        return casts[dtype]
-
-    return to

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +102,11 @@ class PlannedStep:
     def forward(self, run: BoxedFunction) -> BoxedFunction:
         """Returns a compiled forward, measured in the first step; it notes what results share."""
         return self.shared.noted(self.meter.forward(run), self.meter.num_results)
+
+    @cached_property
+    def tangents(self) -> Tangents:
+        """The gradients that arrive for it."""
+        return Tangents(self.step.module, self.step.num_forward_outputs)
 
     @property
     def budget_bytes(self) -> int:
@@ -240,7 +246,7 @@ class _Capture:
 
     def compile_backward(self, graph: fx.GraphModule, _: Any) -> Any:
         last = self.planned[-1]
-        return runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)
+        return runs_once(last.meter.backward(last.tangents.backward(graph)), last, self.plain)
 
 
 def check_joint(joint: fx.GraphModule, inference: Sequence[bool]) -> None:
@@ -301,7 +307,7 @@ def cut_at_sizes(module: fx.GraphModule) -> None:
 
 
 def runs_once(
-    backward: BoxedFunction, step: TracedStep | None = None, plain: PlainForward | None = None
+    backward: BoxedFunction, step: PlannedStep | None = None, plain: PlainForward | None = None
 ) -> BoxedFunction:
     """Returns a backward that refuses to keep the graph, and to run a second time.
 
@@ -312,7 +318,7 @@ def runs_once(
         step: the step, where it was captured whole; None for a piece.
         plain: runs such backwards instead, where it can.
     """
-    tangents = Tangents(step.module, step.num_forward_outputs) if step else None
+    num_tangents = step.tangents.num if step else 0
 
     def run(args: list[Any]) -> Any:
         if is_graph_kept():
@@ -323,7 +329,7 @@ def runs_once(
                 "possible; add the losses up and call backward once, or use "
                 f"remat.unwrap(model){_advice(step, plain)}"
             )
-        if tangents and any(map(is_batched, args[len(args) - tangents.num :])):
+        if any(map(is_batched, args[len(args) - num_tangents :])):
             raise TraceError(
                 "a planned step takes one gradient at a time, and many arrived at once "
                 "(is_grads_batched=True, vectorize=True or torch.vmap); use "
@@ -331,9 +337,7 @@ def runs_once(
             )
         refuse_changed_results()
         before_next_run(refuse_second_run)
-        missing = tangents.fill(args) if tangents else frozenset()
-        gradients = backward(args)
-        return tangents.arriving(gradients, missing) if tangents and missing else gradients
+        return backward(args)
 
     def refuse_second_run(gradients: Sequence[Any]) -> None:
         """Raises our own error, before autograd's, which advises retain_graph=True."""
@@ -349,7 +353,7 @@ def runs_once(
     return run
 
 
-def _advice(step: TracedStep | None, plain: PlainForward | None) -> str:
+def _advice(step: PlannedStep | None, plain: PlainForward | None) -> str:
     if step is None:
         return (
             '; on_unsupported="plain" works only for a step that is one graph, but this one runs '

@@ -6,13 +6,15 @@ would be computed from missing gradients alone, and optimizers skip that paramet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from remat.run.executor import BoxedFunction, compile_graph
+from remat.run.pruned_backward import pruned
 from remat.tracers.phases import is_backward_input
 
 
@@ -22,29 +24,51 @@ class Tangents:
     def __init__(self, joint: fx.GraphModule, num_forward: int) -> None:
         self.joint, self.num_forward = joint, num_forward
 
-    def fill(self, args: list[Any]) -> frozenset[int]:
-        """Puts zeros into `args` for missing tangents, and returns which ones were missing.
+    def backward(self, graph: fx.GraphModule) -> BoxedFunction:
+        """Returns a backward that computes nothing from missing tangents, as plain PyTorch does.
 
-        The tangents are the last of `args`.
+        The tangents are the last of its arguments, None where they are missing. For each set of
+        missing ones, the graph is compiled once, without what only they need.
         """
+        compiled = {frozenset[int](): compile_graph(graph)}
+
+        def run(args: list[Any]) -> Any:
+            missing = self._missing(args)
+            if missing not in compiled:
+                places = slice(len(args) - self.num, len(args))
+                compiled[missing] = compile_graph(pruned(graph, places, missing))
+            return compiled[missing](args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def with_zeros(self, run: Callable[[list[Any]], Sequence[Any]]) -> BoxedFunction:
+        """Returns a backward with zeros for missing tangents, as `torch.compile` runs it.
+
+        Its gradients are None where they are computed from missing tangents alone.
+        """
+
+        def run_with_zeros(args: list[Any]) -> Any:
+            missing = self._missing(args)
+            for place in missing:
+                like = self._nodes[place].meta["val"]
+                args[len(args) - self.num + place] = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device=like.device
+                ).zero_()
+            gradients = run(args)
+            if not missing:
+                return gradients
+            return [
+                gradient if self._arrives(place, missing) else None
+                for place, gradient in enumerate(gradients)
+            ]
+
+        run_with_zeros._boxed_call = True  # type: ignore[attr-defined]
+        return run_with_zeros
+
+    def _missing(self, args: Sequence[Any]) -> frozenset[int]:
         first = len(args) - self.num
-        missing = frozenset(place for place in range(self.num) if args[first + place] is None)
-        for place in missing:
-            like = self._nodes[place].meta["val"]
-            args[first + place] = torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device
-            ).zero_()
-        return missing
-
-    def arriving(self, gradients: Sequence[Any], missing: frozenset[int]) -> list[Any]:
-        """Returns the gradients, with None for those computed from `missing` tangents alone.
-
-        As in plain PyTorch: an optimizer would apply its weight decay to zeros.
-        """
-        return [
-            gradient if self._arrives(place, missing) else None
-            for place, gradient in enumerate(gradients)
-        ]
+        return frozenset(place for place in range(self.num) if args[first + place] is None)
 
     @property
     def num(self) -> int:

@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd  # 2.13
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext  # 2.13
 from torch.fx.experimental import proxy_tensor  # 2.13
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "SavedTensors",
@@ -287,7 +288,9 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
 def saved_tensors(node: Any) -> list[torch.Tensor]:
     """Returns the strided tensors that an autograd node saved (attributes `_saved_*`, 2.13).
 
-    Tensors that a backward has freed are left out.
+    Tensors that a backward has freed are left out. What hooks packed is not unpacked, since that
+    may compute something (`_raw_saved_*`, `SavedTensor.data`, 2.13): the tensors in it are
+    returned.
 
     Raises:
         RuntimeError: torch would not give them to a backward, and says why.
@@ -298,15 +301,23 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
             name.startswith("_saved_") and not name.startswith("_saved_tensors")
         ):
             try:
-                value = getattr(node, name)
+                value = _packed(node, name) or getattr(node, name)
             except RuntimeError as error:
                 if "already been freed" in str(error):
                     continue
                 raise
 
-            found += [
-                t
-                for t in (value if isinstance(value, list | tuple) else [value])
-                if isinstance(t, torch.Tensor)
-            ]
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in found if tensor.layout == torch.strided]
+
+
+def _packed(node: Any, name: str) -> list[Any]:
+    """Returns what hooks packed in place of a node's saved tensors; empty where nothing was."""
+    try:
+        raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
+        entries = raw if isinstance(raw, list | tuple) else [raw]
+        packed = [getattr(entry, "data", None) for entry in entries]
+    except RuntimeError:  # freed, or packed by hooks in C++
+        return []
+    is_plain = all(each is None or isinstance(each, torch.Tensor) for each in packed)
+    return [] if is_plain else packed

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.narration.stages import stage
+from remat.torch_border.dynamo_rewrites import operators_left_alone
 from remat.torch_border.kernels import without_modes
 from remat.torch_border.scalars import fixed_sizes
 
@@ -67,6 +68,7 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
 
     with (
         dynamo_config.patch(settings),
+        operators_left_alone(),
         fixed_sizes(),
         _telling_of_captures(),
         _failures_said_once(),

@@ -72,32 +72,29 @@ def on_fakes(
             is, or on the CPU for a meta tensor.
     """
     fakes = _Fakes(device_type)
-    lent: list[tuple[Any, str, Any]] = []
-
-    def lend(own: Any, name: str, held: Any, fake: Any) -> None:
-        lent.append((own, name, held))
-        own[name] = fake
+    modules = list(model.modules())
+    # attributes too: a forward may store what it computed
+    before = [
+        (table, dict(table))
+        for module in modules
+        for table in (vars(module), module._parameters, module._buffers, module._modules)
+    ]
 
     try:
-        for module in model.modules():
+        for module in modules:
             tables: tuple[Any, Any] = (module._parameters, module._buffers)
             for own in tables:
                 for name, tensor in own.items():
                     if tensor is not None:
-                        lend(own, name, tensor, fakes.of(tensor))
+                        own[name] = fakes.of(tensor)
 
         # lists of parameters, such as a recurrent network's, and meta tensors as plain attributes
-        for module in model.modules():
+        for module in modules:
             for name, value in list(vars(module).items()):
                 if isinstance(value, list) and any(id(item) in fakes.known for item in value):
-                    lend(
-                        vars(module),
-                        name,
-                        value,
-                        [fakes.known.get(id(item), item) for item in value],
-                    )
+                    vars(module)[name] = [fakes.known.get(id(item), item) for item in value]
                 elif isinstance(value, torch.Tensor) and value.is_meta:
-                    lend(vars(module), name, value, fakes.of(value))
+                    vars(module)[name] = fakes.of(value)
 
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, fakes.of, (tuple(args), dict(kwargs))
@@ -105,5 +102,6 @@ def on_fakes(
         with fakes.mode:
             yield fake_args, fake_kwargs
     finally:
-        for own, name, tensor in lent:
-            own[name] = tensor
+        for table, content in before:
+            table.clear()
+            table.update(content)

@@ -38,6 +38,11 @@ def call_with_forward(
             own["forward"] = before
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns the forward that was set on a module itself; None if it has its class's."""
+    return vars(module).get("forward")
+
+
 class OwnCall(ABC):
     """What `module(...)` runs instead of the plain call, once `set_call` has set it."""
 

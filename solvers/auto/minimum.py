@@ -44,18 +44,28 @@ from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.core.pace import pace_s, work_of
 from remat.solvers.exhaustive import states
 from remat.solvers.search.annealing import LocalSearch, Round
-from remat.solvers.search.greedy_eviction import MOST_OPERATORS_TO_EVICT, Rule, steps_with_eviction
+from remat.solvers.search.greedy_eviction import (
+    MAX_FACTOR,
+    MOST_OPERATORS_TO_EVICT,
+    Rule,
+    steps_with_eviction,
+)
 
-MAX_FACTOR = 8.0
-_PRECISION = 1 / 1_000  # of the lowest peak so far; the search over budgets ends there
-# limits of one round: on operators times budgets tried, and on budgets tried
+# of the lowest peak so far; the search over budgets ends there (traced steps)
+_PRECISION = 1 / 1_000
+# limits of one round: on operators times budgets tried, and on budgets tried (traced steps)
 _OPERATORS_TRIED, _MOST_BUDGETS = 16_000, 15
-_LIMIT_S = 1.0  # for the bound
-_FIRST_SHARE, _LAST_SHARE = 0.08, 0.01  # annealing tries to lower the peak by this share
-# length of the longest part that does not check the clock, in passes over the graph (`pace`)
+_LIMIT_S = 1.0  # seconds for the bound; a round number, not measured
+# length of the longest part that does not check the clock, in passes over the graph (`pace`); with
+# it a limit of 5 s holds on a chain of a million operators and a complete graph of 1,500
 _BLIND_PASSES = 110
-_CANDIDATES = 3  # annealed
-_MOVES = 30_000 if IS_COMPILED else 1_000
+# annealing; no measurement of these numbers is on record
+_CANDIDATES = 3  # schedules annealed, those with the lowest peaks
+_MOVES = 30_000 if IS_COMPILED else 1_000  # in one run
+_HOT, _COLD = 1e-3, 1e-5  # temperatures of a run, as shares of the cost of keeping everything
+_FIRST_SHARE = 0.08  # share of the peak by which the first run tries to lower it
+# the share is divided by this after a run that fails, and the last run is above the least share
+_DIVISOR, _LAST_SHARE = 3, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +268,14 @@ def _compress(
         def should_stop(local: LocalSearch = local) -> bool:
             return local.best_steps is not None or is_past(deadline)
 
-        local.run(steps, Round(_MOVES, 1e-3, 1e-5), should_stop=should_stop)
+        local.run(steps, Round(_MOVES, _HOT, _COLD), should_stop=should_stop)
         leaner = (
             peak_bytes
             if local.best_steps is None
             else _peak_bytes(graph, local.best_steps.tolist())
         )
         if local.best_steps is None or leaner >= peak_bytes:
-            share /= 3
+            share /= _DIVISOR
             continue
 
         peak_bytes, steps = leaner, local.best_steps

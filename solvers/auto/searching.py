@@ -18,15 +18,17 @@ from remat.core.graph import Graph
 from remat.solvers.auto.technique import Solve, Technique
 from remat.solvers.core.compiled import COMPILER_S, IS_COMPILED, NOT_COMPILED
 from remat.solvers.core.incumbent import Search
-from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.annealing import COLD, LocalSearch, Round
 from remat.solvers.search.neighbourhood import Kind, Neighbourhood
 from remat.solvers.search.restarts import Restarts
 
 MOST_OPERATORS_TO_RESTART = 3_000  # above, one long run finds better schedules (traced steps)
-_MOST_MOVES = 200_000 if IS_COMPILED else 2_500  # in a round
+# moves in a round: the most, a number for any graph, and more per operator; not measured
+_MOST_MOVES = 200_000 if IS_COMPILED else 2_500
 _LEAST_MOVES, _MOVES_PER_OPERATOR = 20_000, 500
-_PROGRESS = 1e-4  # relative improvement below which a round counts as stagnant
-_COLD = 1e-6  # last temperature of a round, as a share of the cost of keeping everything
+# relative improvement below which a round counts as stagnant; no measurement is on record
+_PROGRESS = 1e-4
+_STARTS = 3  # schedules that nearly fit to start from (published graphs)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -70,13 +72,13 @@ class Annealing(Technique):
     Attributes:
         rounds: most rounds; None takes the solver's number.
         starts: number of schedules that nearly fit to start from.
-        stagnant_rounds: ends after this many rounds in a row without improvement.
+        stagnant_rounds: ends after this many rounds in a row without improvement; not measured.
         schedule: first temperature (a share of the cost of keeping everything) and share of the
             moves, of each round in turn (tuned on published graphs).
         schedule_if_large: the same on large graphs, where early schedules are good and are cooled
             first (tuned on traced steps).
         most_moves_if_large: in one round on large graphs; a shorter high-temperature round ends
-            worse than it began.
+            worse than it began (tuned on traced steps).
     """
 
     name: ClassVar[str] = "annealing"
@@ -127,7 +129,7 @@ class Annealing(Technique):
         schedule = self.schedule_if_large if is_long else self.schedule
         hot, share = schedule[index % len(schedule)]
         moves = num_moves(solve.graph, self.most_moves_if_large if is_long else _MOST_MOVES)
-        return Round(round(share * moves), hot, _COLD, is_close=index % 2 == 1)
+        return Round(round(share * moves), hot, COLD, is_close=index % 2 == 1)
 
 
 def restart(
@@ -139,6 +141,8 @@ def restart(
     exact_share: float = 0.2,
 ) -> None:
     """Runs generations of annealing runs until they stagnate.
+
+    The defaults were measured on published graphs.
 
     Args:
         solve: schedules are offered to it.
@@ -186,7 +190,7 @@ def _starts_of(solve: Solve, *, with_best: bool) -> list[Sequence[int]]:
     """
     search = solve.search
     best = [search.steps] if search.steps is not None and with_best else []
-    others = [range(solve.graph.num_operators), *search.starts(3)]
+    others = [range(solve.graph.num_operators), *search.starts(_STARTS)]
     return [*best, *others] if solve.is_far(4.0) else [*others, *best]
 
 
@@ -236,6 +240,8 @@ class SecondRestarts(Technique):
 class Neighbourhoods(Technique):
     """Exact search around the best schedule, one part at a time (`neighbourhood`).
 
+    Measured on published graphs.
+
     Attributes:
         most: neighbourhoods of each kind at most.
         limit_s: time limit of one neighbourhood, in seconds.
@@ -271,7 +277,7 @@ IMPROVING: tuple[Technique, ...] = (
     ManyRestarts(),
     SecondRestarts(),
     Neighbourhoods(),
-    Annealing(starts=3, when=lambda solve: not is_restarted(solve)),
+    Annealing(starts=_STARTS, when=lambda solve: not is_restarted(solve)),
 )
 
 

@@ -48,6 +48,7 @@ STARTING: tuple[Technique, ...] = (
     Exhaustive(),
     Prices(),
     Families(),
+    # one round from the best schedule that nearly fits, for a first one that fits; not measured
     Annealing(
         rounds=1,
         starts=1,
@@ -60,6 +61,7 @@ FITTING: tuple[Technique, ...] = (Segments(), Repair(), Eviction())
 RELAXING = Relaxations()
 BESIDE_RELAXING: tuple[Technique, ...] = (
     Segments(when=was_easy),
+    # one round that roams and one that is close: both help at the least budget (traced steps)
     Annealing(rounds=2, when=is_restarted),
     Annealing(when=lambda solve: not is_restarted(solve)),
     ManyRestarts(),
@@ -70,6 +72,8 @@ FIRST: tuple[Technique, ...] = (
     Eviction(when=was_easy),
     Segments(when=is_wide),
     Repair(when=is_wide),
+    # three rounds (published graphs), first from the two best starts: better than from the least
+    # budget's schedule (500 random nodes)
     Annealing(
         rounds=3,
         starts=2,
@@ -88,8 +92,10 @@ PARTS = {
 }
 NAMES = tuple(dict.fromkeys([*(technique.name for technique in TECHNIQUES), *PARTS]))
 
-_SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9  # of the time left: alone, beside a search
-_LEAST_TIME_FOR_MINIMUM_S = 0.5  # even where the time limit is over
+# of the time left: alone, beside a search (published graphs)
+_SHARE_FOR_BOUNDS_ALONE, _SHARE_FOR_BOUNDS = 0.4, 0.9
+# for the least budget of an answer, even where the time limit is over; round, not measured
+_LEAST_TIME_FOR_MINIMUM_S = 0.5
 
 
 @final

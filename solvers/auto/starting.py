@@ -20,7 +20,7 @@ from remat.solvers.core.incumbent import Search
 from remat.solvers.core.interrupt import is_past
 from remat.solvers.exhaustive import states
 from remat.solvers.persistent.rotor import rotor_steps
-from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.annealing import COLD, LocalSearch, Round
 from remat.solvers.search.greedy_eviction import (
     MOST_OPERATORS_TO_EVICT,
     Rule,
@@ -144,7 +144,7 @@ class Segments(Technique):
 
         for hot in self.hot:
             start = steps if local.best_steps is None else local.best_steps
-            round_ = Round(num_moves(solve.graph), hot, 1e-6, is_close=True)
+            round_ = Round(num_moves(solve.graph), hot, COLD, is_close=True)
             local.run(
                 np.asarray(start), round_, should_stop=lambda: take(local, search) or is_over()
             )
@@ -162,7 +162,7 @@ class Repair(Technique):
     Attributes:
         share: of the time left, at most; most searches end earlier.
         most_work: limit on the sum of squared lengths of the repaired schedules; some three
-            seconds.
+            seconds when it was chosen, on a machine that is not on record.
     """
 
     name: ClassVar[str] = "repair"

@@ -41,7 +41,7 @@ FAMILIES: tuple[Solver, ...] = (
 # not used by `leanest`: greedy eviction reaches lower peaks, but fails more often if its search has
 # to begin below the peaks of these schedules
 NESTED = Nested()
-MOST_OPERATORS = 20_000  # each simulates up to a hundred schedules
+MOST_OPERATORS = 20_000  # in a graph; each family simulates up to a hundred schedules
 
 
 @dataclass(frozen=True, slots=True)

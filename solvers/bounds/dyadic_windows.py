@@ -17,8 +17,10 @@ from itertools import pairwise
 
 from remat.solvers.bounds.window import Window
 
-LEAST_OPERATORS = 2  # in a stage
-MOST_FORWARD = 250  # forward operators; beyond, many small models take too long
+LEAST_OPERATORS = 2  # in the last stage; a shorter remainder joins the stage before it; not tuned
+# forward operators; beyond, many small models take too long: for chosen stages, Benders, and
+# refinement that gives way to it; how long, and on which graphs, is not on record
+MOST_FORWARD = 250
 
 
 def even_stages(first: int, end: int, length: int) -> tuple[list[Window], set[Window]]:

@@ -34,6 +34,7 @@ import numpy as np
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
+from remat.solvers.bounds.lazy_rows import TOO_NEAR
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.core.accounting import Bools, Floats
 from remat.solvers.core.interrupt import is_past
@@ -41,10 +42,11 @@ from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.lp.linear import Program
 from remat.solvers.lp.min_cut import Cut, MinCut
 
-_MOST_CUTS = 60
+# Measured together, not one by one, on a graph of 70,000 operators; which one is not on record.
+_MOST_CUTS = 60  # for each share of the budget; some ten are usual
 _PRECISION = 1e-5  # of the step's cost; prices this close to the best are good enough
-_ROWS_PER_ROUND = 3
-_VIOLATED = 1e-4  # of the budget
+_ROWS_PER_ROUND = 3  # rows added after each search for prices
+_VIOLATED = 1e-4  # of the budget; rows violated by less are not added
 _HIGHEST_PRICE = 1e3  # limit on a price: costs of the step per whole budget
 HOPELESS = 10.0  # extra cost, in costs of the step, that no schedule reaches
 _SAFETY = 1e-9  # of the bound, for errors in sums of floats
@@ -52,6 +54,8 @@ _MOST_MIXED = 6  # cuts that are tried as schedules
 _FINEST_SPLICE = 500  # the search for a splice is exact to 1 / 500 of the forward
 _MOST_SHARES = 6  # shares of the budget that prices are found for
 _STEP, _LEAST_STEP = 0.995, 0.01  # factor on a share that failed; smallest distance of two shares
+_LEAST_RATIO = 0.5  # a share that failed is at most halved, before `_STEP`; not tuned
+_PROGRAM_LIMIT_S = 10.0  # seconds for one linear program over the cuts; round, not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class Lagrangian:
                     return
             else:
                 yield self._keeping(used[-1].cut, used[-1].cut, 0, True)
-                share, too_much = share * max(self.budget_bytes / peak, 0.5) * _STEP, share
+                share, too_much = share * max(self.budget_bytes / peak, _LEAST_RATIO) * _STEP, share
 
             if is_past(deadline):
                 return
@@ -269,7 +273,7 @@ class Lagrangian:
                 np.arange(len(rows) + 1), np.concatenate([[1.0], -over]), upper=point.extra
             )
 
-        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        outcome = program.minimise(is_relaxed=True, time_limit_s=_PROGRAM_LIMIT_S)
         if outcome.point is None:
             return {}, -math.inf
         return dict(zip(rows, np.maximum(outcome.point[1:], 0.0).tolist(), strict=True)), float(
@@ -293,7 +297,7 @@ class Lagrangian:
                 upper=0.0,
             )
 
-        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        outcome = program.minimise(is_relaxed=True, time_limit_s=_PROGRAM_LIMIT_S)
         return np.zeros(count) if outcome.point is None else outcome.point[:count]
 
     def _add_violated(self, share: float) -> int:
@@ -310,7 +314,7 @@ class Lagrangian:
             ):
                 break
 
-            if v not in self._rows and all(abs(v - other) > 2 for other in chosen):
+            if v not in self._rows and all(abs(v - other) > TOO_NEAR for other in chosen):
                 chosen.append(v)
                 self._add_row(v)
         return len(chosen)

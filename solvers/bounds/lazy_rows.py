@@ -1,9 +1,9 @@
 """Solves a window model with few of its memory rows, added where a solution violates them.
 
 First come the cheap rounds of the LP relaxation, then those with integers. Every outcome bounds the
-full model, which has more rows. 20 rows per round, apart from each other, suffice for graphs of
-10,000 operators. A relaxation that violates no row may get rounding cuts of its rows
-(`rounding_cuts`), for a few rounds as long as these raise the bound.
+full model, which has more rows. A round adds a few rows, apart from each other. A relaxation that
+violates no row may get rounding cuts of its rows (`rounding_cuts`), for a few rounds as long as
+these raise the bound.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from remat.solvers.core.interrupt import is_past
 from remat.solvers.lp.linear import Outcome
 from remat.solvers.lp.rounding_cuts import rounded
 
+# share of the budget; rows violated by less are not added, as HiGHS itself is no more exact
 _TOLERANCE = 1e-6
+# a prototype needed 21 of 5,000 rows on a graph of 10,001 operators; which one is not on record
 _ROWS_PER_ROUND = 20
-_WORTH = 1e-4  # share of the bound that a round of rounding cuts must gain for another round
+TOO_NEAR = 2  # operators; rows this close say nearly the same: a round adds one; not tuned
+# share of the bound that a round of rounding cuts must gain for another round (published graphs)
+_WORTH = 1e-4
+_GAP = 1e-4  # relative, for models with integers; HiGHS's own default
+MOST_NODES = 20_000  # of branch and bound; ends models before time limits do; round, not measured
 
 
 class LazyRows:
@@ -70,16 +76,16 @@ class LazyRows:
         self,
         *,
         deadline: float,
-        relative_gap: float = 1e-4,
+        relative_gap: float = _GAP,
         is_relaxed: bool = False,
-        node_limit: int = 20_000,
+        node_limit: int = MOST_NODES,
         cutoff: float | None = None,
     ) -> Outcome:
         """Returns the last outcome's point, with the best bound.
 
         The point satisfies all memory rows if the solver finished below the cutoff. With a
         `cutoff` (the objective of a known schedule) the bound is at most the cutoff, and there may
-        be no point.
+        be no point. Models with integers are solved up to `relative_gap`, in `node_limit` nodes.
         `deadline` is in `time.perf_counter` seconds.
         """
         best = self._rounds(True, deadline, relative_gap, node_limit, -math.inf, cutoff)
@@ -142,7 +148,7 @@ class LazyRows:
 
         chosen: list[tuple[Window, int]] = []
         for _, window, v in found:
-            is_apart = all(window != other or abs(v - u) > 2 for other, u in chosen)
+            is_apart = all(window != other or abs(v - u) > TOO_NEAR for other, u in chosen)
             if is_apart and (window, v) not in self.rows:
                 chosen.append((window, v))
                 self.rows.add((window, v))

@@ -42,21 +42,26 @@ from remat.solvers.core.interrupt import is_past
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 from remat.solvers.lp.linear import Outcome
 
+# with 14 to 16 stages, models took so long in a prototype that bounds got worse (published graphs)
 MAX_STAGES = 12
-_ROUNDINGS = 5  # rounds of rounding cuts of a relaxation
+_ROUNDINGS = 5  # rounds of rounding cuts of a relaxation (published graphs)
+# columns, roughly: of the largest models with integers (not measured), and of the largest
+# relaxations (traced steps)
 _MAX_COLUMNS, _MAX_RELAXED_COLUMNS = 60_000, 90_000
+# columns, roughly; up to so many, all unions of stages are windows; no measurement is on record
 _MAX_COLUMNS_OF_UNIONS = 15_000
-_FIRST_GAP = 1e-3  # of the first model, which only says where to cut
-_GAP = 1e-5
+# relative; of the first model, which only says where to cut, and of others (published graphs)
+_FIRST_GAP, _GAP = 1e-3, 1e-5
 # gap as a share of the distance from the best bound to the cutoff; a model that does not reach the
-# cutoff only says where to cut
+# cutoff only says where to cut (traced steps)
 _ROUGH_SHARE = 0.02
-_TOLERANCE = 1e-9
-_FEW_COLUMNS = 1_000  # a model this small is solved at once
+_TOLERANCE = 1e-9  # relative; bounds that differ by less are equal; not tuned
+_FEW_COLUMNS = 1_000  # a model this small is solved at once (published graphs)
 # schedules keep the values whose S exceeds the first; where that schedule fits, the second gives a
-# schedule that keeps more values, to see where it fails
+# schedule that keeps more values, to see where it fails (traced steps)
 _HALF, _LITTLE = 0.5, 0.05
-# an excess at an operator is cut first if it is at least this share of the worst excess before one
+# an excess at an operator is cut first if it is at least this share of the worst excess before one;
+# no measurement is on record
 _HELD_SHARE = 0.5
 
 

@@ -32,15 +32,18 @@ from remat.solvers.bounds.refinement import Refinement
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.core.interrupt import is_past
 
-_TRIED = 50, 10, 6  # operators, for each stage chosen here; refinement adds more
-_MOST_COLUMNS = 6_000  # larger models are not worth their time
-_TIE = 1e-6
-_LEAST_GAIN = 0.03  # share of the proved overhead that a stage must gain
-_CROWDED = 4  # operators tried on large graphs, those that leave least room
+# operators, for each stage chosen here; refinement adds more (published graphs: U-Net at 5 GB)
+_TRIED = 50, 10, 6
+_MOST_COLUMNS = 6_000  # larger models take too long; how long, and for which set, is not on record
+_TIE = 1e-6  # relative; bounds that differ by less are equal; not tuned
+_LEAST_GAIN = 0.03  # share of the proved overhead that a stage must gain (traced steps: U-Net)
+# for large graphs, measured together on traced steps (GPT-2, Llama) at their least budgets
+_CROWDED = 4  # operators tried, those that leave least room
 _APART = 40  # they are at least a fortieth of the backward apart
-_STAGES = 4  # stages with a crowded operator and a cut after it
 # the first distance of the cut in operators; distances in a row that gain nothing
 _LEAST_DISTANCE, _MOST_FRUITLESS = 2, 2
+# before the crowded operator, itself, up to the cut, after it: the number follows from the method
+_STAGES = 4
 
 
 def scout(refinement: Refinement, *, deadline: float) -> float:

@@ -43,9 +43,15 @@ from remat.solvers.core.interrupt import is_past
 from remat.solvers.lp.linear import Program
 from remat.solvers.lp.rounding_cuts import Knapsack
 
+# values of columns and violations of rows up to this count as 0; HiGHS is no more exact
 _TOLERANCE = 1e-6
-_LEAST_SHARE = 0.1  # of the budget; operators that need fewer bytes get no moment
-_MOST_TIMES = 4  # how often one operator's moment may be added, each time with a larger set
+_LEAST_EXCESS = 10 * _TOLERANCE  # of the budget; moments violated by less are not added; not tuned
+# of the budget; operators that need fewer bytes get no moment; a prototype had 0.2, and no
+# measurement of the present value is on record
+_LEAST_SHARE = 0.1
+# how often one operator's moment may be added, each time with a larger set; not measured
+_MOST_TIMES = 4
+_LIMIT_S = 10.0  # seconds for the small linear program of one moment; round, not measured
 
 Key = tuple[str, int]  # one of S, E (for S'), R, D, T, L, a; the operator or value
 
@@ -99,7 +105,7 @@ class MomentRows:
             times, known = self.sets.get(j, (0, set()))
             if times < _MOST_TIMES and not chosen <= known:
                 excess = self._least_usage(j, chosen, point) - limit
-                if excess > 10 * _TOLERANCE * self.model.budget:
+                if excess > _LEAST_EXCESS * self.model.budget:
                     found.append((excess, j))
         return sorted(found, reverse=True)
 
@@ -207,7 +213,7 @@ class MomentRows:
             np.array([cost.get(key, 0.0) for key in own]) / self.model.budget, is_integer=False
         )
         program.add_rows_of(rows, lowers)
-        outcome = program.minimise(is_relaxed=True, time_limit_s=10.0)
+        outcome = program.minimise(is_relaxed=True, time_limit_s=_LIMIT_S)
         return outcome.bound * self.model.budget + constant
 
     def _rows(self, j: int, chosen: set[int]) -> Iterator[_Row]:

@@ -34,7 +34,7 @@ from remat.core.errors import SolverError
 from remat.solvers.checkmate.stage_form import StageForm
 from remat.solvers.lp.arrays import ONE, ZERO, ModelArrays
 
-MAX_NONZEROS = 2_000_000
+MAX_NONZEROS = 2_000_000  # of the model; larger ones are refused; a round number, not measured
 # where the total cost exceeds it, costs are scaled to a total of 1e4, not to whole numbers
 _LARGEST_EXACT_TOTAL = 1e7
 

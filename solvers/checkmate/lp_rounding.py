@@ -31,6 +31,8 @@ from remat.solvers.checkmate.stage_form import StageForm, stage_form
 from remat.solvers.core.base import Solver
 from remat.solvers.lp.backend import Highs
 
+# shares of the budget: the paper's 0.1, some around it, and 0, whose relaxation gives the bound;
+# not tuned
 ALLOWANCES = (0.0, 0.05, 0.1, 0.2, 0.3)
 # relative; coefficients are rounded when sizes are divided by the budget (`safe_bound` covers the
 # LP solver's tolerances)
@@ -44,7 +46,7 @@ class LPRounding(Solver):
 
     Attributes:
         seed: of the randomized rounding; None rounds deterministically, at 1/2.
-        num_samples: randomized roundings per allowance.
+        num_samples: randomized roundings per allowance; a round number, not tuned.
         time_limit_s: stop after this long, with the best schedule so far.
     """
 

@@ -38,6 +38,11 @@ from remat.solvers.core.progress import ProgressCallback
 from remat.solvers.lp.backend import Backend, Highs
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
+# schedules to start from; these numbers are round and were not measured
+_LIMIT_DIVISOR = 10  # of the time limit, for each relaxation that is rounded
+_ALLOWANCES = (0.0, 0.1)  # shares of the budget that it leaves free; the second is the paper's
+_PARTS = 8  # the smallest 7, 6, ... eighths of the forward values are kept
+
 
 @final
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class MILP(Solver):
             SolverError: the graph is too large for the model, or HiGHS is not installed.
         """
         limits = Limits(self.gap, self.time_limit_s)
-        rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / 10)
+        rounded = _rounded_schedules(graph, budget_bytes, self.time_limit_s / _LIMIT_DIVISOR)
         starts = chain([self.incumbent], quick_schedules(graph, budget_bytes), rounded)
 
         return solve_exactly(
@@ -165,13 +170,13 @@ def quick_schedules(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
     boundary = forward_length(graph)
     written = [v for i in range(boundary) for v in graph.operators[i].writes]
     by_size = sorted(written, key=lambda v: graph.values[v].size_bytes)
-    for part in range(7, -1, -1):
-        yield steps_on_demand(graph, by_size[: len(by_size) * part // 8])
+    for part in range(_PARTS - 1, -1, -1):
+        yield steps_on_demand(graph, by_size[: len(by_size) * part // _PARTS])
 
 
 def _rounded_schedules(graph: Graph, budget_bytes: int, time_limit_s: float) -> Iterator[list[int]]:
     """Yields deterministic roundings of the LP relaxation, within 100 and 90 % of the budget."""
-    for allowance in (0.0, 0.1):
+    for allowance in _ALLOWANCES:
         form = stage_form(graph, budget_bytes)
         relaxed = relax(form, allowance=allowance, time_limit_s=time_limit_s)
         if relaxed is not None and math.isfinite(relaxed.bound_s):

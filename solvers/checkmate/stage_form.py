@@ -22,7 +22,7 @@ from remat.core.errors import SolverError
 from remat.core.graph import Graph
 from remat.core.operators import Phase
 
-MAX_OPERATORS = 2_000
+MAX_OPERATORS = 2_000  # larger graphs are refused; a round number, not measured
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,12 @@ from remat.solvers.lp.backend import Answer, Backend
 
 # relative; HiGHS's tolerances allow no better bound where costs are not integers
 TOLERANCE = 1e-7
+# no measurement of the numbers below is on record
 # shares of the time left: for a solve, and for the next one if its point gave no cuts
 _FIRST_SHARE, _SECOND_SHARE = 0.35, 0.75
 _RESERVE = 0.3  # share of the time left that is kept for schedules in the paper's class
-_MAX_STATES = 20_000
-_STATES_TO_WIDEN = 3_000
+_MAX_STATES = 20_000  # of the exact search of one stage, in the first round
+_STATES_TO_WIDEN = 3_000  # of each search that makes a cut stronger
 _FARTHER = 8  # factor on `max_states` in the next round
 
 

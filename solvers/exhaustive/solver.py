@@ -17,7 +17,9 @@ from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.exhaustive.states import Found, cheapest
 
-_MOST_OPERATORS, _MOST_SNAPSHOTS = 100, 10  # each snapshot doubles the states
+# most graphs end at a limit above some 20 operators, and each snapshot doubles the states; round
+# numbers, not measured
+_MOST_OPERATORS, _MOST_SNAPSHOTS = 100, 10
 
 
 @final

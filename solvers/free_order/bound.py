@@ -34,9 +34,9 @@ from remat.solvers.core.accounting import Accounting, Bools, Floats, Ints
 from remat.solvers.lp.linear import Outcome, Program
 
 _SLACK = 1e-6
-_SCALE = 1_000.0  # of the objective
-_MOST_CANDIDATES = 2_000  # operators whose forced bytes are counted
-_NUM_MOMENTS = 6
+_SCALE = 1_000.0  # the keep-all cost in the objective, far above HiGHS's tolerance of 1e-6
+_MOST_CANDIDATES = 2_000  # operators whose forced bytes are counted; round, not measured
+_NUM_MOMENTS = 6  # operators v in one program, at most; not measured
 
 
 @dataclass(frozen=True)

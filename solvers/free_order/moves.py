@@ -40,6 +40,7 @@ from remat.solvers.search.timeline import computed_before
 # columns of `Rules.operators`: places in `Rules.links` of the operators computed before and of
 # those after, and whether the operator keeps its place
 EARLIER_FROM, EARLIER_TO, LATER_FROM, LATER_TO, FIXED = range(5)
+# no measurement of these two is on record
 _MOST = 40  # operators that a move takes along at most
 _SEARCHED = 400  # slots searched for empty ones
 

@@ -45,18 +45,20 @@ from remat.solvers.core.progress import Progress
 from remat.solvers.free_order.bound import order_bound_s
 from remat.solvers.free_order.moves import anneal_free, pack_rules
 from remat.solvers.free_order.rules import order_rules
-from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.annealing import COLD, LocalSearch, Round
 from remat.solvers.search.sequence import SPAN
 
-_LEAST_MOVES, _MOST_MOVES = (20_000, 2_000_000) if IS_COMPILED else (1_000, 5_000)
+# Measured together on published graphs beside FastSA and on training steps, not one by one.
+# Temperatures are shares of the cost of keeping everything.
+_LEAST_MOVES, _MOST_MOVES = (20_000, 2_000_000) if IS_COMPILED else (1_000, 5_000)  # in a round
 _ORDER_MOVES, _MIXED_MOVES = 400, 1_200  # per operator, in a round
 _ORDER_CHANCE = 0.4  # that a move of a mixed round reorders
 _HOT = (1e-3, 1e-3, 3e-4, 1e-3, 1e-4)  # first temperatures of the mixed rounds in turn
-_ORDER_HOT, _ORDER_COLD, _COLD = 1e-2, 1e-4, 1e-6
-_STAGNANT_ROUNDS = 3
+_ORDER_HOT, _ORDER_COLD = 1e-2, 1e-4  # first and last temperature of the round of the order alone
+_STAGNANT_ROUNDS = 3  # rounds in a row without progress, after which annealing ends
 _PROGRESS = 1e-4  # relative improvement below which a round counts as stagnant
 _BOUND_SHARE, _AUTO_SHARE = 0.1, 0.3  # of the time limit; of the time left
-_BOUND_LIMIT_S = 10.0
+_BOUND_LIMIT_S = 10.0  # seconds for the bound, at most; a round number
 
 
 @final
@@ -156,7 +158,7 @@ class FreeOrder(Solver):
 
             before_s = math.inf if search.cost_s is None else search.cost_s
             start = self._start(search, index, reordered)
-            mixed.run(start, Round(mixed_moves, _HOT[index % len(_HOT)], _COLD), search)
+            mixed.run(start, Round(mixed_moves, _HOT[index % len(_HOT)], COLD), search)
             has_progress = search.cost_s is not None and search.cost_s < before_s * (1 - _PROGRESS)
             stagnant = 0 if has_progress else stagnant + 1
 

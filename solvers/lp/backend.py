@@ -24,7 +24,7 @@ from remat.solvers.lp.safe_bound import (
 )
 
 Report = Callable[[float | None, float], None]  # objective of the best point so far, bound
-_MAX_POINTS = 20
+_MAX_POINTS = 20  # returned at most, the last ones found; a round number, not measured
 
 
 @dataclass(frozen=True)

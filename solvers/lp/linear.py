@@ -201,6 +201,8 @@ class Program:
     ) -> Outcome:
         """Minimises the costs; all columns are continuous where `is_relaxed`.
 
+        Branch and bound ends at `relative_gap`, by default no smaller than HiGHS's tolerances, or
+        after `node_limit` nodes, by default a round number.
         With a `cutoff`, points with a larger objective may be ignored, and the bound never exceeds
         the cutoff.
         """

@@ -26,7 +26,7 @@ from remat.core.graph import Graph
 from remat.solvers.core.accounting import Accounting, Bools, Floats, Ints
 
 _SOURCE, _SINK = 0, 1
-_LARGE = 2**30
+_LARGE = 2**30  # sum of all capacities as integers; scipy takes them as integers of 32 bits
 _ROUNDING = 1e-12  # relative error allowed for sums of floats
 
 

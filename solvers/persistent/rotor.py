@@ -39,6 +39,7 @@ from remat.solvers.core.interrupt import is_past
 from remat.solvers.persistent.segment_options import Options, find_options
 from remat.solvers.persistent.segmentation import Part, Segmentation
 
+# with these, filling the table takes a second (traced steps)
 _MOST_SEGMENTS = 64
 _AMOUNTS = 512  # distinct amounts of memory held, at most
 # how a state is run; any other number is the segment that the forward advances to first

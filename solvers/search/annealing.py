@@ -27,14 +27,25 @@ from remat.solvers.search.moves import MAX_CHANGES, change, draw, undo
 from remat.solvers.search.sequence import OVER, ROOM, SLOT, SPACING, State, pack, steps_of
 from remat.solvers.search.timeline import lay_out
 
+# last temperature of most rounds, as a share of the keep-all cost; a prototype's (published graphs)
+COLD = 1e-6
+# moves between two looks at the clock, on graphs of so many operators, where they take some 0.03 s,
+# or 0.3 s where they are not compiled (random graphs)
 CHUNK = 20_000 if IS_COMPILED else 500
 _USUAL_OPERATORS = 400
-_NUM_DRAWS = 1 << 16
+_NUM_DRAWS = 1 << 16  # random numbers per chunk, which begin again when used up; not measured
+# the weight of bytes over the budget: shares (a prototype's) and kick were measured on published
+# graphs; of the other numbers no measurement is on record
 _PERIOD = 500  # moves between two changes of the weight
-_KICK = 100.0  # factor on the temperature when no state has fitted for long
-# moves without a state that fits, after which the search returns to one that does
+_MANY, _FEW = 0.4, 0.15  # shares of states that fit; above, the weight falls, below, it rises
+_WEIGHT_FACTOR = 1.1  # by which it changes
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-4, 1_000  # above the latter nothing fits: it is reset to 1
+_KICK = 100.0  # factor on the temperature then, so that the search leaves where it is stuck
+_COOLING = 0.7  # factor on this factor, in each period after
+# moves without a state that fits, after which the search returns to one that does (traced steps)
 _PATIENCE = 1_000
 # least weight of bytes over the budget when a close run starts from, or returns to, what fits
+# (traced steps)
 _WEIGHT_WHERE_IT_FITS = 100.0
 
 
@@ -155,14 +166,14 @@ def is_accepted(state: State, chunk: Chunk, cost_s: float, over: int, temperatur
 @inner
 def adapt(weight: Floats, num_fit: int, heat: float) -> float:
     """Adapts the weight to how many states of the last period fitted; returns the next heat."""
-    if num_fit > 0.4 * _PERIOD:
-        weight[0] = max(weight[0] / 1.1, 1e-4)
-    elif num_fit < 0.15 * _PERIOD:
-        weight[0] *= 1.1
-        if weight[0] > 1000:  # stuck: let it leave
+    if num_fit > _MANY * _PERIOD:
+        weight[0] = max(weight[0] / _WEIGHT_FACTOR, _LEAST_WEIGHT)
+    elif num_fit < _FEW * _PERIOD:
+        weight[0] *= _WEIGHT_FACTOR
+        if weight[0] > _MOST_WEIGHT:  # stuck: let it leave
             weight[0] = 1.0
             return _KICK
-    return max(0.7 * heat, 1.0)
+    return max(_COOLING * heat, 1.0)
 
 
 class LocalSearch:

@@ -44,8 +44,38 @@ from remat.solvers.search.timeline import (
     remove,
 )
 
-MAX_CHANGES = 256  # rows of the journal
-_REACH = 24  # slots searched for an empty one
+MAX_CHANGES = 256  # rows of the journal; a move leaves out further changes; round, not measured
+_REACH = 24  # slots searched for an empty one; two of three are empty at first; not measured
+
+# Moves of whole runs were measured on published graphs; for the other numbers below, no measurement
+# is on record.
+
+# ends of the ranges of one random number, which chooses the kind of move: 15 % move, 5 % run, 40 %
+# add, 15 % exchange, 20 % remove, 5 % remove several
+_TO_MOVE, _TO_RUN, _TO_ADD, _TO_EXCHANGE, _TO_REMOVE = 0.15, 0.2, 0.6, 0.75, 0.95
+# share of the runs that are removed, not moved, and of removals of several that add something too
+_ALSO = 0.5
+# share of additions that may lie between neighbouring uses, where operators work in place; share
+# that aims at a slot over the budget, where there is one
+_NEIGHBOURING, _AIMED = 0.1, 0.7
+# the chance to recompute a missing input: 0 for the first share of additions, then drawn evenly for
+# the second share, and 1 for the rest
+_NO_INPUTS, _SOME_INPUTS = 0.25, 0.35
+# share of the removals of several that take each one by chance; the chance
+_PARTLY, _EACH = 0.5, 0.4
+
+# lengths are powers of 2, whose exponents are drawn evenly: from the first number on, over a range
+# of the second
+_INPUTS = 6.5  # recomputations in one addition, at most: 1 to 90
+_WIDTH_FROM, _WIDTH = 2.0, 6.0  # slots on each side in a removal of several: 4 to 255
+_SHIFT_FROM, _SHIFT = 1.0, 8.0  # slots by which a recomputation moves, at most: 2 to 512
+_RUN_FROM, _RUN = 1.0, 4.5  # recomputations in a run, at most: 2 to 45
+_RUN_SHIFT_FROM, _RUN_SHIFT = 2.0, 8.0  # slots by which a run moves, at most: 4 to 1,024
+
+# slots tried until one is over the budget or reads a value; until one is a recomputation
+_TRIES, _TRIES_TO_RECOMPUTE = 40, 60
+# rows of the journal that a removal leaves free; rows after which a removal of several ends
+_FREE, _MOST_REMOVED = 80, 64
 
 
 @inner
@@ -106,7 +136,7 @@ def empty_before(slots: Ints, q: int, least: int) -> int:
 @inner
 def random_over(state: State, draws: Floats, journal: Ints) -> int:
     """Returns a random slot over the budget, -1 if none is hit."""
-    for _ in range(40):
+    for _ in range(_TRIES):
         q = pick(draws, journal, state.slots.shape[1])
         if held(state.slots, q) > state.sums[ROOM]:
             return q
@@ -131,7 +161,7 @@ def random_read(state: State, after: int, draws: Floats, journal: Ints) -> tuple
 @inner
 def random_recomputation(state: State, draws: Floats, journal: Ints) -> int:
     """Returns a random slot with a recomputation, -1 if none is hit."""
-    for _ in range(60):
+    for _ in range(_TRIES_TO_RECOMPUTE):
         q = pick(draws, journal, state.slots.shape[1])
         op = state.slots[SLOT, q]
         if op >= 0 and state.operators[op, WHERE] != q:
@@ -148,7 +178,7 @@ def add(state: State, q: int, op: int, depth_chance: float, draws: Floats, journ
         return
     do_insert(state, op, place, journal)
 
-    limit = start + int(2.0 ** (6.5 * draw(draws, journal)))
+    limit = start + int(2.0 ** (_INPUTS * draw(draws, journal)))
     done = start
     while done < journal[0, 0] < limit:
         done += 1
@@ -176,11 +206,11 @@ def add_somewhere(state: State, draws: Floats, journal: Ints) -> None:
     """Adds a recomputation before a random use, or before a use after a slot over the budget."""
     operators, sums, over = state.operators, state.sums, -1
     # between neighbouring uses, recomputing saves memory only if the first use works in place
-    least = 1 if sums[IN_PLACE] and draw(draws, journal) < 0.1 else SPACING
-    if sums[OVER] > 0 and draw(draws, journal) < 0.7:
+    least = 1 if sums[IN_PLACE] and draw(draws, journal) < _NEIGHBOURING else SPACING
+    if sums[OVER] > 0 and draw(draws, journal) < _AIMED:
         over = random_over(state, draws, journal)
 
-    for _ in range(40):
+    for _ in range(_TRIES):
         q, value = random_read(state, over, draws, journal)
         if value < 0:
             continue
@@ -188,7 +218,7 @@ def add_somewhere(state: State, draws: Floats, journal: Ints) -> None:
         p = state.values[value, PRODUCER]
         last = last_read(state, value, computed_before(operators, p, q), q)
         if q - last > least and (over < 0 or last < over) and operators[p, PINNED] == 0:
-            chance = min(max((draw(draws, journal) - 0.25) / 0.35, 0.0), 1.0)
+            chance = min(max((draw(draws, journal) - _NO_INPUTS) / _SOME_INPUTS, 0.0), 1.0)
             add(state, q, p, chance, draws, journal)
             return
 
@@ -199,7 +229,7 @@ def remove_with_useless(state: State, q: int, journal: Ints) -> None:
     operators, done = state.operators, journal[0, 0]
     do_remove(state, state.slots[SLOT, q], q, journal)
 
-    while done < journal[0, 0] < MAX_CHANGES - 80:
+    while done < journal[0, 0] < MAX_CHANGES - _FREE:
         done += 1
         child, at = journal[done, 0], -journal[done, 1] - 1
         for k in range(operators[child, READ_FROM], operators[child, READ_TO]):
@@ -223,12 +253,12 @@ def remove_several(state: State, draws: Floats, journal: Ints) -> None:
     if middle < 0:
         return
 
-    width = int(2.0 ** (2.0 + 6.0 * draw(draws, journal)))
-    chance = 0.4 if draw(draws, journal) < 0.5 else 1.0
+    width = int(2.0 ** (_WIDTH_FROM + _WIDTH * draw(draws, journal)))
+    chance = _EACH if draw(draws, journal) < _PARTLY else 1.0
     for q in range(max(middle - width, 0), min(middle + width, slots.shape[1])):
         op = slots[SLOT, q]
         is_recomputation = op >= 0 and state.operators[op, WHERE] != q
-        if is_recomputation and journal[0, 0] < 64 and draw(draws, journal) < chance:
+        if is_recomputation and journal[0, 0] < _MOST_REMOVED and draw(draws, journal) < chance:
             remove_with_useless(state, q, journal)
 
 
@@ -241,7 +271,7 @@ def move(state: State, draws: Floats, journal: Ints) -> None:
         return
 
     op = slots[SLOT, q]
-    reach = 2.0 ** (1.0 + 8.0 * draw(draws, journal))
+    reach = 2.0 ** (_SHIFT_FROM + _SHIFT * draw(draws, journal))
     target = q + int(reach * (2 * draw(draws, journal) - 1))
     target = min(max(target, operators[op, WHERE] + 1), slots.shape[1] - 1)
 
@@ -264,8 +294,8 @@ def change_run(state: State, is_removal: bool, draws: Floats, journal: Ints) -> 
     if q < 0:
         return
 
-    length = int(2.0 ** (1.0 + 4.5 * draw(draws, journal)))
-    reach = 2.0 ** (2.0 + 8.0 * draw(draws, journal))
+    length = int(2.0 ** (_RUN_FROM + _RUN * draw(draws, journal)))
+    reach = 2.0 ** (_RUN_SHIFT_FROM + _RUN_SHIFT * draw(draws, journal))
     target = min(max(q + int(reach * (2 * draw(draws, journal) - 1)), 0), capacity - 1)
 
     first = q
@@ -300,18 +330,18 @@ def change_run(state: State, is_removal: bool, draws: Floats, journal: Ints) -> 
 def change(state: State, draws: Floats, journal: Ints) -> None:
     """Makes one random move."""
     # each function is called in one place only, as the compiler copies it into every caller
-    r, also = draw(draws, journal), draw(draws, journal) < 0.5
-    if r < 0.15:
+    r, also = draw(draws, journal), draw(draws, journal) < _ALSO
+    if r < _TO_MOVE:
         move(state, draws, journal)
-    elif r < 0.2:
+    elif r < _TO_RUN:
         change_run(state, also, draws, journal)
 
-    if r >= 0.95:
+    if r >= _TO_REMOVE:
         remove_several(state, draws, journal)
-    elif r >= 0.6:
+    elif r >= _TO_ADD:
         q = random_recomputation(state, draws, journal)
         if q >= 0:
             remove_with_useless(state, q, journal)
 
-    if 0.2 <= r < 0.75 or (r >= 0.95 and also):
+    if _TO_RUN <= r < _TO_EXCHANGE or (r >= _TO_REMOVE and also):
         add_somewhere(state, draws, journal)

@@ -30,15 +30,15 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.solvers.core.accounting import Bools, Ints
-from remat.solvers.search.neighbourhood_solve import solve_part
+from remat.solvers.search.neighbourhood_solve import GROW, SHRINK, solve_part
 from remat.solvers.search.sequence import region_spans
 from remat.solvers.search.slots import events_of, stages_of
 
-_MAX_NODES = 60
-_MAX_PAIRS = 1_500
-_SOLVE_LIMIT_S = 10.0
-_SHIFT = 8  # stages
-_GROW, _SHRINK = 1.15, 0.75
+# Measured together, not one by one, on published graphs (U-Net at 5 and 7 GB).
+_MAX_NODES = 60  # of branch and bound, for one part
+_MAX_PAIRS = 1_500  # free at most, roughly, in stages and in shifts
+_SOLVE_LIMIT_S = 10.0  # seconds for one part, by default
+_SHIFT = 8  # stages by which a recomputation may move
 
 
 class Kind(IntEnum):
@@ -49,6 +49,16 @@ class Kind(IntEnum):
     MIXED = 2
     STAGES = 3
     SHIFTED = 4
+
+
+# operators, or stages where the kind is `STAGES`
+_FIRST_WIDTHS = {
+    Kind.VALUES: 16.0,
+    Kind.HALVES: 16.0,
+    Kind.MIXED: 24.0,
+    Kind.STAGES: 6.0,
+    Kind.SHIFTED: 14.0,
+}
 
 
 @dataclass(frozen=True)
@@ -72,15 +82,7 @@ class Neighbourhood:
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._random = np.random.default_rng(seed)
-
-        self._width = {
-            Kind.VALUES: 16.0,
-            Kind.HALVES: 16.0,
-            Kind.MIXED: 24.0,
-            Kind.STAGES: 6.0,
-            Kind.SHIFTED: 14.0,
-        }
-
+        self._width = dict(_FIRST_WIDTHS)
         self._spans = region_spans(graph)
         self._may = ~graph.arrays.is_pinned & (np.diff(graph.arrays.write_start) > 0)
         self._read_by_operator = [set(parents) for parents in graph.parents_of]
@@ -144,7 +146,7 @@ class Neighbourhood:
             time_limit_s=time_limit_s,
         )
 
-        self._width[kind] *= _GROW if part.is_finished else _SHRINK
+        self._width[kind] *= GROW if part.is_finished else SHRINK
         return self._look_at(part.steps) if part.steps is not current.steps else current
 
     def _choose(self, kind: Kind, current: _Incumbent) -> Ints:

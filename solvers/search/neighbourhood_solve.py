@@ -14,7 +14,10 @@ from remat.solvers.search.neighbourhood_model import SlotModel
 from remat.solvers.search.slots import slots_around, stages_of
 
 _MAX_POINTS = 3  # points checked by the simulator
-_GAP = 1e-7
+_GAP = 1e-7  # relative; practically solved to the end; not tuned
+# factors on the width of what is free, after a part that was solved to the end, and after one that
+# a limit stopped (published graphs)
+GROW, SHRINK = 1.15, 0.75
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from remat.core.graph import Graph
 from remat.core.operators import Operator, Value
 from remat.solvers.search.greedy_eviction import Rule, steps_with_eviction
 
-_MOST_STEPS = 3.0  # at most this multiple of the given steps
+# multiple of the given steps, and of their cost, beyond which repair gives up; round, not measured
+_MOST_STEPS = 3.0
 
 
 def repaired(

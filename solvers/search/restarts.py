@@ -26,20 +26,21 @@ from remat.core.schedule import Schedule, simulate
 from remat.solvers.core.accounting import Ints
 from remat.solvers.core.compiled import IS_COMPILED
 from remat.solvers.core.interrupt import threads_beside
-from remat.solvers.search.annealing import LocalSearch, Round
+from remat.solvers.search.annealing import COLD, LocalSearch, Round
 from remat.solvers.search.recombination import Recombination
 
+# Measured together, not one by one, on published graphs (ResNet-50 and U-Net at 5 GB).
 _NUM_RUNS = 24  # in a generation
 _NUM_FRESH = 12, 3  # of these from the given starts: in the first generation, in later ones
-_BATCH = 2
-_NUM_KEPT = 6
+_BATCH = 2  # runs between two recombinations; they may be parallel (traced steps: U-Net)
+_NUM_KEPT = 6  # schedules in the pool
 _USUAL_MOVES = 60_000 if IS_COMPILED else 600  # in a run, on graphs of 100 to 400 operators
+# moves in a run, per operator, at least and at most
 _LEAST_MOVES_PER_OPERATOR, _MOST_MOVES_PER_OPERATOR = (150, 600) if IS_COMPILED else (2, 6)
 # first temperatures of fresh runs in turn, shares of the keep-all cost; the last keeps a good start
 _HOT = (1e-2, 3e-3, 3e-4)
 _WARM = (1e-3, 3e-4)  # of runs from the pool, at random
-_COLD = 1e-6
-_RECOMBINATION_LIMIT_S = 5.0  # for one recombination; most reach their node limit earlier
+_RECOMBINATION_LIMIT_S = 5.0  # seconds for one recombination; most reach their node limit earlier
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Restarts:
             return _Found(np.inf, np.inf, start)
 
         last = local.run(
-            start, Round(self._moves, hot, _COLD, is_close=number % 2 == 1), should_stop=should_stop
+            start, Round(self._moves, hot, COLD, is_close=number % 2 == 1), should_stop=should_stop
         )
         return _Found(
             local.best_cost_s,

@@ -17,8 +17,10 @@ from remat.core.graph import Graph
 from remat.core.operators import Phase
 from remat.solvers.core.accounting import Floats, Ints
 
+# an operator is computed at most so often; with 12, the least schedules of DenseNet and BERT lost
+# steps (traced steps)
 MAX_TIMES = 30
-SPACING = 3
+SPACING = 3  # slots per step, all but one of them empty at first; not measured
 
 # columns of `values`; NOW is the size, 0 for a snapshot that no recomputation reads; REPEATED
 # counts recomputed readers
@@ -32,6 +34,7 @@ WHERE = TIMES + 1
 # saved by working in place; in the first columns, for each block of `BLOCK` slots: bytes added to
 # all of it, and an upper and a lower bound on its HELD
 SLOT, HELD, SAVED, ADDED, MOST, LEAST = range(6)
+# slots; blocks made moves two to three times as fast (random graphs), but their size was not varied
 BLOCK = 64
 # `sums`: bytes over the budget, summed over slots; the budget less the resident bytes; 1 where
 # operators work in place

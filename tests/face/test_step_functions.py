@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -446,6 +448,48 @@ def test_what_cannot_be_a_step_is_refused() -> None:
     copies = nn.DataParallel(model)
     with pytest.raises(remat.TraceError, match="DataParallel copies the module"):
         remat.checkpoint(lambda x: copies(x), "1GiB")
+
+
+@pytest.mark.parametrize("where", ["closure", "attribute"])
+def test_a_variable_may_name_another_module_later(where: str) -> None:
+    """Naive: the old one is kept alive, and the gradients of the new one are not counted."""
+    model, holder = nn.Linear(WIDTH, WIDTH), SimpleNamespace(model=nn.Linear(WIDTH, WIDTH))
+    used = holder if where == "attribute" else None
+
+    def step(x: torch.Tensor) -> Any:
+        return (used.model if used else model)(x).square().mean()
+
+    planned: Any = remat.checkpoint(step, UNLIMITED, costs="flops")
+    planned(rows(1)).backward()
+    old = weakref.ref(holder.model if used else model)
+
+    model = holder.model = nn.Linear(WIDTH, 2 * WIDTH)
+    for _ in range(2):
+        planned(rows(1)).backward()
+    assert list(planned.step.children()) == [model]
+    held = sum(p.nbytes for p in model.parameters())
+    assert remat.report(planned).solution.budget_bytes == UNLIMITED - held
+    torch._dynamo.reset()
+    gc.collect()
+    assert old() is None
+
+
+def test_decorated_functions_are_searched() -> None:
+    """Naive: a decorator's wrapper has its code in a library, and is skipped."""
+    model, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    @torch.enable_grad()
+    def helper(x: torch.Tensor) -> Any:
+        return other(x)
+
+    @torch.autocast("cpu", torch.bfloat16)  # type: ignore[untyped-decorator]
+    def step(x: torch.Tensor) -> Any:
+        return helper(model(x)).square().mean()
+
+    assert set(reached_modules(step).values()) == {model, other}
+    planned = remat.checkpoint(step, UNLIMITED, costs="flops")
+    planned(rows(1)).backward()
+    assert model.weight.grad is not None and other.weight.grad is not None
 
 
 @pytest.mark.parametrize("name", ["task.a", "forward", "function", "half", "training"])

@@ -54,6 +54,36 @@ def fit() -> remat.Fit:
     return remat.fits(Net(), batch_of(64), device="cpu", budget="60%")
 
 
+class Remembers(nn.Module):
+    """Stores what it computes, counts its calls, and registers a buffer."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.places: torch.Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.places is None:
+            self.places = torch.arange(x.shape[1]).float()[:, None]
+            self.register_buffer("mask", torch.ones(x.shape[1], 1), persistent=False)
+        hidden: torch.Tensor = self.layer(x + self.places * self.mask)
+        return hidden.square().mean()
+
+
+def test_a_model_that_stores_what_it_computes_is_left_as_it_was() -> None:
+    """Naive: it keeps fake tensors, and the next real step fails."""
+    model = Remembers()
+    before = {*vars(model), *model._buffers}
+    remat.fits(model, batch_of(4), device="cpu", budget="1GiB", time_limit_s=0.5)
+    assert model.places is None and model.calls == 0
+    assert {*vars(model), *model._buffers} == before
+    model(*batch_of(4)).backward()
+
+
 def test_a_plan_within_the_budget_is_found_and_its_parts_sum_to_its_peak(fit: remat.Fit) -> None:
     assert fit and fit.planned is not None and fit.solution is not None
     assert (

@@ -11,6 +11,7 @@ import torch
 import remat
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
+from remat.core.room import Room
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.inductor import attempts as module
@@ -101,6 +102,19 @@ def test_how_layouts_were_compiled_is_part_of_what_is_known() -> None:
     assert later.known is not None
 
 
+def test_an_error_names_the_budget_as_it_was_given() -> None:
+    """Naive: it names the kernels' part, so that the next budget is too small by the rest."""
+    attempts = Attempts()
+    for excess in (9, 5, 7):
+        plan = plan_of(BUDGET_BYTES - attempts.room_bytes)
+        room = Room(None, BUDGET_BYTES + 70, 0, reserve_bytes=70, gap_bytes=attempts.room_bytes)
+        attempts.held_too_much(GRAPH, plan, BUDGET_BYTES + excess, room=room)
+    refused = attempts.error()
+    assert refused.budget_bytes == BUDGET_BYTES + 70
+    assert refused.minimum_bytes == BUDGET_BYTES + 70 + 5
+    assert "reserve 70 B" in str(refused)
+
+
 @dataclass(frozen=True)
 class Step:
     graph: Graph = GRAPH
@@ -135,9 +149,14 @@ def test_kernels_keep_the_budget_that_an_error_named() -> None:
     """Naive: the remembered plan gets another limit, so that other loops are fused."""
 
     def planned(budget_bytes: int, seed: int) -> torch.nn.Module:
-        solver = Auto(seed=seed, time_limit_s=1.0, rounds=2)
         return remat.checkpoint(
-            Net(), budget_bytes, executor="inductor", costs="flops", solver=solver, plan_cache=False
+            Net(),
+            budget_bytes,
+            executor="inductor",
+            costs="flops",
+            solver=Auto(seed=seed, time_limit_s=1.0, rounds=2),
+            plan_cache=False,
+            reserve_bytes=100_000,
         )
 
     with pytest.raises(BudgetError) as refusal:

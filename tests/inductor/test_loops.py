@@ -109,3 +109,7 @@ def test_a_loop_ends_as_with_torch_compile(loop: Loop) -> None:
         torch.testing.assert_close(
             ours, theirs, rtol=2e-2 if loose else 1e-4, atol=2e-3 if loose else 1e-6
         )
+
+    report = remat.report(model)
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.budget_bytes

@@ -69,6 +69,20 @@ def test_paddings_of_other_values_or_sides_are_not_shared() -> None:
     assert all(map(torch.equal, joint(x), expected))
 
 
+def test_the_users_own_paddings_keep_their_memory() -> None:
+    """Naive: two results share memory, and a padded transpose has other strides."""
+
+    def function(x: torch.Tensor) -> Any:
+        return F.pad(x, (0, 1)), F.pad(x, (0, 1)), F.pad(x.permute(1, 0), (2, 2))
+
+    joint = traced(function, torch.randn(4, 5))
+    before = [node.meta["val"].stride() for node in joint.graph.output_node().all_input_nodes]
+    share_paddings(joint)
+    after = joint.graph.output_node().all_input_nodes
+    assert len(after) == 3
+    assert [node.meta["val"].stride() for node in after] == before
+
+
 def test_views_of_a_padded_result_have_its_strides() -> None:
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x @ F.pad(weight, (0, 3)))[:, :5].view(2, 3, 5)

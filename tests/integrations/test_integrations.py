@@ -143,6 +143,27 @@ def test_a_trainers_own_loss_is_part_of_the_plan(tmp_path: Path, num_micro_batch
     assert any("log_softmax" in operator.name for operator in report.graph.operators)
 
 
+def test_a_loss_that_was_set_on_the_trainer_is_planned_and_stays(tmp_path: Path) -> None:
+    """Naive: it is taken for what an interrupted run left, and the class's loss is trained."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(gpt2(), arguments, train_dataset=rows(64))
+    calls: list[int] = []
+
+    def own_loss(model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        calls.append(1)
+        return 2 * model(**inputs).loss
+
+    vars(trainer)["compute_loss"] = own_loss
+    callback = TrainerPlan("95%", trainer=trainer, costs="flops", gap=0.2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert calls
+    assert vars(trainer)["compute_loss"] is own_loss
+
+
 def test_a_trainer_that_compiles_keeps_the_plan(tmp_path: Path) -> None:
     plain, _ = with_trainer(tmp_path)
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -356,7 +377,10 @@ def test_a_given_reserve_takes_the_place_of_the_optimizers(is_given: bool, tmp_p
     callback = LightningPlan("2GiB", module="model", costs="flops", **options)
     expected: Any = nullcontext() if is_given else pytest.raises(TypeError, match="reserve_bytes")
     with expected:
-        with_lightning(tmp_path, callback, make=WithLBFGS)
+        module = with_lightning(tmp_path, callback, make=WithLBFGS)
+        room = remat.report(module.model).room
+        assert room is not None
+        assert room.reserve_bytes == 1 << 20
 
 
 def test_the_state_of_an_existing_optimizer_is_counted() -> None:

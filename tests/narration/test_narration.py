@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import threading
 import time
+from itertools import groupby
 
 import pytest
 import torch
@@ -48,8 +50,8 @@ def test_on_a_terminal_one_line_is_rewritten_and_removed(monkeypatch: pytest.Mon
 
     shown = terminal.getvalue()
     assert "\n" not in shown
-    assert "remat: planning (0 s)" in shown
-    assert "remat: planning: found +3 % (0 s)" in shown
+    assert re.search(r"remat: planning \(\d+ s\)", shown)
+    assert re.search(r"remat: planning: found \+3 % \(\d+ s\)", shown)
     assert shown.endswith("\r\x1b[K")
 
 
@@ -64,25 +66,24 @@ def test_redirected_output_has_lines_of_the_innermost_stage(
             time.sleep(0.1)
         time.sleep(0.1)
 
-    lines = file.getvalue().splitlines()
-    assert 2 <= len(lines) <= 12
-    assert lines[0] == "remat: timing operators (0 s)"
-    assert lines[-1] == "remat: tracing (0 s)"
+    lines = [re.sub(r" \(\d+ s\)", "", line) for line in file.getvalue().splitlines()]
+    told = [line for line, _ in groupby(lines)]
+    assert told[-2:] == ["remat: timing operators", "remat: tracing"]
     assert "\x1b" not in file.getvalue()
 
 
-def test_stages_of_less_than_a_second_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_in_the_first_second(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.delenv("REMAT_PROGRESS", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    with stage("planning"):
-        time.sleep(0.4)
-    assert terminal.getvalue() == ""
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("RANK", "REMAT_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
 
-    with stage("planning"):
-        time.sleep(1.6)
-    assert "planning" in terminal.getvalue()
+    line = StatusLine()
+    line.show("planning", 0.99)
+    assert terminal.getvalue() == ""
+    line.show("planning", 1.0)
+    assert "remat: planning (1 s)" in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("quick")

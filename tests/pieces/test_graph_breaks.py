@@ -17,7 +17,7 @@ from torch import nn
 import remat
 from remat.core.schedule import Schedule, simulate
 from remat.pieces.joined_step import composed
-from remat.run import capture, executor
+from remat.run import capture, executor, tangents
 from tests.support.broken_steps import (
     MODELS,
     ROWS,
@@ -348,9 +348,10 @@ def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
         planned(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), differentiate="all"),
         torch.randn(2, 3),
     )
-    monkeypatch.setattr(
-        capture, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph))
-    )
+    for place in (capture, tangents):
+        monkeypatch.setattr(
+            place, "compile_graph", lambda graph: beside.meets(executor.compile_graph(graph))
+        )
     beside.step = lambda: whole(x).sum().backward()
 
     with beside:

@@ -33,7 +33,9 @@ LEAST_OF_EIGHT = Graph.from_arrays(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_budget_near_the_least_ends_in_an_answer_or_a_budget_error(seed: int) -> None:
-    assert outcome(Problem(seed))
+    assert outcome(Problem(seed)) in {
+        "optimal", "feasible", "BudgetError, proved", "BudgetError, not proved",
+    }  # fmt: skip
 
 
 def test_a_budget_that_no_heuristic_meets_is_met() -> None:

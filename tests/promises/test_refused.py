@@ -90,7 +90,7 @@ def test_a_budget_that_cant_be_met_says_what_can() -> None:
 
 @pytest.mark.parametrize("budget", ["8 bananas", "-1GiB", "0%", -3, 1.5])
 def test_a_malformed_budget_is_refused_at_once(budget: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError), match="budget"):
         remat.checkpoint(MLP(), budget)
 
 
@@ -105,6 +105,9 @@ def test_what_is_no_solver_is_refused_at_once(solver: Any) -> None:
     [
         ("auto", {"threads": 0}),
         ("auto", {"rounds": 0}),
+        ("auto", {"gap": -1.0}),
+        ("auto", {"time_limit_s": 0.0}),
+        ("free-order", {"time_limit_s": 0.0}),
         ("free-order", {"gap": -0.1}),
         ("milp", {"time_limit_s": 0.0}),
         ("milp", {"gap": float("nan")}),

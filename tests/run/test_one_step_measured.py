@@ -12,7 +12,7 @@ from torch import nn
 
 import remat
 from remat.run.measure import FirstStepMeter
-from tests.support.planned import UNLIMITED, Given, keep_nothing
+from tests.support.planned import UNLIMITED, Given, call_of, keep_nothing
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch", "quick_first_step"),
@@ -109,11 +109,13 @@ HISTORIES = [
 ]
 
 
-def planned(*, has_break: bool = False, executor: str = "eager") -> nn.Module:
+def planned(
+    *, has_break: bool = False, executor: str = "eager", budget_bytes: int = UNLIMITED
+) -> nn.Module:
     torch.manual_seed(0)
     solver = Given(keep_nothing)
     return remat.checkpoint(
-        Net(has_break), UNLIMITED, solver=solver, costs="flops", executor=executor
+        Net(has_break), budget_bytes, solver=solver, costs="flops", executor=executor
     )
 
 
@@ -182,9 +184,16 @@ def test_a_backward_belongs_to_its_own_forward(has_break: bool) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 def test_a_forward_without_backward_makes_no_new_plan() -> None:
     """Naive: the wrong peak leads to a new plan with less memory, which stays slower."""
-    model = planned(executor="inductor")
+    first = planned(executor="inductor")
+    train(first)
+    peak_bytes = remat.report(first).solution.peak_bytes  # the kernels hold less
+
+    torch._dynamo.reset()
+    model = planned(executor="inductor", budget_bytes=peak_bytes)
     ctrl_c_in_the_second_of_two(model, batch())
+    (piece,) = call_of(model).pieces
     train(model)
+    assert call_of(model).pieces == [piece]
     assert measured(model) == pytest.approx(true_peak(model), abs=64)
 
 

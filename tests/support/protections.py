@@ -28,15 +28,18 @@ Check = Callable[[], None]
 
 
 def assert_only_naive_is_wrong(
-    check: Check, monkeypatch: pytest.MonkeyPatch, *naive: tuple[Any, str, Any]
+    check: Check,
+    monkeypatch: pytest.MonkeyPatch,
+    *naive: tuple[Any, str, Any],
+    error: type[Exception] = AssertionError,
 ) -> None:
-    """`check` passes, and fails with each (owner, name, value) of `naive` patched in."""
+    """`check` passes, and fails with this error with (owner, name, value) of `naive` patched in."""
     check()
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
         for owner, name, value in naive:
             patch.setattr(owner, name, value)
-        with pytest.raises((AssertionError, RuntimeError)):
+        with pytest.raises(error):
             check()
 
 

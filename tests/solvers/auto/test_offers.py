@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from remat.core.schedule import Schedule, simulate
@@ -44,8 +42,10 @@ def test_a_costlier_schedule_is_not_repaired(
 ) -> None:
     monkeypatch.setattr(starting, "repaired", lambda *_, **__: pytest.fail("repaired"))
     search.offer(minimum(GRAPH).steps)
-    search.cost_s = math.nextafter(search.graph.cost_s, 0.0)
+    search.cost_s, search.bound_s = search.graph.cost_s * (1 - 1e-9), 0.0
+    assert not search.is_over  # else nothing is offered at all
     offer_with_margins(search, Refinement(search.graph, budget_bytes=search.budget_bytes))
+    assert search.num_starts == 1  # keeping everything was offered, and does not fit
 
 
 def test_the_same_schedule_is_repaired_once_by_each_rule(

@@ -18,6 +18,7 @@ from remat.core.operators import Operator, Phase, Value, ValueKind
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Status
 from remat.core.validate import validate
+from remat.solvers.auto.minimum import minimum
 from remat.solvers.auto.solver import Auto
 from remat.solvers.free_order.bound import order_bound_s
 from remat.solvers.free_order.rules import order_rules
@@ -184,6 +185,8 @@ def test_every_family_is_answered_within_the_rules(family: str) -> None:
     graph = FAMILIES[family]()
     budget = int(0.75 * keep_all_bytes(graph))
     solution = FreeOrder(rounds=2, time_limit_s=10.0).solve(graph, budget_bytes=budget)
+    if minimum(graph).peak_bytes <= budget:  # the graph's own order fits
+        assert solution.is_solved
     if solution.schedule is not None:
         assert validate(graph, solution.schedule, budget_bytes=budget, is_free_order=True) == []
         assert_keeps_rules(graph, solution.schedule.steps)
@@ -325,11 +328,6 @@ def test_a_seed_gives_one_answer() -> None:
     one, two = (
         FreeOrder(gap=0.0, rounds=1, seed=7).solve(graph, budget_bytes=budget) for _ in range(2)
     )
+    assert one.is_solved
+    assert one.cost_s > graph.cost_s
     assert one.schedule == two.schedule
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="gap"):
-        FreeOrder(gap=-1.0)
-    with pytest.raises(ValueError, match="time"):
-        FreeOrder(time_limit_s=0.0)

@@ -1,0 +1,98 @@
+"""Operators that dynamo replaces by others, with other results than eager PyTorch's.
+
+They are left as they are while a planned step is captured. Supported: torch 2.11 to 2.15; each name
+below was checked with the version beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import exc as dynamo_exc
+from torch._dynamo import variables as dynamo_variables
+
+_CAPTURE = threading.local()
+
+
+@contextmanager
+def operators_left_alone() -> Iterator[None]:
+    """Captures what eager PyTorch computes, inside of a `with` block.
+
+    - `addcmul_`, `addcdiv` and `_foreach_lerp_` with a number round differently in parts (2.13:
+      `enable_dynamo_decompositions`, and handlers that this setting does not reach).
+    - `torch.full` of a tensor takes the default type instead of the tensor's.
+    - `max(a, b)` of two tensors is one of them; `torch.maximum` would give the other one, and the
+      parameters behind it, a gradient of zeros. It is a graph break.
+    - `numpy.random` has a generator of its own; dynamo draws from torch's. It is a graph break.
+    """
+    _install()
+    settings = {"enable_dynamo_decompositions": False, "use_numpy_random_stream": True}
+    known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
+    before = getattr(_CAPTURE, "is_on", False)
+    _CAPTURE.is_on = True
+    try:
+        with dynamo_config.patch(known):
+            yield
+    finally:
+        _CAPTURE.is_on = before
+
+
+@functools.cache
+def _install() -> None:
+    """Wraps dynamo's handlers once; outside of a capture they do what they did.
+
+    `TorchInGraphFunctionVariable._get_handlers`, `BuiltinVariable._call_min_max_binary` (2.13).
+    """
+    handlers: dict[Any, Any] = dynamo_variables.TorchInGraphFunctionVariable._get_handlers()
+    for function in (torch.addcdiv, torch._foreach_lerp_, torch.full):
+        if function in handlers:
+            handlers[function] = _left_alone(handlers[function])
+
+    builtin: Any = dynamo_variables.BuiltinVariable
+    builtin._call_min_max_binary = _broken_at_tensors(builtin._call_min_max_binary)
+
+
+def _is_capturing() -> bool:
+    return getattr(_CAPTURE, "is_on", False)
+
+
+def _left_alone(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_capturing() and "dtype" not in kwargs:  # with a type, `torch.full` is right
+            return None
+        return handler(self, tx, *args, **kwargs)
+
+    return handle
+
+
+def _broken_at_tensors(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, a: Any, b: Any) -> Any:
+        if _is_capturing() and (_is_tensor(a) or _is_tensor(b)):
+            dynamo_exc.unimplemented(
+                gb_type="Data-dependent branching",
+                context=f"{self.fn.__name__}({a}, {b})",
+                explanation=f"Python's {self.fn.__name__} chooses one of two tensors by their data",
+                hints=["Use torch.maximum or torch.minimum, whose gradient goes to both."],
+            )
+        return handler(self, tx, a, b)
+
+    return handle
+
+
+def _is_tensor(variable: Any) -> bool:
+    """True for a tensor; a number that is an input of the graph is not one (2.13)."""
+    of_numbers = (
+        dynamo_variables.UnspecializedPythonVariable,
+        dynamo_variables.FakeItemVariable,
+    )
+    return isinstance(variable, dynamo_variables.TensorVariable) and not isinstance(
+        variable, of_numbers
+    )
