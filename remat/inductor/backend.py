@@ -25,7 +25,7 @@ from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
-from remat.inductor.refusals import refuse_lost_updates
+from remat.inductor.refusals import refuse_lost_updates, refuse_taken_settings
 from remat.pieces.compiled_piece import boxed
 from remat.run.capture import (
     PlannedStep,
@@ -74,6 +74,7 @@ def make_inductor_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_lost_updates(module)
+        refuse_taken_settings()
         refuse_unplannable(module)
         inference = are_inference(example_inputs)
         plain = PlainForward(module, example_inputs) if plain_steps else None

@@ -5,7 +5,8 @@ halves are compiled for the schedule that the joined plan gives it. Until there 
 runs with the least memory known, also as kernels, so it is compiled twice.
 
 A dry run of each half tells by how much its kernels exceed their part of the plan. The step will
-hold the plan's memory, plus this excess while the half runs. If that is above the budget, the step
+hold the plan's memory, plus this excess while the half runs, and in between by how much more its
+forward saves than planned. If that is above the budget, the step
 is planned and compiled again with a smaller budget.
 """
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import fx, nn
 
 from remat.core.errors import BudgetError
-from remat.core.schedule import Schedule, simulate
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule, effective_sizes, lifetimes, simulate
 from remat.core.solution import Solution
 from remat.inductor.attempts import Attempts
 from remat.inductor.byte_masks import store_masks_as_bytes
@@ -26,7 +29,7 @@ from remat.inductor.compiled_halves import CompiledHalves, compile_fx_inner
 from remat.inductor.float_results import FloatResults
 from remat.inductor.kernel_graph import FusedStep, fuse
 from remat.inductor.paddings import share_paddings
-from remat.inductor.refusals import refuse_lost_updates
+from remat.inductor.refusals import refuse_lost_updates, refuse_taken_settings
 from remat.pieces.captured_piece import Copied, Piece
 from remat.pieces.compiled_piece import boxed
 from remat.pieces.joined_step import JoinedStep
@@ -52,6 +55,20 @@ from remat.tracers.costs import CostModel
 compile_fx, _ = inductor_compilers()
 
 
+class Excess(NamedTuple):
+    """By how many bytes a piece's kernels exceed its plan; negative where they hold less.
+
+    Attributes:
+        forward: while its forward runs.
+        between: from then until its backward begins; never negative.
+        backward: while its backward runs.
+    """
+
+    forward: int
+    between: int
+    backward: int
+
+
 class FusedPiece(Piece):
     """A piece whose operators are kernels."""
 
@@ -70,9 +87,8 @@ class FusedPiece(Piece):
         store_masks_as_bytes(self.joint)
         self.copy_of = copy_operator()
         self._fused: dict[Copied, FusedStep] = {}
-        # for each number of halves: by how much the kernels of the forward and of the backward
-        # exceed the plan
-        self.excess_bytes: list[tuple[int, int] | None] = []
+        # for each number of halves: by how much their kernels exceed the plan
+        self.excess_bytes: list[Excess | None] = []
 
     def step(self, copied: Copied) -> FusedStep:
         """Returns the piece's kernels, with copies of some inputs and results."""
@@ -123,7 +139,14 @@ class FusedPiece(Piece):
             run_backward = kernels.compile(backward, given, is_backward=True)
 
         held = kernels.peaks_bytes
-        self.excess_bytes.append(held and (held[0] - planned[0], held[1] - planned[1]))
+        self.excess_bytes.append(
+            held
+            and Excess(
+                held[0] - planned[0],
+                max(0, kernels.memory[False].end_bytes - _end_bytes(fused.graph, schedule)),
+                held[1] - planned[1],
+            )
+        )
 
         def when_compiled(run: BoxedFunction, args: list[Any]) -> Any:
             kernels.wait()
@@ -132,6 +155,13 @@ class FusedPiece(Piece):
         return boxed(partial(when_compiled, run_forward)), self.tangents.with_zeros(
             partial(when_compiled, run_backward)
         )
+
+
+def _end_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Returns what a plan holds after its forward, without what exists throughout."""
+    lives, mark = lifetimes(graph, schedule.array), schedule.num_forward_steps
+    is_saved = (lives.first < mark) & (lives.last >= mark)
+    return int(effective_sizes(graph.arrays, schedule.array)[lives.value[is_saved]].sum())
 
 
 def compiled_by_inductor(
@@ -149,6 +179,7 @@ def compiled_by_inductor(
     `is_trace`, a graph without a backward is not compiled either.
     """
     refuse_lost_updates(module)
+    refuse_taken_settings()
     refuse_cudnn_rnns(module)
     joints: list[fx.GraphModule] = []
 
@@ -229,16 +260,23 @@ class FusedPiecewise(Piecewise):
     ) -> int | None:
         """Returns the peak of the kernels; None where it is unknown before they run."""
         steps, mark = schedule.steps, schedule.num_forward_steps
-        extra_bytes = [0] * len(steps)
-        excess = []
-        for piece, number in zip(path, numbers, strict=True):
-            assert isinstance(piece, FusedPiece), "all pieces of a step are made alike"
-            excess.append(piece.excess_bytes[number])
-
+        times: list[list[int]] = [[] for _ in path]
         for time, index in enumerate(steps):
-            own = excess[joined.origin[index][0]] if index in joined.origin else (0, 0)
+            if index in joined.origin:
+                times[joined.origin[index][0]].append(time)
+
+        extra_bytes = np.zeros(len(steps), np.int64)
+        for piece, number, of_piece in zip(path, numbers, times, strict=True):
+            assert isinstance(piece, FusedPiece), "all pieces of a step are made alike"
+            own = piece.excess_bytes[number]
             if own is None:
                 return None
-            extra_bytes[time] = own[time >= mark]
+            forward = [time for time in of_piece if time < mark]
+            backward = [time for time in of_piece if time >= mark]
+            extra_bytes[np.array(forward, np.intp)] += own.forward
+            extra_bytes[np.array(backward, np.intp)] += own.backward
+            if forward:
+                begin = min(backward, default=len(steps))
+                extra_bytes[forward[-1] + 1 : begin] += own.between
 
-        return int(max(simulate(joined.graph, schedule).bytes_at + extra_bytes, default=0))
+        return int((simulate(joined.graph, schedule).bytes_at + extra_bytes).max(initial=0))

@@ -6,6 +6,16 @@ import torch
 from torch import fx
 
 from remat.core.errors import TraceError
+from remat.torch_border.kernel_scheduler import taken_settings
+
+
+def refuse_taken_settings() -> None:
+    """Refuses settings of Inductor that decide what a plan decides."""
+    for name in taken_settings():
+        raise TraceError(
+            f"torch._inductor.config.{name} is set, and a plan decides the same: what is saved, "
+            'and the order of kernels; unset it, or use executor="eager"'
+        )
 
 
 def refuse_lost_updates(module: fx.GraphModule) -> None:

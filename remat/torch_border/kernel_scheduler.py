@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -73,6 +74,8 @@ def scheduled(
 ) -> Iterator[None]:
     """Makes Inductor run kernels in an order of ours, and allocate each buffer separately.
 
+    The user's own passes run first, and their choices of what may be fused hold too.
+
     Args:
         order: fused kernels -> the same kernels in the order in which to run them.
         can_fuse: says whether parts, given by name, may share a kernel.
@@ -81,18 +84,31 @@ def scheduled(
         key: identifies what these functions do, in the key of Inductor's cache.
     """
     from torch._inductor import config, custom_graph_pass
-    from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
+    plain: Any = V.choices  # may be the user's (`inductor_choices_class`, 2.13)
+    choices = copy(plain)
+
+    def fuses(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        return can_fuse(part_names(node1) + part_names(node2)) and bool(
+            plain.can_fuse(scheduler, node1, node2, shared_data_score)
+        )
+
+    choices.can_fuse = fuses  # instead of the method
+
+    graph_pass = custom_graph_pass.CustomGraphPass
     scheduler_pass = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.13
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            return can_fuse(part_names(node1) + part_names(node2)) and InductorChoices.can_fuse(
-                scheduler, node1, node2, shared_data_score
-            )
-
+    own: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "post_grad_custom_pre_pass": (graph_pass, keep_apart),
+        "post_grad_custom_post_pass": (graph_pass, realize),
+        "_pre_fusion_custom_pass": (scheduler_pass, _note_orders),
+        "_post_fusion_custom_pass": (scheduler_pass, order),
+    }
+    given = {name: _users(getattr(config, name)) for name in own}
+    whole_key = _key_beside(key, [each for passes in given.values() for each in passes])
+    passes = {
+        name: _named(base, _after(given[name], run), whole_key) for name, (base, run) in own.items()
+    }
     patches = {
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
@@ -101,23 +117,64 @@ def scheduled(
         "reorder_for_compute_comm_overlap": False,
         "allow_buffer_reuse": False,  # reuse was no faster, measured on a CPU
         "custom_partitioner_fn": None,  # already called; its type can't be part of a key
-        "post_grad_custom_pre_pass": _named(custom_graph_pass.CustomGraphPass, keep_apart, key),
-        "post_grad_custom_post_pass": _named(custom_graph_pass.CustomGraphPass, realize, key),
-        "_pre_fusion_custom_pass": _named(scheduler_pass, _note_orders, key),
-        "_post_fusion_custom_pass": _named(scheduler_pass, order, key),
+        **passes,
     }
-    with config.patch(patches), V.set_choices_handler(Choices()):
+    with config.patch(patches), V.set_choices_handler(choices):
         yield
 
 
-def _named(base: Any, run: Callable[[Any], Any], key: str) -> Any:
+def taken_settings() -> list[str]:
+    """Returns the names of Inductor's settings, among those set, that decide what a plan decides.
+
+    Checked with 2.13.
+    """
+    from torch._inductor import config
+
+    names = ("custom_partitioner_fn", "_post_fusion_custom_pass")
+    return [name for name in names if getattr(config, name, None) is not None]
+
+
+def _users(setting: Any) -> list[Any]:
+    """Returns the user's passes of one kind; a setting may be a list of them (2.13)."""
+    if setting is None:
+        return []
+    return list(setting) if isinstance(setting, list | tuple) else [setting]
+
+
+def _after(passes: Sequence[Any], own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a pass that runs the user's passes, then `own`, which has to see their result."""
+    from torch._inductor import custom_graph_pass
+
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # 2.13
+
+    def run(argument: Any) -> Any:
+        for each in passes:
+            made = each(argument, is_inference=False) if isinstance(each, aware) else each(argument)
+            argument = made if isinstance(made, list) else argument  # graphs change in place
+        return own(argument)
+
+    return run
+
+
+def _key_beside(key: str, passes: Sequence[Any]) -> str | None:
+    """Returns the key with those of the user's passes.
+
+    It is None if one has no key: Inductor then caches nothing.
+    """
+    keys = [each.uuid() if hasattr(each, "uuid") else None for each in passes]
+    if not keys:
+        return key
+    return None if any(each is None for each in keys) else f"{key} {keys!r}"
+
+
+def _named(base: Any, run: Callable[[Any], Any], key: str | None) -> Any:
     """Returns a pass in the form that Inductor expects, with its key for Inductor's cache."""
 
     class Pass(base):  # type: ignore[misc]  # of either kind
         def __call__(self, argument: Any) -> Any:
             return run(argument)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str | None:
             return key
 
         def __reduce__(self) -> Any:  # it is part of the settings, which are pickled for the key

@@ -412,7 +412,7 @@ def inductor(record: dict[str, Any]) -> Claims:
         for name in drops_logits
         for row in rows(name).values()
     ]
-    assert min(unused) > 0
+    assert min(unused) >= 0
     yield f"held up to {100 * max(unused):.1f} % less"
 
     shares = ("100%", "80%", "60%", "40%")
@@ -420,11 +420,14 @@ def inductor(record: dict[str, Any]) -> Claims:
     spans = {name: span([row["time"] for row in found], ".2f") for name, found in points.items()}
     yield f"a step takes, relative to `torch.compile`'s, {by_model(spans)}"
 
-    explained = [row["time"] / (1 + row["overhead"]) for found in points.values() for row in found]
-    late = [time for time in explained if time > 1.03]
+    explained = [
+        (row["time"] / (1 + row["overhead"]), name) for name in points for row in points[name]
+    ]
+    late = [name for time, name in explained if time > 1.03]
+    assert set(late) == {"GPT, no dropout"}
     yield (
         f"{len(explained) - len(late)} of these {len(explained)} steps take at most 1.03 times "
-        f"what their predicted overhead explains, the slowest {max(explained):.2f} times"
+        f"what their predicted overhead explains, the slowest {max(explained)[0]:.2f} times"
     )
 
     fused = rows("GPT")["40%"]
@@ -451,12 +454,12 @@ def inductor(record: dict[str, Any]) -> Claims:
     )
     medians = {name: f"{median(found):.2f}" for name, found in beside.items()}
     yield f"by model {by_model(medians)}"
-    slowest = sorted(beside, key=lambda name: max(beside[name]))[-3:]
-    assert slowest == ["U-Net", "BERT", "T5"]
+    second, slowest = sorted(beside, key=lambda name: max(beside[name]))[-2:]
+    assert slowest == "GPT, no dropout"
     yield (
-        "Slowest beside it are the U-Net, up to {:.2f} times, BERT, up to {:.2f}, and T5, up to "
-        "{:.2f}"
-    ).format(*(max(beside[name]) for name in slowest))
+        f"slowest beside it is GPT without dropout, up to {max(beside[slowest]):.2f} times; all "
+        f"others take at most {max(beside[second]):.2f} times"
+    )
 
     wrong: dict[str, str] = {}
     for name in models:
@@ -494,10 +497,19 @@ def inductor(record: dict[str, Any]) -> Claims:
     yield f"{lowest[0]:.1f} to {lowest[-1]:.1f} at the least budgets"
 
 
+def inductor_stored_masks(record: dict[str, Any]) -> Claims:
+    found = rows_by_budget(record["models"], "GPT, no dropout")
+    rows = [found[share] for share in ("100%", "80%", "60%", "40%")]
+    times = [f"{row['time']:.2f}" for row in rows]
+    explained = [row["time"] / (1 + row["overhead"]) for row in rows]
+    yield f"it then takes {', '.join(times[:3])} and {times[3]} times `torch.compile`'s step"
+    yield f"{max(explained):.2f} times what the overhead explains"
+
+
 SECTIONS: list[Callable[[dict[str, Any]], Claims]] = [
     lecture_chain, checkmate_figures, depth_growth, transformer_arithmetic, attention,
     static_memory, reverse_price, sharding, side_by_side, new_lengths, gpu_run,
-    gpu_run_h200, inductor,
+    gpu_run_h200, inductor, inductor_stored_masks,
 ]  # fmt: skip
 
 

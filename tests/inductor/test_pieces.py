@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -169,6 +170,30 @@ def test_blocks_are_compiled_once_and_hold_what_was_predicted() -> None:
     assert report.kernels_peak_bytes is not None and report.measured_peak_bytes is not None
     assert 0 <= report.measured_peak_bytes - report.kernels_peak_bytes < 2048
     assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_what_a_forward_saves_beyond_its_plan_is_held_until_its_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naive: it counts only while this piece's own kernels run, not during those in between."""
+    from remat.inductor.dry_run import dry_run
+
+    more_bytes = 1 << 30
+
+    def saves_more(*args: Any) -> Any:
+        memory = dry_run(*args)
+        is_forward = memory.end_bytes > 0
+        return replace(memory, end_bytes=memory.end_bytes + more_bytes * is_forward)
+
+    monkeypatch.setattr("remat.inductor.compiled_halves.dry_run", saves_more)
+    model = Halves()
+    remat.checkpoint(model, 1 << 40, **OPTIONS)
+    for seed in range(2):
+        state_after(model, model, batch(seed), seed)
+    report = remat.report(model)
+    assert report.num_pieces == 2
+    assert report.kernels_peak_bytes is not None
+    assert report.kernels_peak_bytes >= 2 * more_bytes
 
 
 def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
