@@ -73,9 +73,9 @@ _NOTED = """        if not self.planned:
         noted._boxed_call = True
         return noted"""
 _BACKWARD = (
-    "        return runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)"
+    "        return runs_once(last.meter.backward(last.tangents.backward(graph)), last, self.plain)"
 )
-_STALE = """        inner = runs_once(last.meter.backward(compile_graph(graph)), last.step, self.plain)
+_STALE = """        inner = runs_once(last.meter.backward(last.tangents.backward(graph)), last, self.plain)
 
         def stale(args):
             saved = self.latest[last.step.num_forward_outputs :]

@@ -161,6 +161,14 @@ class Loops:
                 together_bytes = step.held_bytes
         return found
 
+    def bytes_together(self, launches: Sequence[Sequence[Kernel]]) -> list[int]:
+        """Returns the bytes while each function runs: the buffers of all its kernels exist."""
+        steps = self._steps([kernel for launch in launches for kernel in launch])
+        of_launch = [[next(steps) for _ in launch] for launch in launches]
+        return [
+            first.held_bytes + sum(step.new_bytes for step in later) for first, *later in of_launch
+        ]
+
     def _steps(self, order: Sequence[Kernel]) -> Iterator[_Step]:
         spans = self.spans(order)
         change = [0] * (len(order) + 1)

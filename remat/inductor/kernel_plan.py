@@ -129,6 +129,7 @@ class KernelPlan:
         ordered = [by_first[kernel[0]] for kernel in order]
         if self.device_type == "cpu":
             launches = loops.launches(order, self.limit_bytes)
+            self.peak_bytes = max(loops.bytes_together(launches))
             end_functions_after(ordered, {parts.parts[launch[-1][0]].name for launch in launches})
         return ordered
 

@@ -99,6 +99,15 @@ def test_kernels_are_joined_while_their_buffers_fit_together() -> None:
     assert half.launches(half.alone, limit_bytes=0) == [[[0]], [[1]], [[2]]]
 
 
+def test_all_buffers_of_a_joined_function_exist_together() -> None:
+    """Naive: a buffer that a later kernel of the function writes does not exist yet."""
+    half = chain([5, 10, 20, 40])
+    together = half.launches(half.alone, limit_bytes=1000)
+    assert half.bytes_together(together) == [75]
+    one_by_one = half.launches(half.alone, limit_bytes=0)
+    assert half.bytes_together(one_by_one) == half.bytes_at(half.alone)
+
+
 def test_kernels_that_need_each_other_are_an_error() -> None:
     half = chain([1, 1, 1, 1])
     with pytest.raises(ValueError, match="need each other"):

@@ -378,9 +378,9 @@ def test_a_given_reserve_takes_the_place_of_the_optimizers(is_given: bool, tmp_p
     expected: Any = nullcontext() if is_given else pytest.raises(TypeError, match="reserve_bytes")
     with expected:
         module = with_lightning(tmp_path, callback, make=WithLBFGS)
-        room = remat.report(module.model).room
-        assert room is not None
-        assert room.reserve_bytes == 1 << 20
+        assert module.report is not None
+        assert module.report.room is not None
+        assert module.report.room.reserve_bytes == 1 << 20
 
 
 def test_the_state_of_an_existing_optimizer_is_counted() -> None:
