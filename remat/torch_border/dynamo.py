@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.narration.stages import stage
-from remat.torch_border.dynamo_rewrites import operators_left_alone
+from remat.torch_border.dynamo_rewrites import eager_settings, operators_left_alone
 from remat.torch_border.kernels import without_modes
 from remat.torch_border.scalars import fixed_sizes
 
@@ -64,6 +64,7 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
         "automatic_dynamic_shapes": numbers_are_inputs,
         "allow_unspec_int_on_nn_module": numbers_are_inputs,
         "specialize_float": not numbers_are_inputs,
+        **eager_settings(),
     }
 
     with (

@@ -22,7 +22,7 @@ _CAPTURE = threading.local()
 
 @contextmanager
 def operators_left_alone() -> Iterator[None]:
-    """Captures what eager PyTorch computes, inside of a `with` block.
+    """Captures what eager PyTorch computes, inside of a `with` block with `eager_settings`.
 
     - `addcmul_`, `addcdiv` and `_foreach_lerp_` with a number round differently in parts (2.13:
       `enable_dynamo_decompositions`, and handlers that this setting does not reach).
@@ -32,15 +32,19 @@ def operators_left_alone() -> Iterator[None]:
     - `numpy.random` has a generator of its own; dynamo draws from torch's. It is a graph break.
     """
     _install()
-    settings = {"enable_dynamo_decompositions": False, "use_numpy_random_stream": True}
-    known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     before = getattr(_CAPTURE, "is_on", False)
     _CAPTURE.is_on = True
     try:
-        with dynamo_config.patch(known):
-            yield
+        yield
     finally:
         _CAPTURE.is_on = before
+
+
+@functools.cache
+def eager_settings() -> dict[str, bool]:
+    """Returns dynamo's settings that belong to `operators_left_alone`."""
+    settings = {"enable_dynamo_decompositions": False, "use_numpy_random_stream": True}
+    return {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
 
 
 @functools.cache
