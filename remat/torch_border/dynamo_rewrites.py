@@ -66,6 +66,10 @@ def _is_capturing() -> bool:
     return getattr(_CAPTURE, "is_on", False)
 
 
+# `unimplemented_v2` until it took the place of `unimplemented`
+_break_graph: Any = getattr(dynamo_exc, "unimplemented_v2", None) or dynamo_exc.unimplemented
+
+
 def _left_alone(handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +84,7 @@ def _broken_at_tensors(handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def handle(self: Any, tx: Any, a: Any, b: Any) -> Any:
         if _is_capturing() and (_is_tensor(a) or _is_tensor(b)):
-            dynamo_exc.unimplemented(
+            _break_graph(
                 gb_type="Data-dependent branching",
                 context=f"{self.fn.__name__}({a}, {b})",
                 explanation=f"Python's {self.fn.__name__} chooses one of two tensors by their data",
