@@ -22,7 +22,7 @@ class StepFunction(nn.Module):
     """A function as a module: its children are the modules that the function reaches."""
 
     function: Callable[..., Any]
-    lookups: list[Lookup]
+    lookups: list[Lookup]  # where variables led to its modules and functions
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -69,7 +69,6 @@ class PlannedFunction:
         functools.update_wrapper(self, step.function)
         self.step = step
         self._given: tuple[int, ...] | None = None  # objects among the last call's arguments
-        self._reached: list[Lookup] = []  # where its modules and functions were found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain function under `no_grad`."""
@@ -93,12 +92,12 @@ class PlannedFunction:
     def _reach(self, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         given = tuple(id(leaf) for leaf in leaves if not isinstance(leaf, PLAIN))
-        if given == self._given and all(lookup.is_same() for lookup in self._reached):
+        if given == self._given and all(lookup.is_same() for lookup in self.step.lookups):
             return
         call = get_call(self.step)
         if self.step.reach(args, kwargs) and isinstance(call, PlannedCall):
             set_call(self.step, call.anew())
-        self._given, self._reached = given, self.step.lookups
+        self._given = given
 
 
 def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.face.outside_room import OutsideRoom, _arriving_bytes
 from remat.run.measure import FirstStepMeter
 from remat.run.whole_step import await_backward
 from tests.support.allocator import Allocator
@@ -307,3 +309,21 @@ def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.Mon
     assert meter.tensor_bytes == meter.whole.peak_bytes
     if loss_bytes:
         assert meter.whole.outside_bytes == 40 + loss_bytes
+
+
+def test_room_for_a_loss_stays_while_other_plans_are_tried() -> None:
+    """Naive: the first refusal forgets it, and the next plan is made without the loss."""
+    graph = remat.trace(net(), (batch(),), costs="flops", differentiate="all")
+
+    def refuse(step: Any, room_bytes: int) -> Any:
+        raise remat.BudgetError("", budget_bytes=1, minimum_bytes=2, is_proved=False)
+
+    arriving_bytes = _arriving_bytes(graph)
+    room = OutsideRoom(net(), is_fixed=False, loss_bytes=500, _measured_at=arriving_bytes)
+    step = SimpleNamespace(graph=graph)
+    for _ in range(2):
+        with pytest.raises(remat.BudgetError, match="500 bytes"):
+            room.plan(step, refuse)
+    assert room.loss_bytes == 500
+    room.forget_refused()
+    assert room.loss_bytes == 0

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -460,3 +461,18 @@ def test_large_convolutions_are_extrapolated_from_smaller_batches(
 
 def test_cuda_has_no_workspace_of_ours() -> None:
     assert workspace_bytes(call_of(*OPERATORS["attention"]), "cuda") == 0
+
+
+@pytest.mark.parametrize("is_slice", [True, False])
+def test_a_max_pool_copies_what_is_not_contiguous(is_slice: bool) -> None:
+    """A slice of the channels is copied whole; naive: pooling needs no memory of its own."""
+    whole = torch.randn(2, 8, 16, 16)
+    x = whole[:, :4] if is_slice else whole
+
+    def pool(x: torch.Tensor) -> Any:
+        return aten.max_pool2d_with_indices.default(x, [2, 2])
+
+    graph = make_fx(pool, tracing_mode="fake")(x).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices.default)
+    workspace, _ = allocated(lambda: pool(x))
+    assert formula_bytes(Call.of(node)) == workspace == (x.nbytes if is_slice else 0)
