@@ -12,6 +12,7 @@ the command line are run again.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ TESTS = (
     "tests/promises/test_never_wrong.py", "tests/promises/test_computed_again.py",
     "tests/promises/test_training_loops.py",
 )  # fmt: skip
+HOW = ("-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")  # as `make test`
 
 
 def installed(version: str, folder: Path) -> Path:
@@ -60,8 +62,8 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
     """Runs the tests, and returns how many passed and which failed."""
     report = folder / "report.xml"
     began = time.perf_counter()
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    subprocess.run([*command, *TESTS], cwd=ROOT, check=False)
+    command = [str(python), "-m", "pytest", *HOW, f"--junitxml={report}", *TESTS]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
 
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = [
