@@ -45,10 +45,10 @@ from remat.core.solution import Solution
 from remat.face.tracing import trace_step
 from remat.look.plot_style import BLUE, GREY, INK, ORANGE, new_figure, quiet
 from remat.solvers import make_solver
-from remat.tracers.aot import TracedStep
 from remat.tracers.calls import Call
 from remat.tracers.counts import bytes_moved, flop_of, is_contraction
 from remat.tracers.devices import device
+from remat.tracers.traced_step import TracedStep
 
 SEED = 0
 DEVICE = device("H100")

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -32,50 +31,11 @@ from .origin import module_of, source_of
 from .phases import execution_order, is_backward_input, mark_phases, phase_of
 from .recomputable import InPlaceForm, in_place_forms, is_random, pinned_reason
 from .rounding import refuse_uneven_gates
-from .step_values import StepValues, is_part
+from .step_values import StepValues, is_part, sources
 from .storages import Storages, tensors_of
+from .traced_step import CPU_GENERATOR_BYTES, TracedStep
 
 _LOG = logging.getLogger(__name__)
-
-# torch.get_rng_state().nbytes; on CUDA the state is a CPU tensor and takes none of the device's
-# memory
-CPU_GENERATOR_BYTES = 5056
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A training step as a `Graph`, with the `torch.fx` nodes of its operators.
-
-    Attributes:
-        graph: the operators and storages.
-        module: the cleaned joint graph.
-        num_forward_outputs: how many of the joint graph's results belong to the forward.
-        nodes: the node of each operator; for a snapshot the node of the input that it copies, or of
-            the random operator whose generator state it takes.
-        value_of: tensor node -> the value of its storage.
-        snapshots: node of an input that the step changes -> the value of its snapshot.
-        generator_states: random operator -> the value of its generator state.
-        in_place: (operator, value) -> the call that writes its result into the value's memory.
-    """
-
-    graph: Graph
-    module: fx.GraphModule
-    num_forward_outputs: int
-    nodes: tuple[fx.Node, ...]
-    value_of: dict[fx.Node, int]
-    snapshots: dict[fx.Node, int] = field(default_factory=dict)
-    generator_states: dict[int, int] = field(default_factory=dict)
-    in_place: dict[tuple[int, int], InPlaceForm] = field(default_factory=dict)
-
-    @cached_property
-    def operator_of(self) -> dict[fx.Node, int]:
-        """Node -> its operator, without snapshots and tangents, which compute nothing."""
-        virtual = ("tangent", "snapshot", "generator_state")
-        return {
-            node: i
-            for i, node in enumerate(self.nodes)
-            if self.graph.operators[i].target not in virtual
-        }
 
 
 def read_joint(
@@ -310,7 +270,7 @@ class _Reader:
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         reads: dict[int, None] = {}
-        for source in _sources(node):
+        for source in sources(node):
             if source not in self.table.value_of:
                 continue
 
@@ -418,21 +378,6 @@ class _Reader:
             return False
         others = [source for source in node.all_input_nodes if source is not taken]
         return all(self.table.value_of.get(source) != value for source in others)
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """Returns what a node reads, and for each symbol the nodes that it is made from.
-
-    A symbol is made again in the backward, from the same tensors.
-    """
-    found: dict[fx.Node, None] = {}
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        source = waiting.pop(0)
-        if source not in found:
-            found[source] = None
-            waiting += source.all_input_nodes if is_symbol(source.meta.get("val")) else []
-    return list(found)
 
 
 def _is_effect(node: fx.Node) -> bool:

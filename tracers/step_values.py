@@ -204,3 +204,18 @@ def _device_type(module: fx.GraphModule) -> str:
         if isinstance(n.meta.get("val"), torch.Tensor)
     }
     return "cuda" if "cuda" in types else "cpu"
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """Returns what a node reads, and for each symbol the nodes that it is made from.
+
+    A symbol is made again in the backward, from the same tensors.
+    """
+    found: dict[fx.Node, None] = {}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        source = waiting.pop(0)
+        if source not in found:
+            found[source] = None
+            waiting += source.all_input_nodes if is_symbol(source.meta.get("val")) else []
+    return list(found)

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 from remat.core.errors import TraceError
+from remat.face.executors import chosen_executor
 from remat.face.outside_room import OutsideRoom
-from remat.face.planned_module import PlannedCall, chosen_executor, install
+from remat.face.planned_module import PlannedCall, install
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
-from remat.run.capture import device_type
+from remat.run.module_device import device_type
 from remat.torch_border.backwards import is_in_backward
 from remat.torch_border.modules import (
     OwnCall,

@@ -19,10 +19,12 @@ from remat.core.errors import RematError, TraceError
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.pieces.break_messages import OUT_OF_THE_PIECES
-from remat.run.capture import GraphBreak, Step, device_type, make_backend, needs_gradient
+from remat.run.capture import GraphBreak, Step, make_backend, needs_gradient
 from remat.run.idle_hooks import IdleHooks
+from remat.run.module_device import device_type
 from remat.run.refusals import nested_is_refused
 from remat.run.transformers_paths import install_capturing_hooks, plain_paths
+from remat.torch_border.dynamic_marks import at_its_largest, largest_shape
 from remat.torch_border.dynamo import (
     capture_settings,
     compile_frame,
@@ -36,10 +38,10 @@ from remat.torch_border.layouts import dense_parts
 from remat.torch_border.modules import call_plain
 from remat.torch_border.other_compiles import own_capture
 from remat.torch_border.sharded import held_bytes, local_part
-from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 from remat.tracers.retarget import allocated_bytes
+from remat.tracers.traced_step import TracedStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +61,35 @@ def captured_step(
     step = _captured(make_backend, model, args, kwargs, costs, **options)
     assert isinstance(step, TracedStep), "a step on fake tensors is captured as one graph"
     return step
+
+
+def captured_at_largest(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    costs: CostModel,
+    differentiate: str,
+    on_device_type: str,
+) -> TracedStep | None:
+    """Captures one step for the largest sizes that the inputs declare.
+
+    Returns None if they declare none, or if the step runs in pieces, which only a step can find.
+    """
+    if not any(largest_shape(tensor) for tensor in tensors_in(args, kwargs)):
+        return None
+
+    largest = pytree.tree_map_only(torch.Tensor, at_its_largest, (args, kwargs))
+    try:
+        return captured_step(
+            model,
+            *largest,
+            costs=costs,
+            differentiate=differentiate,
+            on_device_type=on_device_type,
+        )
+    except GraphBreak:
+        return None
 
 
 def captured_kernels(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from remat.pieces.runner import Piecewise
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.random_state import take_state
+from remat.torch_border.modules import OwnCall, get_call
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
@@ -118,3 +120,16 @@ class Executor:
         if self.asked == "eager":
             return ""
         return f"{kernels}: {self.reason}" if self.reason else kernels
+
+
+def chosen_executor(
+    modules: Sequence[nn.Module], plan: Plans | FixedPlan, device_type: str
+) -> Executor:
+    """Returns the executor for the plans of a module, or of its blocks."""
+    asked = plan.options.executor if isinstance(plan, Plans) else "eager"
+    return Executor.chosen(asked, device_type, is_compiled=any(map(is_compiled, modules)))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for a module that `model.compile()` compiled."""
+    return get_call(module) is not None and not isinstance(get_call(module), OwnCall)

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, RematError, TraceError
 from remat.core.solution import Solution
 from remat.face.capturing import (
-    captured_step,
+    captured_at_largest,
     check_module,
     compile_call,
     model_bytes,
@@ -26,7 +25,7 @@ from remat.face.capturing import (
     run_compiled,
     tensors_in,
 )
-from remat.face.executors import Before, Executor
+from remat.face.executors import Before, chosen_executor, is_compiled
 from remat.face.outside_room import OutsideRoom
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
@@ -35,23 +34,13 @@ from remat.pieces.unplanned_memory import gradient_bytes, tensors_of, there_byte
 from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
-from remat.run.capture import (
-    GraphBreak,
-    PlannedStep,
-    Step,
-    device_type,
-    make_backend,
-    refuse_other_gpu,
-)
-from remat.run.measure import FirstStepMeter
+from remat.run.capture import GraphBreak, PlannedStep, Step, make_backend
+from remat.run.module_device import device_type, refuse_other_gpu
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
-from remat.torch_border.dynamo import (
-    largest_shape,
-    without_dynamic_marks,
-)
+from remat.torch_border.dynamic_marks import without_dynamic_marks
 from remat.torch_border.modes import active_modes
-from remat.torch_border.modules import OwnCall, call_plain, get_call, set_call
+from remat.torch_border.modules import OwnCall, call_plain, set_call
 from remat.torch_border.other_compiles import (
     is_met_by_another_compile,
     keep_plans,
@@ -74,19 +63,6 @@ def install(module: nn.Module, call: OwnCall, *, is_inductor: bool) -> None:
         )
 
     set_call(module, call)
-
-
-def chosen_executor(
-    modules: Sequence[nn.Module], plan: Plans | FixedPlan, device_type: str
-) -> Executor:
-    """Returns the executor for the plans of a module, or of its blocks."""
-    asked = plan.options.executor if isinstance(plan, Plans) else "eager"
-    return Executor.chosen(asked, device_type, is_compiled=any(map(is_compiled, modules)))
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True for a module that `model.compile()` compiled."""
-    return get_call(module) is not None and not isinstance(get_call(module), OwnCall)
 
 
 class PlannedCall(OwnCall):
@@ -142,7 +118,7 @@ class PlannedCall(OwnCall):
         That happens only if their memory could not be predicted.
         """
         peaks = [
-            (_kernels_bytes(step.meter), step.budget_bytes + self.unplanned_bytes)
+            (step.meter.planned_bytes, step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
@@ -275,23 +251,19 @@ class PlannedCall(OwnCall):
 
         All smaller shapes use that schedule.
         """
-        tensors = tensors_in(args, kwargs)
-        if isinstance(self.plan, FixedPlan) or not any(largest_shape(tensor) for tensor in tensors):
+        if isinstance(self.plan, FixedPlan):
             return
 
-        largest = pytree.tree_map_only(torch.Tensor, _at_its_largest, (args, kwargs))
-        try:
-            step = captured_step(
-                self.module,
-                *largest,
-                costs=self.costs,
-                differentiate=self.differentiate,
-                on_device_type=self.device_type,
-            )
-        except GraphBreak:  # pieces are found by running a step
-            return
-
-        self.plan(step, is_largest=True)
+        step = captured_at_largest(
+            self.module,
+            args,
+            kwargs,
+            costs=self.costs,
+            differentiate=self.differentiate,
+            on_device_type=self.device_type,
+        )
+        if step is not None:
+            self.plan(step, is_largest=True)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self.outside.is_open:
@@ -437,20 +409,3 @@ class PlannedCall(OwnCall):
     def _note(self, step: PlannedStep) -> None:
         self.pieces.append(step)
         self.outside.note(step)
-
-
-def _kernels_bytes(meter: FirstStepMeter) -> int:
-    """Returns what was held while the planned forward and backward ran.
-
-    On CUDA the meter's own peak also covers a loss outside of the module.
-    """
-    whole = meter.whole if meter.device == "cuda" else None
-    return whole.planned_bytes if whole else meter.tensor_bytes
-
-
-def _at_its_largest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a meta tensor of the largest sizes that `tensor` declares, or else `tensor`."""
-    shape = largest_shape(tensor)
-    if not shape:
-        return tensor
-    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -22,14 +22,15 @@ from remat.face.capturing import (
 )
 from remat.face.step_function import as_step
 from remat.pieces.runner import Piecewise
-from remat.run.capture import GraphBreak, device_type
+from remat.run.capture import GraphBreak
+from remat.run.module_device import device_type
 from remat.torch_border.fakes import on_fakes
 from remat.torch_border.sharded import called_directly, ddps_in
-from remat.tracers.aot import TracedStep
 from remat.tracers.cost_models import resolve_costs, roofline
 from remat.tracers.costs import CostModel
 from remat.tracers.devices import Device
 from remat.tracers.retarget import as_on, traced_on
+from remat.tracers.traced_step import TracedStep
 
 
 def check_traced(executor: str) -> None:

@@ -47,10 +47,11 @@ from remat.torch_border.inductor import (
     inductor_partitioner,
     leave_kept_graphs_to_the_backward,
 )
-from remat.tracers.aot import TracedStep, read_joint
+from remat.tracers.aot import read_joint
 from remat.tracers.calls import Call
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import are_inference
+from remat.tracers.traced_step import TracedStep
 
 compile_fx, _ = inductor_compilers()
 _LOG = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from remat.torch_border.inductor import (
     kernels_later,
 )
 from remat.torch_border.scalars import is_symbol
-from remat.tracers.aot import TracedStep
 from remat.tracers.calls import Call
+from remat.tracers.traced_step import TracedStep
 
 _, compile_fx_inner = inductor_compilers()
 

@@ -34,7 +34,8 @@ from remat.pieces.captured_piece import Copied, Piece
 from remat.pieces.compiled_piece import boxed
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.recording import JoinedPlan, Path
-from remat.pieces.runner import Piecewise, StepPlanner
+from remat.pieces.runner import Piecewise
+from remat.pieces.step_planner import StepPlanner
 from remat.run.executor import BoxedFunction, compile_graph
 from remat.run.refusals import refuse_cudnn_rnns
 from remat.run.rewrite import SplitStep, split

@@ -31,8 +31,8 @@ from remat.core.graph import Graph
 from remat.core.operators import Operator, Phase, Value
 from remat.core.schedule import Schedule
 from remat.inductor.byte_masks import is_stored_mask
-from remat.tracers.aot import TracedStep
 from remat.tracers.recomputable import is_random
+from remat.tracers.traced_step import TracedStep
 
 aten = torch.ops.aten
 # by name: Inductor's own operators exist only once it is imported, which takes seconds

@@ -138,7 +138,12 @@ class KernelPlan:
 def _code_digest() -> str:
     """Returns a digest of our code that steers Inductor."""
     folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder.parent / "torch_border" / "kernel_scheduler.py"]
+    border = folder.parent / "torch_border"
+    files = [
+        *sorted(folder.glob("*.py")),
+        border / "kernel_scheduler.py",
+        border / "inductor_passes.py",
+    ]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

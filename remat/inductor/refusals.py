@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from remat.core.errors import TraceError
-from remat.torch_border.kernel_scheduler import taken_settings
+from remat.torch_border.inductor_passes import taken_settings
 
 
 def refuse_taken_settings() -> None:

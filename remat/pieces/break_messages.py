@@ -6,6 +6,7 @@ They say where `torch.compile` cuts a step, and why no piece of it could be plan
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -70,3 +71,19 @@ def naming_breaks(error: BudgetError, breaks: Iterable[str]) -> BudgetError:
         minimum_bytes=error.minimum_bytes,
         is_proved=error.is_proved,
     )
+
+
+def break_text(reason: Any) -> str:
+    """Returns why dynamo cut the graph, and at which line."""
+    place = reason.user_stack[-1] if reason.user_stack else None
+    where = f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else ""
+    return str(reason.reason.strip().split("\n")[0]) + where
+
+
+def is_by_data(reason: Any) -> bool:
+    """True where data decides which path the step takes after the cut."""
+    return any(word in reason.reason.lower() for word in _DATA_WORDS)
+
+
+# words in the reasons of graph breaks at which data decides the path
+_DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")

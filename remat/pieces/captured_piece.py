@@ -24,10 +24,11 @@ from remat.solvers.auto.minimum import minimum
 from remat.torch_border.higher_order import is_token
 from remat.torch_border.kernels import is_dense
 from remat.torch_border.scalars import is_symbol
-from remat.tracers.aot import TracedStep, read_joint
+from remat.tracers.aot import read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.step_values import is_only_read_as_number
 from remat.tracers.storages import tensors_of
+from remat.tracers.traced_step import TracedStep
 
 # ("input" or "result", index) of the tensors that a piece copies, as code outside changes them
 Copied = frozenset[tuple[str, int]]

@@ -19,6 +19,7 @@ be too high.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,10 +28,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from remat.core.budget import describe_bytes
 from remat.core.graph import Graph
 from remat.core.operators import Phase, ValueKind
-from remat.core.schedule import Schedule
+from remat.core.schedule import Schedule, simulate
+from remat.core.solution import Solution
 from remat.tracers.phases import is_backward_input
+
+_LOG = logging.getLogger(__name__)
 
 
 class PieceStep(Protocol):
@@ -197,3 +202,15 @@ def layout_of(node: fx.Node) -> tuple[Any, ...]:
     """Returns shape, strides and dtype of a node's tensor."""
     tensor = node.meta["val"]
     return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def warn_of_first_step(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -> None:
+    """Warns if the step that found the pieces held more than the budget."""
+    peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
+    if peak_bytes > planned.budget_bytes:
+        _LOG.warning(
+            "the first step, which found the pieces, held about %s, above the budget of %s; "
+            "later steps run planned",
+            describe_bytes(peak_bytes),
+            describe_bytes(planned.budget_bytes),
+        )

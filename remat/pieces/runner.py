@@ -14,31 +14,38 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
-from remat.core.room import Room
-from remat.core.schedule import Schedule, simulate
+from remat.core.schedule import Schedule
 from remat.core.solution import Solution
-from remat.pieces.break_messages import NOT_COMPILED, naming_breaks, nothing_compiled
+from remat.pieces.break_messages import (
+    NOT_COMPILED,
+    break_text,
+    is_by_data,
+    naming_breaks,
+    nothing_compiled,
+)
 from remat.pieces.captured_piece import Copied, Piece, signature
 from remat.pieces.compiled_piece import as_part_of, boxed
 from remat.pieces.eager_backward import eager_backward
 from remat.pieces.frames import OwnFrames
-from remat.pieces.joined_step import JoinedStep, Run, composed
+from remat.pieces.joined_step import JoinedStep, Run, warn_of_first_step
 from remat.pieces.joiner import join
 from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
+from remat.pieces.step_planner import StepPlanner
 from remat.pieces.unplanned_memory import gradient_bytes, resident_values, tensors_of
 from remat.plan.distributed import Agreement, bucket_bytes
 from remat.plan.planner import Plans
-from remat.run.capture import Step, check_joint, compiled_by_aot, device_type, refuse_uncapturable
+from remat.run.capture import check_joint, compiled_by_aot, refuse_uncapturable
 from remat.run.changed_results import SharedResults
 from remat.run.executor import compile_graph
+from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.tracers.costs import CostModel
@@ -48,29 +55,6 @@ _LOG = logging.getLogger(__name__)
 
 
 Compile = Callable[..., Callable[..., Any]]
-
-
-class StepPlanner(Protocol):
-    """Returns the solution for a step.
-
-    It reserves `gradient_bytes` for gradients of earlier steps, `gap_bytes` for what runs between
-    pieces, and `unplanned_bytes` for what exists only because of the plan. A solution that is
-    `known` is used if it fits.
-    """
-
-    def __call__(
-        self,
-        step: Step,
-        *,
-        gradient_bytes: int = 0,
-        gap_bytes: int = 0,
-        unplanned_bytes: int = 0,
-        known: Solution | None = None,
-    ) -> Solution:
-        """Returns the solution for a step."""
-
-    def room_of(self, solution: Solution) -> Room:
-        """Returns the budget that a solution was made for, with its reserved parts."""
 
 
 class Piecewise:
@@ -194,10 +178,8 @@ class Piecewise:
 
     def _note_break(self, reason: Any) -> None:
         if reason is not None and reason.graph_break:
-            place = reason.user_stack[-1] if reason.user_stack else None
-            where = f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else ""
-            self.breaks[reason.reason.strip().split("\n")[0] + where] = None
-            self.follows_data |= any(word in reason.reason.lower() for word in _DATA_WORDS)
+            self.breaks[break_text(reason)] = None
+            self.follows_data |= is_by_data(reason)
 
     def run_forward(self, piece: Piece, saved: SavedTensors, args: list[Any]) -> Any:
         """Runs the planned forward half.
@@ -306,7 +288,7 @@ class Piecewise:
         firsts = [piece.first for piece in session.pieces if piece.first is not None]
         planned = self.install(tuple(session.pieces), copies, self.joined, held_bytes)
         if len(firsts) == len(session.pieces):
-            _warn(
+            warn_of_first_step(
                 planned.solution,
                 joined_with([copied for copied, _ in firsts]),
                 [schedule for _, schedule in firsts],
@@ -428,19 +410,6 @@ class Piecewise:
             )
 
 
-def _warn(planned: Solution, first: JoinedStep, schedules: Sequence[Schedule]) -> None:
-    peak_bytes = simulate(first.graph, composed(first, schedules)).peak_bytes
-    if peak_bytes > planned.budget_bytes:
-        _LOG.warning(
-            "the first step, which found the pieces, held about %s, above the budget of %s; "
-            "later steps run planned",
-            describe_bytes(peak_bytes),
-            describe_bytes(planned.budget_bytes),
-        )
-
-
-# words in the reasons of graph breaks at which data decides the path
-_DATA_WORDS = ("data-dependent", "dynamic shape", "generic_jump", "item()")
 _NO_METER = StepMeter("cpu", 0)
 
 

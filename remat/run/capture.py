@@ -7,7 +7,6 @@ returns the two halves.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,10 +47,11 @@ from remat.torch_border.autograd import (
     keep_missing_gradients,
 )
 from remat.torch_border.scalars import python_numbers, refuse_changing_sizes
-from remat.tracers.aot import TracedStep, read_joint
+from remat.tracers.aot import read_joint
 from remat.tracers.costs import CostModel
 from remat.tracers.origin import source_of
 from remat.tracers.recomputable import are_inference, mark_inference_inputs
+from remat.tracers.traced_step import TracedStep
 
 
 class Step(Protocol):
@@ -391,37 +391,3 @@ def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
     return any(p.requires_grad for p in module.parameters()) or any(
         t.requires_grad for t in tensors
     )
-
-
-def device_type(module: nn.Module) -> str:
-    """Returns the device type of a module's parameters and buffers, `cuda` if any is on a GPU.
-
-    Raises:
-        TraceError: the module is on a device that can't be planned for, or on several GPUs.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    types = {tensor.device.type for tensor in tensors}
-    if others := types - {"cpu", "cuda", "meta"}:
-        raise TraceError(
-            f"{type(module).__name__} is on {', '.join(sorted(others))}; remat plans steps on a "
-            "CPU or a CUDA device: move the module there, or train it without remat"
-        )
-    gpus = {tensor.device.index for tensor in tensors if tensor.is_cuda}
-    if len(gpus) > 1:
-        raise TraceError(
-            f"{type(module).__name__} is spread over {len(gpus)} GPUs of one process, and a budget "
-            "is for one GPU; plan the part on each GPU separately, or use one process per GPU"
-        )
-    return "cuda" if "cuda" in types else "cpu"
-
-
-def refuse_other_gpu(module: nn.Module) -> None:
-    """Raises `TraceError` for a module on a GPU that is not the current one, which is measured."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    index = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
-    if index is not None and index != torch.cuda.current_device():
-        raise TraceError(
-            f"{type(module).__name__} is on cuda:{index}, and the current GPU, whose memory is "
-            f"measured, is cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({index}) "
-            "first"
-        )

@@ -195,6 +195,15 @@ class FirstStepMeter:
         """
         return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes or 0
 
+    @property
+    def planned_bytes(self) -> int:
+        """What was held while the planned forward and backward ran; 0 if it was not measured.
+
+        On CUDA the peak also covers a loss outside of the module.
+        """
+        whole = self.whole if self.device == "cuda" else None
+        return whole.planned_bytes if whole else self.tensor_bytes
+
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured at each call until a whole step has been measured."""
         return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))

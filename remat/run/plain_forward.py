@@ -25,11 +25,11 @@ from remat.torch_border.higher_order import (
     run_unpacked,
 )
 from remat.torch_border.sharded import is_sharded
-from remat.tracers.aot import CPU_GENERATOR_BYTES, TracedStep
 from remat.tracers.phases import phase_of
 from remat.tracers.recomputable import is_random
 from remat.tracers.retarget import CUDA_GRANULARITY_BYTES
 from remat.tracers.storages import tensors_of
+from remat.tracers.traced_step import CPU_GENERATOR_BYTES, TracedStep
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from remat.core.schedule import Schedule, lifetimes
 from remat.core.validate import validate
 from remat.run.random_state import draw, replay, take_state
 from remat.torch_border.scalars import is_symbol
-from remat.tracers.aot import CPU_GENERATOR_BYTES, TracedStep
 from remat.tracers.phases import is_backward_input
 from remat.tracers.step_values import is_part
+from remat.tracers.traced_step import CPU_GENERATOR_BYTES, TracedStep
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Private names of torch's graph capture: dynamo's settings, failures, marks of sizes.
+"""Private names of torch's graph capture: dynamo's settings and failures.
 
 Supported: torch 2.11 to 2.15; each name below was checked with the version beside it.
 """
@@ -11,7 +11,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -252,47 +252,6 @@ def _computed(node: fx.Node) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-_MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_dynamic_range",
-    "_dynamo_hint_overrides",
-    "_specialize_on",
-    "_has_dynamo_dim_marking",
-)
-
-
-def largest_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape with the largest sizes that `mark_dynamic(..., max=...)` declared (2.13).
-
-    It is empty where none was declared.
-    """
-    largest = {
-        mark.dim: mark.max
-        for mark in getattr(tensor, "_dynamo_dynamic_range", ())
-        if mark.max is not None
-    }
-    return tuple(largest.get(dim, size) for dim, size in enumerate(tensor.shape)) if largest else ()
-
-
-@contextmanager
-def without_dynamic_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hides marks of `mark_dynamic` (2.13), so that each shape is captured separately."""
-    marked = [
-        (vars(t), name)
-        for t in tensors
-        if hasattr(t, "_dynamo_dynamic_indices")
-        for name in _MARKS
-        if name in vars(t)
-    ]
-    hidden = [(own, name, own.pop(name)) for own, name in marked]
-
-    try:
-        yield
-    finally:
-        for own, name, value in hidden:
-            own[name] = value
 
 
 def is_ddp_optimizer_on() -> bool:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -35,7 +34,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.solvers.bounds.failures import Failures, repeated_s
 from remat.solvers.bounds.lazy_rows import LazyRows
-from remat.solvers.bounds.stages import KnownRows, Stages, State
+from remat.solvers.bounds.stages import KnownRows, Stages, State, Step
 from remat.solvers.bounds.window import Window, WindowModel
 from remat.solvers.core.accounting import Floats
 from remat.solvers.core.interrupt import is_past
@@ -63,24 +62,6 @@ _HALF, _LITTLE = 0.5, 0.05
 # an excess at an operator is cut first if it is at least this share of the worst excess before one;
 # no measurement is on record
 _HELD_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Step:
-    """The result of one model.
-
-    Attributes:
-        bound_s: no schedule of the fixed order costs less. With a cutoff it is at most the cutoff;
-            without one it is `inf` where no schedule fits.
-        steps: the schedule of its point, within the budget or not; None without a point.
-        is_finished: False where a limit stopped the solver.
-        kept: the values that the point keeps at each boundary of the backward.
-    """
-
-    bound_s: float
-    steps: list[int] | None
-    is_finished: bool
-    kept: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class Refinement:

@@ -1,8 +1,8 @@
-"""The stages of the backward, the rows of earlier models, and the state of a refinement."""
+"""What a refinement consists of: the backward's stages, known rows, its state, a model's result."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -101,3 +101,21 @@ class State(Enum):
     EXACT = auto()  # as OPEN, but solved to a small gap: the schedule cost what the last model said
     CUT_SHORT = auto()  # a deadline ended the last model; it can be resumed
     DONE = auto()  # nothing is left to refine
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one model.
+
+    Attributes:
+        bound_s: no schedule of the fixed order costs less. With a cutoff it is at most the cutoff;
+            without one it is `inf` where no schedule fits.
+        steps: the schedule of its point, within the budget or not; None without a point.
+        is_finished: False where a limit stopped the solver.
+        kept: the values that the point keeps at each boundary of the backward.
+    """
+
+    bound_s: float
+    steps: list[int] | None
+    is_finished: bool
+    kept: Mapping[int, Sequence[int]] = field(default_factory=dict)

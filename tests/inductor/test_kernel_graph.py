@@ -12,7 +12,7 @@ from remat.core.graph import Graph
 from remat.core.operators import Operator, Value
 from remat.core.schedule import Schedule, simulate
 from remat.inductor.kernel_graph import _kernel, fuse
-from remat.tracers.aot import TracedStep
+from remat.tracers.traced_step import TracedStep
 from tests.support.fused_models import Net, batch
 from tests.support.planned import COMPILES
 

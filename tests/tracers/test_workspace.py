@@ -438,14 +438,15 @@ def test_only_onednn_and_rare_operators_are_run() -> None:
 def test_large_convolutions_are_extrapolated_from_smaller_batches(
     mask: tuple[bool, ...] | None, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, weight = tensor(24, 32, 16, 16), tensor(64, 32, 3, 3)
+    # each thread works from some 12 images on
+    images, weight = tensor(96, 32, 16, 16), tensor(64, 32, 3, 3)
     options = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     call = (
         call_of(aten.convolution.default, images, weight, None, *options)
         if mask is None
         else call_of(
             aten.convolution_backward.default,
-            tensor(24, 64, 16, 16), images, weight, [64], *options, list(mask),
+            tensor(96, 64, 16, 16), images, weight, [64], *options, list(mask),
         )
     )  # fmt: skip
     held = workspace_bytes(call, "cpu")
