@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -363,6 +364,8 @@ def test_a_step_in_pieces_runs_beside_a_whole_one_in_another_thread(
 def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
     """Another thread is in a user's function compiled with `fullgraph=True`.
 
+    Until torch 2.14 dynamo then compiles nothing new in any thread.
+
     Naive: the step runs plain, above its budget.
     """
     model, x, beside = Halves(), batch(0), Beside()
@@ -372,8 +375,17 @@ def test_pieces_that_torch_does_not_compile_are_an_error() -> None:
         torch.ones(2),
     )
 
-    with beside, pytest.raises(remat.TraceError, match="fullgraph=True"):
+    is_a_setting_of_threads = torch.__version__ >= "2.15"  # then the pieces are compiled
+    with (
+        beside,
+        (
+            nullcontext()
+            if is_a_setting_of_threads
+            else pytest.raises(remat.TraceError, match="fullgraph=True")
+        ),
+    ):
         model(x)
+        assert runner_of(model).last
     model(x).backward()
 
 
