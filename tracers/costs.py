@@ -1,9 +1,11 @@
 """Cost models: the time that an operator takes, and the workspace that it needs.
 
-- `flops()` counts floating-point operations and has no unit of time.
-- `roofline(device)` is the longer of arithmetic at the device's peak rate and bytes moved at its
-  bandwidth, plus a launch. This machine need not have the device.
-- `profile()` runs every distinct operator call on this machine's device.
+- `Flops` counts floating-point operations and has no unit of time.
+- `Roofline` is the longer of arithmetic at the device's peak rate and bytes moved at its bandwidth,
+  plus a launch. This machine need not have the device.
+- `Profile`, in `profiled`, runs every distinct operator call on this machine's device.
+
+`cost_models` finds them by the names that `costs=` takes.
 """
 
 from __future__ import annotations

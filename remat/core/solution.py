@@ -51,8 +51,9 @@ class Solution:
         cut_short: what ended the search before its own limits, such as Ctrl-C; empty if nothing
             did, or if the answer was proved nevertheless.
         found_by: the technique of `auto` that found the schedule; empty for other solvers.
-        proved_by: the technique of `auto` that proved the bound; empty if the bound is
-            `keep_all_cost_s`.
+        proved_by: the technique of `auto` that proved the bound, or that nothing fits. Empty if the
+            bound of `auto` is `keep_all_cost_s`, and always for other solvers. If the solution was
+            read from a file, the name is stated by the file, like the bound.
         is_bound_stated: True if the bound was read from a file and not proved here.
         outline: of the graph it was solved for, to name what differs in another graph.
     """
