@@ -161,7 +161,7 @@ ALL = (
     ),
     _naive(
         "no gradient is a gradient of zeros", "remat/pieces/runner.py", "pieces/test_graph_breaks -k Unused",
-        ("return as_part_of(self, compiled) if pieces else compiled", "return compiled"),
+        ("return as_part_of(self, compiled, read) if pieces else compiled", "return compiled"),
     ),
     _naive(
         "what gaps hold is left to luck", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'one_budget and Views'",

@@ -36,7 +36,7 @@ from remat.run.capture import (
     runs_once,
     with_own_gradients,
 )
-from remat.run.other_outputs import check_differentiate, detach_non_scalars, refuse_gradients
+from remat.run.other_outputs import check_differentiate, refusals_of_outputs
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_steps import PlainSteps
 from remat.torch_border.autograd import backward_without_autocast
@@ -79,7 +79,7 @@ def make_inductor_backend(
         refuse_unplannable(module)
         inference = are_inference(example_inputs)
         plain = PlainForward(module, example_inputs) if plain_steps else None
-        refused = detach_non_scalars(module) if differentiate == "scalars" else []
+        with_refusals = refusals_of_outputs(module, differentiate)
 
         def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
             check_joint(joint, inference)
@@ -107,7 +107,7 @@ def make_inductor_backend(
             if plain_steps and plain:
                 compiled = plain_steps.around(plain, compiled)
 
-        return refuse_gradients(compiled, refused) if refused else compiled
+        return with_refusals(compiled)
 
     return backend
 

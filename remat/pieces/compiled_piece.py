@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from remat.run.executor import BoxedFunction
+from remat.run.hooked_results import watch_hooks
 from remat.run.whole_step import note_planned
 from remat.torch_border.autograd import is_compiled_node
 from remat.torch_border.sharded import is_sharded
@@ -24,11 +25,12 @@ def boxed(call: BoxedFunction) -> BoxedFunction:
     return run
 
 
-def as_part_of(owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def as_part_of(owner: Any, compiled: Callable[..., Any], read: Sequence[int]) -> Callable[..., Any]:
     """Returns a compiled piece that tells its `owner`, a `Piecewise`, what the caller gets.
 
     Its backward gets None for results without a gradient, for which autograd would give it zeros.
-    Its autograd nodes are noted as part of the owner's plan.
+    Its autograd nodes are noted as part of the owner's plan. `read` are the places of results that
+    must not be hooked (`watch_hooks`).
     """
     planned = weakref.ref(owner)
 
@@ -44,6 +46,7 @@ def as_part_of(owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
                     node.set_materialize_grads(False)
                     note_planned(node, planned)
 
+        watch_hooks(results, read)
         running = planned()
         assert running is not None, "a piece runs while its module does"
         running.returned([result for result in results if not is_sharded(result)])

@@ -45,6 +45,7 @@ from remat.plan.planner import Plans
 from remat.run.capture import check_joint, compiled_by_aot, refuse_uncapturable
 from remat.run.changed_results import SharedResults
 from remat.run.executor import compile_graph
+from remat.run.hooked_results import results_read_by_others
 from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
@@ -125,6 +126,7 @@ class Piecewise:
         """The `torch.compile` backend: makes a piece from each graph."""
         refuse_uncapturable(module)
         self._note_break(compile_reason(module))
+        read = results_read_by_others(module)
         pieces: list[Piece] = []
         # not the inputs themselves: the compiled piece would keep them alive
         inference = are_inference(example_inputs)
@@ -155,7 +157,7 @@ class Piecewise:
         compiled = self.compile(
             module, example_inputs, compile_forward, compile_backward, partition
         )
-        return as_part_of(self, compiled) if pieces else compiled
+        return as_part_of(self, compiled, read) if pieces else compiled
 
     def _piece(
         self, joint: fx.GraphModule, num_forward: int, static_inputs: Sequence[int]

@@ -22,8 +22,9 @@ from remat.core.solution import Solution
 from remat.run.autocast_cache import autocast_cache
 from remat.run.changed_results import SharedResults, refuse_changed_results
 from remat.run.executor import BoxedFunction, compile_graph
+from remat.run.hooked_results import refuse_hooked_results
 from remat.run.measure import FirstStepMeter
-from remat.run.other_outputs import check_differentiate, detach_non_scalars, refuse_gradients
+from remat.run.other_outputs import check_differentiate, refusals_of_outputs
 from remat.run.plain_forward import PlainForward
 from remat.run.plain_kernels import plain_kernels
 from remat.run.plain_steps import PlainSteps
@@ -186,7 +187,7 @@ def make_backend(
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_uncapturable(module)
         plain = PlainForward(module, example_inputs) if plain_steps else None
-        refused = detach_non_scalars(module) if differentiate == "scalars" else []
+        with_refusals = refusals_of_outputs(module, differentiate)
         inference = are_inference(example_inputs)
 
         capture = _Capture(plan, costs, on_planned, model_bytes, plain, inference)
@@ -202,7 +203,7 @@ def make_backend(
             compiled = with_own_gradients(compiled, capture.planned[-1])
         if plain_steps and plain and capture.planned:
             compiled = plain_steps.around(plain, compiled)
-        return refuse_gradients(compiled, refused) if refused else compiled
+        return with_refusals(compiled)
 
     return backend
 
@@ -336,6 +337,7 @@ def runs_once(
                 f"remat.unwrap(model), with one gradient after the other{_advice(step, plain)}"
             )
         refuse_changed_results()
+        refuse_hooked_results()
         before_next_run(refuse_second_run)
         return backward(args)
 

@@ -15,7 +15,7 @@ import torch
 
 from remat.core.errors import TraceError
 from remat.torch_border.allocator import abandon_node
-from remat.torch_border.autograd import compiled_node, current_node, version_counter
+from remat.torch_border.autograd import current_node, node_of_step, version_counter
 
 _WATCHED = "_remat_watched"  # attribute of an autograd node: counters, with their values
 
@@ -63,8 +63,7 @@ class SharedResults(threading.local):
             return
 
         made = [result for result in results if isinstance(result, torch.Tensor)]
-        differentiable = (result for result in made if result.requires_grad)
-        node = next(filter(None, map(compiled_node, differentiable)), None)
+        node = node_of_step(made)
         if node is not None:
             counters = [version_counter(each) for each in made if _storage(each) in storages]
             setattr(node, _WATCHED, [(counter, counter._version) for counter in counters])

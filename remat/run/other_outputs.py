@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from remat.core.errors import TraceError
+from remat.run.hooked_results import results_read_by_others, watch_hooks
 
 
 def check_differentiate(given: str) -> None:
@@ -74,16 +75,28 @@ class _RefuseGradient(torch.autograd.Function):
 _refuse: Any = _RefuseGradient.apply
 
 
-def refuse_gradients(
-    compiled: Callable[..., Any], refused: list[tuple[int, int]]
-) -> Callable[..., Any]:
-    """Returns `compiled` with an error for gradients of outputs that were detached."""
+def refusals_of_outputs(
+    module: fx.GraphModule, differentiate: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Detaches outputs that get no gradient; returns what adds the errors to a compiled module.
 
-    def run(*args: Any) -> Any:
-        results = list(compiled(*args))
-        for place, anchor in refused:
-            if results[anchor].requires_grad:
-                results[place] = _refuse(results[place], results[anchor])
-        return tuple(results)
+    Asking for the gradient of an output that was detached is an error, and so is a hook on one from
+    which another is computed (`watch_hooks`).
+    """
+    read = results_read_by_others(module)
+    refused = detach_non_scalars(module) if differentiate == "scalars" else []
 
-    return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+    def with_refusals(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            results = list(compiled(*args))
+            for place, anchor in refused:
+                if results[anchor].requires_grad:
+                    results[place] = _refuse(results[place], results[anchor])
+            watch_hooks(results, read)
+            return tuple(results)
+
+        if not (read or refused):
+            return compiled
+        return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
+
+    return with_refusals

@@ -188,12 +188,23 @@ def compiled_node(result: torch.Tensor) -> Any:
     """Returns the autograd node of the compiled step that made `result`; None where there is none.
 
     It looks behind views, since AOTAutograd makes returned views outside of what it compiled
-    (2.13).
+    (2.13), and behind nodes of our own.
     """
     node: Any = result.grad_fn
     while node is not None and not is_compiled_node(node):
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        behind = [other for other, _ in node.next_functions]
+        node = next(filter(is_compiled_node, behind), behind[0] if len(behind) == 1 else None)
     return node
+
+
+def node_of_step(results: Iterable[Any]) -> Any:
+    """Returns the autograd node of the compiled step that returned `results`, or None.
+
+    A result may be a view of an input that an earlier compiled step made, so the newest counts.
+    """
+    made = (t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)
+    nodes = filter(None, map(compiled_node, made))
+    return max(nodes, key=sequence_number, default=None)
 
 
 def keep_missing_gradients(results: Iterable[Any]) -> None:
@@ -202,8 +213,7 @@ def keep_missing_gradients(results: Iterable[Any]) -> None:
     Args:
         results: what the step returned.
     """
-    made = (t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)
-    node = next(filter(None, map(compiled_node, made)), None)
+    node = node_of_step(results)
     if node is not None:
         node.set_materialize_grads(False)
 

@@ -262,11 +262,15 @@ def is_ddp_optimizer_on() -> bool:
     return torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
 
+_ASKING = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers", "getChild", "getChildren"})
+
+
 def _logging_functions() -> set[Callable[..., Any]]:
+    """Returns the functions that say something; a library may have added some to `Logger`."""
     public = {
         method
         for name, method in vars(logging.Logger).items()
-        if callable(method) and not name.startswith("_")
+        if callable(method) and not name.startswith("_") and name not in _ASKING
     }
     return public | {warnings.warn}
 

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo import variables as dynamo_variables
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable  # 2.13
 
 _CAPTURE = threading.local()
 
@@ -30,6 +32,9 @@ def operators_left_alone() -> Iterator[None]:
     - `max(a, b)` of two tensors is one of them; `torch.maximum` would give the other one, and the
       parameters behind it, a gradient of zeros. It is a graph break.
     - `numpy.random` has a generator of its own; dynamo draws from torch's. It is a graph break.
+    - NumPy's functions of an array round differently from torch's. They are a graph break.
+    - `nn.TransformerEncoder` returns zeros for padding in its fast path, and asks whether it is
+      compiled before it takes that. It is told that it is not where it may take it.
     """
     _install()
     before = getattr(_CAPTURE, "is_on", False)
@@ -51,15 +56,25 @@ def eager_settings() -> dict[str, bool]:
 def _install() -> None:
     """Wraps dynamo's handlers once; outside of a capture they do what they did.
 
-    `TorchInGraphFunctionVariable._get_handlers`, `BuiltinVariable._call_min_max_binary` (2.13).
+    `TorchInGraphFunctionVariable._get_handlers`, `BuiltinVariable._call_min_max_binary`,
+    `NumpyVariable.call_function`, `NumpyNdarrayVariable.call_method` (2.13).
     """
     handlers: dict[Any, Any] = dynamo_variables.TorchInGraphFunctionVariable._get_handlers()
     for function in (torch.addcdiv, torch._foreach_lerp_, torch.full):
         if function in handlers:
             handlers[function] = _left_alone(handlers[function])
 
+    handlers[torch.compiler.is_compiling] = _eager_for_encoders(
+        handlers[torch.compiler.is_compiling]
+    )
+
     builtin: Any = dynamo_variables.BuiltinVariable
     builtin._call_min_max_binary = _broken_at_tensors(builtin._call_min_max_binary)
+    for kind, method in (
+        (dynamo_variables.NumpyVariable, "call_function"),
+        (NumpyNdarrayVariable, "call_method"),
+    ):
+        setattr(kind, method, _broken_at_arrays(getattr(kind, method)))
 
 
 def _is_capturing() -> bool:
@@ -91,6 +106,53 @@ def _broken_at_tensors(handler: Callable[..., Any]) -> Callable[..., Any]:
                 hints=["Use torch.maximum or torch.minimum, whose gradient goes to both."],
             )
         return handler(self, tx, a, b)
+
+    return handle
+
+
+# methods of an array that compute nothing that could be rounded
+_EXACT = frozenset({
+    "astype", "copy", "fill", "flatten", "item", "ravel", "repeat", "reshape", "size", "squeeze",
+    "swapaxes", "tolist", "transpose", "view",
+})  # fmt: skip
+
+
+def _broken_at_arrays(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a handler of a NumPy function, or of a method of an array, that breaks the graph."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, *given: Any) -> Any:
+        is_method = isinstance(given[0], str)
+        is_exact = is_method and (given[0] in _EXACT or given[0].startswith("__"))
+        args, kwargs = given[-2:]
+        is_of_arrays = is_method or any(
+            isinstance(value, NumpyNdarrayVariable) for value in (*args, *kwargs.values())
+        )
+        if _is_capturing() and is_of_arrays and not is_exact:
+            _break_graph(
+                gb_type="Function of a NumPy array",
+                context=str(given[0] if is_method else self.value),
+                explanation="NumPy computes it, and torch would round differently",
+                hints=["Use torch's function of the tensor."],
+            )
+        return handler(self, tx, *given)
+
+    return handle
+
+
+def _eager_for_encoders(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a handler of `torch.compiler.is_compiling` for the encoder that asks it."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder = getattr(tx.symbolic_locals.get("self"), "value", None)
+        if (
+            _is_capturing()
+            and isinstance(encoder, nn.TransformerEncoder)
+            and not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
+        ):
+            return dynamo_variables.ConstantVariable.create(False)
+        return handler(self, tx, *args, **kwargs)
 
     return handle
 

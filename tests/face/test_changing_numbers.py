@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -275,7 +276,7 @@ def test_a_number_that_cannot_be_an_input_is_reported_at_the_third_plan(
     assert said[1:] == [0, 1, 1]
     message = next(message for message in caplog.messages if "third plan" in message)
     assert make.__name__ in message
-    assert "args[1] == 0" in message or "step == 0" in message
+    assert re.search(r"(args\[\d\]|step) == 0", message)  # args[1], with torch 2.11 args[2]
     assert "pass it as a tensor" in message
 
 
