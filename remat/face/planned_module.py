@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from remat.torch_border.other_compiles import (
     keep_plans,
     uncompiled,
 )
+from remat.torch_border.unguarded import unguarded
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
@@ -97,8 +98,10 @@ class PlannedCall(OwnCall):
         self.unplanned_bytes = 0  # what Inductor's kernels held above the budget
         self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
 
-        # bytes of gradients that earlier steps left, and of DDP's buckets -> the compiled step
-        self._whole: dict[tuple[int, int], Callable[..., Any]] = {}
+        # bytes of gradients that earlier steps left, and of DDP's buckets; what dynamo does not
+        # guard -> the compiled step
+        self._whole: dict[Hashable, Callable[..., Any]] = {}
+        self._settings: Hashable = None  # of the last call
         self._num_runs = 0  # of compiled graphs, in calls that ran as one graph
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
@@ -176,6 +179,11 @@ class PlannedCall(OwnCall):
         return bool(self.pieces) or self.piecewise is not None
 
     def _planned(self, args: Any, kwargs: Any) -> Any:
+        settings = unguarded(self.module)
+        if self.piecewise is not None and settings != self._settings:
+            self._forget_plans()
+            self._begin_anew()
+        self._settings = settings
         if self._is_begun and device_type(self.module) != self.device_type:
             self._begin_anew()  # it moved since the last call
         if not self._is_begun:
@@ -314,7 +322,7 @@ class PlannedCall(OwnCall):
         """
 
         def run(*, numbers_are_inputs: bool) -> Any:
-            step, num_runs = self._whole_step(), self._num_runs
+            step, num_runs = self._whole_step(tensors_in(args, kwargs)), self._num_runs
             result = run_compiled(step, args, kwargs, numbers_are_inputs=numbers_are_inputs)
             if self._num_runs == num_runs and self.pieces:
                 given = set(map(id, tensors_in(args, kwargs)))
@@ -334,10 +342,10 @@ class PlannedCall(OwnCall):
         self._numbers_are_inputs = False
         return result
 
-    def _whole_step(self) -> Callable[..., Any]:
+    def _whole_step(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Returns the step as one graph, planned with room for the gradients that exist now."""
-        held_bytes = gradient_bytes(self.module) if isinstance(self.plan, Plans) else 0
-        key = held_bytes, bucket_bytes()
+        held_bytes = gradient_bytes(self.module, inputs) if isinstance(self.plan, Plans) else 0
+        key = held_bytes, bucket_bytes(), self._settings
         if key not in self._whole:
             self._whole[key] = compile_call(
                 self.module,

@@ -5,7 +5,7 @@ This is the module's own tensors and gradients, and the autograd graph of eager 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +56,15 @@ def there_bytes(module: nn.Module, inputs: Iterable[Any], kind: str) -> int:
     return sum(v.size_bytes for v in resident) + gradient_bytes(module) + bucket_bytes()
 
 
-def gradient_bytes(module: nn.Module) -> int:
-    """Returns the bytes of the gradients of a module's parameters.
+def gradient_bytes(module: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> int:
+    """Returns the bytes of the gradients of a module's parameters, and of a call's inputs.
 
     Gradients in DDP's buckets are left out: the buckets are counted separately.
     """
     found: dict[int, int] = {}
-    for parameter in module.parameters():
-        for gradient in dense_parts(parameter.grad) if parameter.grad is not None else ():
+    leaves = (*module.parameters(), *(tensor for tensor in inputs if tensor.is_leaf))
+    for leaf in leaves:
+        for gradient in dense_parts(leaf.grad) if leaf.grad is not None else ():
             storage = local_part(gradient).untyped_storage()
             is_alone = storage.nbytes() == local_part(gradient).nbytes
             if is_alone or not bucket_bytes():
