@@ -12,8 +12,9 @@ import functools
 import inspect
 import sysconfig
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ _RESERVED = {"function", "of", "reach", *dir(nn.Module())}
 _MOST_ITEMS = 1000  # in a container that is searched; a longer one is taken for data
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
 PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, Mapping)
 
 
 def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
@@ -44,16 +46,49 @@ def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[s
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where a module or a function was found: in a cell, or under a name of a dictionary."""
+    """Where something was found that led to a module, or may lead to one.
 
-    home: CellType | dict[str, Any]
+    Attributes:
+        home: returns the dictionary or the cell in which it was; None once its owner is gone.
+        name: under which it was in the dictionary.
+        trace: what was there, without keeping it alive.
+    """
+
+    home: Callable[[], Any]
     name: str
-    found: weakref.ref[Any]
+    trace: Trace
 
     def is_same(self) -> bool:
-        """False once something else is there."""
-        now = self.home.get(self.name) if isinstance(self.home, dict) else _contents(self.home)
-        return now is self.found()
+        """False once something else is there, or in a container that is there."""
+        return self.trace.is_of(_found_in(self.home(), self.name))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Recognises an object without keeping it alive; a container also by its items."""
+
+    refer: Callable[[], Any]
+    items: tuple[Trace, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any, depth: int = 3) -> Trace:
+        """Returns the trace of a value; containers are looked into to a small depth."""
+        if isinstance(value, _CONTAINERS) and depth:
+            inner = (cls.of(item, depth - 1) for item in _objects_in(value))
+            return cls(lambda: None, tuple(inner))
+        try:
+            return cls(weakref.ref(value))
+        except TypeError:
+            return cls(lambda: None)
+
+    def is_of(self, value: Any) -> bool:
+        """False for another object, and for a container of others."""
+        if isinstance(value, _CONTAINERS):
+            now = _objects_in(value)
+            return len(now) == len(self.items) and all(
+                trace.is_of(item) for trace, item in zip(self.items, now, strict=True)
+            )
+        return self.refer() is value
 
 
 def reached_from(
@@ -96,7 +131,7 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self.look(part, name)
-        elif isinstance(value, list | tuple | set | frozenset | Mapping):
+        elif isinstance(value, _CONTAINERS):
             for key, item in _items(value):
                 self.look(item, f"{name}_{key}")
         elif not _is_torchs(value):
@@ -118,7 +153,7 @@ class _Walk:
 
             for owner, name in waiting:
                 tried.add((id(owner), name))
-                self._look_up(getattr(owner, "__dict__", None), _attribute(owner, name), name)
+                self._look_up(_attributes_of(owner), _attribute(owner, name), name)
 
     def _add(self, name: str, module: nn.Module) -> None:
         free = name.replace(".", "_")
@@ -127,12 +162,11 @@ class _Walk:
         self.found[free] = module
         self._objects.append(module)
 
-    def _look_up(self, home: Any, value: Any, name: str) -> None:
-        """Looks into a value, and notes where it was found if it is a module or a function."""
-        if isinstance(value, nn.Module | FunctionType):
-            lookup = Lookup(home, name, weakref.ref(value))
-            if isinstance(home, dict | CellType) and lookup.is_same():
-                self.lookups.append(lookup)
+    def _look_up(self, home: Callable[[], Any], value: Any, name: str) -> None:
+        """Looks into a value, and notes where it was found if it may lead to a module."""
+        is_there = _found_in(home(), name) is value
+        if is_there and not isinstance(value, (*PLAIN, ModuleType, type)):
+            self.lookups.append(Lookup(home, name, Trace.of(value)))
         self.look(value, name)
 
     def _look_into(self, function: FunctionType, name: str) -> None:
@@ -145,9 +179,10 @@ class _Walk:
 
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            self._look_up(cell, _contents(cell), name)
+            self._look_up(partial(_itself, cell), _contents(cell), name)
+        variables = function.__globals__
         for name in names:
-            self._look_up(function.__globals__, function.__globals__.get(name), name)
+            self._look_up(partial(_itself, variables), variables.get(name), name)
         for name, value in (function.__kwdefaults__ or {}).items():
             self.look(value, name)
         self.look(function.__defaults__, "default")
@@ -165,6 +200,28 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     if len(container) > _MOST_ITEMS:
         return []
     return list(container.items() if isinstance(container, Mapping) else enumerate(container))
+
+
+def _objects_in(container: Any) -> list[Any]:
+    return [item for _, item in _items(container) if not isinstance(item, PLAIN)]
+
+
+def _found_in(home: Any, name: str) -> Any:
+    """Returns what is in a cell, or under a name of a dictionary; None where there is nothing."""
+    return _contents(home) if isinstance(home, CellType) else (home or {}).get(name)
+
+
+def _attributes_of(owner: Any) -> Callable[[], Any]:
+    """Returns what gives the attributes of an object, without keeping it alive."""
+    try:
+        refer = weakref.ref(owner)
+    except TypeError:
+        return lambda: None
+    return lambda: getattr(refer(), "__dict__", None)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _contents(cell: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.face.planned_module import PlannedCall
-from remat.face.reached_modules import PLAIN, Lookup, reached_from
+from remat.face.reached_modules import Lookup, Trace, reached_from
 from remat.plan.distributed import planned_part, run_around_ddp
 from remat.torch_border.modules import get_call, set_call
 from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
@@ -68,7 +68,7 @@ class PlannedFunction:
     def __init__(self, step: StepFunction) -> None:
         functools.update_wrapper(self, step.function)
         self.step = step
-        self._given: tuple[int, ...] | None = None  # objects among the last call's arguments
+        self._given: Trace | None = None  # of the objects among the last call's arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the planned step, or the plain function under `no_grad`."""
@@ -91,13 +91,13 @@ class PlannedFunction:
 
     def _reach(self, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
-        given = tuple(id(leaf) for leaf in leaves if not isinstance(leaf, PLAIN))
-        if given == self._given and all(lookup.is_same() for lookup in self.step.lookups):
+        is_same = self._given is not None and self._given.is_of(leaves)
+        if is_same and all(lookup.is_same() for lookup in self.step.lookups):
             return
         call = get_call(self.step)
         if self.step.reach(args, kwargs) and isinstance(call, PlannedCall):
             set_call(self.step, call.anew())
-        self._given = given
+        self._given = Trace.of(leaves)
 
 
 def as_step(model: Any, args: Any = (), kwargs: Any = None) -> nn.Module:
