@@ -31,16 +31,15 @@ class IdleHooks:
     def removed(self) -> Iterator[None]:
         """Removes the hooks inside of a `with` block, and restores them in their order."""
         before = [(hooks, dict(hooks)) for hooks in self._hooks()]
-        for hooks, _ in before:
-            for number in [number for number, hook in hooks.items() if _only_asks(hook)]:
-                del hooks[number]
+        for hooks, all_of_them in before:
+            for number in filter(lambda number: _only_asks(all_of_them[number]), all_of_them):
+                hooks.pop(number, None)
 
         try:
             yield
         finally:
             for hooks, all_of_them in before:
-                hooks.clear()
-                hooks.update(all_of_them)
+                _put_back(hooks, all_of_them)
 
     def _hooks(self) -> list[dict[int, Any]]:
         if self._registered != RemovableHandle.next_id:
@@ -48,6 +47,14 @@ class IdleHooks:
             every = map(forward_hooks, self._module.modules())
             self._found = [hooks for hooks in every if any(map(_only_asks, hooks.values()))]
         return self._found
+
+
+def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Restores the removed hooks in their order; the module may have lost or got others since."""
+    now = dict(hooks)
+    hooks.clear()
+    hooks.update({n: hook for n, hook in before.items() if n in now or _only_asks(hook)})
+    hooks.update(now)
 
 
 def _only_asks(hook: Callable[..., Any]) -> bool:

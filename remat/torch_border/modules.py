@@ -5,12 +5,17 @@ Supported: torch 2.11 to 2.15; each name below was checked with the version besi
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+_LOCK = threading.Lock()
+# id of a module -> how many calls with another forward are running, and the forward before them
+_CALLS: dict[int, tuple[int, Callable[..., Any] | None]] = {}
 
 
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -23,19 +28,27 @@ def call_with_forward(
 ) -> Any:
     """Calls `module` with its hooks, but another forward.
 
-    `_call_impl` (2.13) calls `self.forward`.
+    `_call_impl` (2.13) calls `self.forward`. Calls in several threads share the forward of the one
+    that began first.
     """
     own = vars(module)
-    before = own.get("forward")
-    own["forward"] = forward
+    with _LOCK:
+        count, before = _CALLS.get(id(module), (0, own.get("forward")))
+        _CALLS[id(module)] = count + 1, before
+        if not count:
+            own["forward"] = forward
 
     try:
         return module._call_impl(*args, **kwargs)
     finally:
-        if before is None:
-            del own["forward"]
-        else:
-            own["forward"] = before
+        with _LOCK:
+            count, before = _CALLS.pop(id(module))
+            if count > 1:
+                _CALLS[id(module)] = count - 1, before
+            elif before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
 from remat.torch_border import dynamo_rewrites
@@ -235,3 +238,183 @@ def test_other_compiles_keep_dynamos_operators() -> None:
     assert not dynamo_rewrites._is_capturing()
     compiled = torch.compile(Step(larger_loss), backend="eager", fullgraph=True)
     compiled(torch.randn(6, WIDTH)).backward()
+
+
+ARRAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "function": lambda m, h: torch.from_numpy(np.std(h.detach().numpy(), axis=0)),
+    "method": lambda m, h: torch.from_numpy(h.detach().numpy().std(0)),
+    "keyword": lambda m, h: torch.from_numpy(np.mean(a=h.detach().numpy(), axis=0)),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_numpy_computes_its_own_functions(name: str) -> None:
+    """Naive: torch's functions round differently."""
+
+    def compute(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x.repeat(40, 1)) * 3
+        return (m.second(h) * ARRAYS[name](m, h)).sum()
+
+    assert_as_eager(compute, "nothing kept")
+
+
+def test_exact_methods_of_an_array_break_no_graph() -> None:
+    model = assert_as_eager(
+        lambda m, x: (m.first(x) * torch.from_numpy(x.numpy().reshape(-1, WIDTH).copy())).sum(),
+        "nothing kept",
+    )
+    assert call_of(model).piecewise is None
+
+
+class Distilled(nn.Module):
+    """Learns from an encoder that is not trained; rows of padding come back as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.teacher = nn.TransformerEncoder(layer, 1).eval()
+        self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("padding", torch.tensor([[False] * 4 + [True] * 2] * 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = self.teacher(x, src_key_padding_mask=self.padding)
+        loss: torch.Tensor = self.head(h.mean(1)).square().sum()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_encoder_takes_its_fast_path(is_frozen: bool) -> None:
+    """Naive: dynamo answers that it is compiling, and padding comes back as other rows."""
+    plain = Distilled()
+    if is_frozen:
+        plain.teacher.requires_grad_(False)
+    model = planned(copy.deepcopy(plain))
+    x = torch.randn(2, 6, WIDTH)
+    assert_same(state_after(model, x), state_after(plain, x))
+
+
+def test_a_trained_encoder_is_captured_whole() -> None:
+    """Its fast path is only for what is not trained."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
+    plain = Step(lambda m, x: x)
+    plain.compute = lambda m, x: encoder(
+        m.first(x)[None], src_key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)
+    ).sum()
+    model = planned(plain)
+    model(torch.randn(6, WIDTH)).backward()
+    assert call_of(model).piecewise is None
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_logger_is_asked_before_a_branch(is_on: bool) -> None:
+    """Naive: every method of a logger is left out, and returns None."""
+    logger = logging.getLogger("tests.as_eager")
+    logger.setLevel(logging.DEBUG if is_on else logging.INFO)
+
+    def compute(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        if logger.isEnabledFor(logging.DEBUG):
+            m.buffer += h.detach().mean()
+        return h.square().mean()
+
+    model = assert_as_eager(compute, "nothing kept")
+    assert bool((model.get_buffer("buffer") != 1).all()) == is_on
+
+
+def test_a_view_of_another_steps_result_hides_no_missing_gradient() -> None:
+    """Naive: the node of the step before is found first, and this step's gives zeros."""
+
+    def compute(m: Any, h: torch.Tensor) -> Any:
+        return h[:, :4], m.first(h).sin(), m.second(h).sin()
+
+    for is_planned in (False, True):
+        before, after = nn.Linear(WIDTH, WIDTH), Step(compute)
+        if is_planned:
+            for each in (before, after):
+                planned(each, differentiate="all")
+        _, used, _ = after(before(torch.randn(4, WIDTH)))
+        used.sum().backward()
+        assert after.second.weight.grad is None and after.first.weight.grad is not None
+
+
+def _hidden(m: Any, x: torch.Tensor) -> Any:
+    h = m.first(x).tanh()
+    return m.second(h).square().mean(), h
+
+
+HOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "retained": lambda h: h.retain_grad(),
+    "hooked": lambda h: h.register_hook(lambda gradient: gradient),
+}
+
+
+@pytest.mark.parametrize("differentiate", ["scalars", "all"])
+@pytest.mark.parametrize("on_unsupported", ["error", "plain"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_whole_gradient_of_a_hidden_state_is_refused(
+    name: str, on_unsupported: Any, differentiate: str
+) -> None:
+    """Naive: it is the part that arrives from outside, or None."""
+    model = Step(_hidden)
+    remat.checkpoint(
+        model, "100%", costs="flops", differentiate=differentiate, on_unsupported=on_unsupported
+    )
+    loss, hidden = model(torch.randn(4, WIDTH))
+    HOOKS[name](hidden)
+    with pytest.raises(remat.TraceError, match="retain_grad"):
+        (loss + hidden.mean() if differentiate == "all" else loss).backward()
+
+
+def test_the_whole_gradient_of_a_loss_may_be_kept() -> None:
+    model = planned(Step(_hidden), differentiate="all")
+    loss, hidden = model(torch.randn(4, WIDTH))
+    loss.retain_grad()
+    loss.register_hook(lambda gradient: gradient)
+    (loss + hidden.sum()).backward()
+    assert loss.grad == 1
+
+
+class BrokenHidden(Step):
+    def forward(self, x: torch.Tensor) -> Any:
+        loss, hidden = _hidden(self, x)
+        torch._dynamo.graph_break()
+        return loss * 2, hidden
+
+
+def test_a_hidden_state_of_a_piece_is_refused_too() -> None:
+    model = planned(BrokenHidden(_hidden), differentiate="all")
+    for _ in range(2):
+        loss, hidden = model(torch.randn(4, WIDTH))
+        hidden.retain_grad()
+        with pytest.raises(remat.TraceError, match="retain_grad"):
+            loss.backward()
+
+
+class Attention(nn.Module):
+    """Attention, and a graph break after it where asked for."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        super().__init__()
+        self.project, self.is_cut = nn.Linear(64, 192), is_cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        result = F.scaled_dot_product_attention(q, k, v)
+        if self.is_cut:
+            torch._dynamo.graph_break()
+        return result.square().sum()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_another_attention_kernel_may_be_chosen_after_a_step(is_cut: bool) -> None:
+    """Naive: the kernel of the first capture runs for ever."""
+    plain, x = Attention(is_cut=is_cut), torch.randn(2, 128, 64)
+    model = planned(copy.deepcopy(plain))
+    math = [SDPBackend.MATH]
+    for kernels in (nullcontext(), sdpa_kernel(math), nullcontext()):
+        with kernels:
+            got, want = (state_after(each, x) for each in (model, plain))
+        assert_same(got, want)
