@@ -57,7 +57,9 @@ def test_times_are_kept_apart_by_version(
     assert devices.cuda_settings() != before
 
 
-@pytest.mark.parametrize("flags", [{"benchmark": True}, {"deterministic": True}])
+@pytest.mark.parametrize(
+    "flags", [{"enabled": False}, {"benchmark": True}, {"deterministic": True}]
+)
 def test_times_are_kept_apart_by_cudnn_flags(
     flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
