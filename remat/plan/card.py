@@ -39,8 +39,8 @@ def check_has_card() -> None:
         raise ValueError(_NEEDED)
 
 
-def budget_of_card(device_type: str, step_bytes: int) -> int:
-    """Returns the bytes that a step may hold on the current GPU, the same on all ranks.
+def budget_of_card(device_type: str, step_bytes: int, *, of_all_ranks: bool = True) -> int:
+    """Returns the bytes that a step may hold on the current GPU.
 
     That is the memory that is free, plus what torch's allocator has reserved but not allocated,
     plus what the step itself has allocated already, minus the part that is kept free.
@@ -49,6 +49,7 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
         device_type: where the step runs, `cpu` or `cuda`.
         step_bytes: what the step has allocated already: parameters, buffers, inputs, gradients, and
             the memory that libraries hold for it.
+        of_all_ranks: whether all ranks ask, and get the least of their answers.
 
     Raises:
         ValueError: the step runs on a CPU, or nothing is left on the GPU.
@@ -57,9 +58,11 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
         raise ValueError(_NEEDED)
 
     left_bytes, total_bytes = _left_on_card()
-    reserved_bytes = max(int(_RESERVED_SHARE * total_bytes), _LEAST_RESERVED_BYTES)
+    reserved_bytes = kept_free_bytes(total_bytes)
     own_bytes = left_bytes + step_bytes - reserved_bytes
-    budget_bytes = least_of_all_ranks(own_bytes // _MULTIPLE_BYTES * _MULTIPLE_BYTES)
+    budget_bytes = own_bytes // _MULTIPLE_BYTES * _MULTIPLE_BYTES
+    if of_all_ranks:
+        budget_bytes = least_of_all_ranks(budget_bytes)
 
     if budget_bytes <= 0:
         raise ValueError(
@@ -68,6 +71,11 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
             "other programs on the GPU, or give a budget"
         )
     return budget_bytes
+
+
+def kept_free_bytes(total_bytes: int) -> int:
+    """Returns the part of a GPU's memory that steps planned without a budget leave free."""
+    return max(int(_RESERVED_SHARE * total_bytes), _LEAST_RESERVED_BYTES)
 
 
 def library_bytes(device_type: str) -> int:
