@@ -226,7 +226,8 @@ class Piecewise:
 
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         self.last = self._last_of.get(shapes, self.last)
-        held_bytes = gradient_bytes(self.module) if isinstance(self.plan_of, Plans) else 0
+        is_planned = isinstance(self.plan_of, Plans)
+        held_bytes = gradient_bytes(self.module, self.device_type) if is_planned else 0
         plan = self._plan_beside(held_bytes)
         session = Session(plan, self.last)
         with self._open(session), self._frames.installed(), without_leaf_warnings():
