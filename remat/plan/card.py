@@ -82,13 +82,16 @@ def library_bytes(device_type: str) -> int:
     """Returns the bytes that cuBLAS holds on the GPU after a first forward and backward.
 
     It holds a workspace for each thread's handle and each stream, and autograd runs the backward in
-    a thread of its own. Measured once per process and GPU; 0 on a CPU.
+    a thread of its own. Measured once per process, GPU and stream, which allocates the workspaces
+    of the current stream; those of streams that a step switches to are not counted. 0 on a CPU.
     """
-    return _kept_by_cublas(torch.cuda.current_device()) if device_type == "cuda" else 0
+    if device_type != "cuda":
+        return 0
+    return _kept_by_cublas(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
 
 
 @cache
-def _kept_by_cublas(_: int) -> int:
+def _kept_by_cublas(device: int, stream: int) -> int:
     with without_modes(), torch.autocast("cuda", enabled=False), torch.enable_grad():
         forget_cublas_workspaces()
         torch.cuda.synchronize()

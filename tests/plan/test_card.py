@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,13 +232,17 @@ def test_blocks_are_planned_for_what_the_card_has(
     assert report.captured_s > 0
 
 
-def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product, forward and backward, leaves nothing else behind."""
-    held = {"bytes": 5 * MIB}
+def test_cublas_is_measured_once_per_stream_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product, forward and backward, leaves nothing else behind.
+
+    Naive: once per GPU. A step on another stream would be planned for a workspace that is counted
+    as held there, and is allocated only later.
+    """
+    held, stream = {"bytes": 5 * MIB}, SimpleNamespace(cuda_stream=0)
     runs = []
 
     def run(device: str) -> None:
-        runs.append(device)
+        runs.append((device, stream.cuda_stream))
         held["bytes"] += 64 * MIB
 
     card._kept_by_cublas.cache_clear()
@@ -245,13 +250,18 @@ def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["bytes"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(card, "_run_product", run)
     monkeypatch.setattr(card, "forget_cublas_workspaces", lambda: None)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
     assert [card.library_bytes("cuda"), card.library_bytes("cuda")] == [64 * MIB, 64 * MIB]
     assert card.library_bytes("cpu") == 0
-    assert runs == ["cuda"]
+    assert runs == [("cuda", 0)]
+
+    stream.cuda_stream = 7
+    assert card.library_bytes("cuda") == 64 * MIB
+    assert runs == [("cuda", 0), ("cuda", 7)]
     card._kept_by_cublas.cache_clear()
 
 
