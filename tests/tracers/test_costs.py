@@ -424,17 +424,3 @@ def test_two_writers_keep_each_others_entries(tmp_path: Path) -> None:
     other.put("b", (2.0,))
     cache = DiskCache(tmp_path / "cache.json")
     assert [cache.get(key, (0, 2)) for key in "ab"] == [(1.0,), (2.0,)]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_profile_measures_on_cuda() -> None:
-    model = profile("cuda")
-    with FakeTensorMode():
-        graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph
-    cost_s, workspace_held = next(
-        model.measure(node) for node in graph.nodes if node.op == "call_function"
-    )
-
-    assert 0 < cost_s < 1
-    assert workspace_held == 0
