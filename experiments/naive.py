@@ -98,11 +98,11 @@ ALL = (
     ),
     _naive(
         "gradients of earlier steps are not counted", "remat/face/planned_module.py", "promises/test_training_loops -k earlier_steps",
-        ("held_bytes = gradient_bytes(self.module, inputs) if isinstance(self.plan, Plans) else 0", "held_bytes = 0"),
+        ("held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0", "held_bytes = 0"),
     ),
     _naive(
         "gradients of earlier steps are not counted in pieces", "remat/pieces/runner.py", "pieces/test_graph_breaks -k earlier_steps",
-        ("held_bytes = gradient_bytes(self.module, inputs) if is_for_budget else 0", "held_bytes = 0"),
+        ("held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0", "held_bytes = 0"),
     ),
     _naive(
         "the last forward's values serve all backwards", "remat/run/capture.py", "promises/test_training_loops -k several_forwards",

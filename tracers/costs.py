@@ -57,7 +57,7 @@ class CostModel(ABC):
         if node.op != "call_function":
             return _FREE
         call = Call.of(node)
-        key = devices.cpu_settings(), call
+        key = devices.settings_of(call.device_type), call
         if key not in self._known:
             self._known[key] = self.cost_of(call) if call.computes else _FREE
         return self._known[key]
@@ -69,7 +69,7 @@ class CostModel(ABC):
         """
         if call.device_type == "cpu":
             return workspace_bytes(call, "cpu")
-        return self._known.get((devices.cpu_settings(), call), _FREE).workspace_bytes
+        return self._known.get((devices.settings_of(call.device_type), call), _FREE).workspace_bytes
 
 
 @final

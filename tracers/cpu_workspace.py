@@ -189,7 +189,11 @@ def _safe_softmax(call: Call) -> int:
 
 
 def _dropout(call: Call) -> int | None:
-    """Dropout.cpp, `native_dropout_cpu`: the mask is cast before the multiplication."""
+    """Dropout.cpp, `native_dropout_cpu`: the mask is cast before the multiplication.
+
+    The mask is drawn in place. Where torch draws with MKL, it needs integers for that; its builds
+    2.11 to 2.15 contain no such kernel, on any processor.
+    """
     probability, is_training = call.args[1], call.args[2]
     if not is_training or not 0 < probability < 1:
         return None

@@ -236,6 +236,15 @@ def machine() -> str:
     return f"{where} {os.cpu_count()} cores, {cpu_settings()}, torch {torch.__version__}"
 
 
+def settings_of(device_type: str) -> str:
+    """Returns what the cost of a call on a device of this type depends on, besides the call.
+
+    Without a GPU nothing is measured on `cuda`, and no setting of it counts.
+    """
+    is_measured = device_type == "cuda" and torch.cuda.is_available()
+    return cuda_settings() if is_measured else cpu_settings()
+
+
 def cpu_settings() -> str:
     """Returns the settings of torch that choose kernels on a CPU and their memory."""
     onednn = "" if is_onednn_on() else ", no oneDNN"
@@ -251,6 +260,7 @@ def cuda_settings() -> str:
         "cudnn": backends.cudnn.version(),
         "matmul": backends.cuda.matmul.fp32_precision,
         "conv": backends.cudnn.conv.fp32_precision,
+        "cudnn on": backends.cudnn.enabled,
         "benchmark": backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled()
         or backends.cudnn.deterministic,

@@ -30,27 +30,39 @@ _COLLECTIVES = frozenset(
     }
 )
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "remat"})
-# Operators whose CUDA kernels give different results in each run: atomics run in any order.
-# Source: documentation of torch.use_deterministic_algorithms, torch 2.13.
+# Operators, or overloads, whose CUDA kernels give different results in each run: atomics add in any
+# order, or of several writes to one place any may be the last. Sources: documentation of
+# torch.use_deterministic_algorithms, torch 2.13; what calls alertNotDeterministic in torch 2.14;
+# adaptive_max_pool3d_backward by its kernel, which uses atomics where sizes don't divide. cuDNN's
+# convolutions forward are deterministic, and those backward only with cudnn.deterministic.
 _NONDETERMINISTIC_ON_CUDA = frozenset({
     "aten::scatter_add", "aten::index_add", "aten::index_put", "aten::_unsafe_index_put",
-    "aten::_index_put_impl_", "aten::put",
-    "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::kthvalue",
+    "aten::_index_put_impl_", "aten::put", "aten::scatter.src", "aten::scatter.reduce",
+    "aten::index_copy",
+    "aten::histc", "aten::bincount", "aten::cumsum", "aten::median", "aten::nanmedian",
+    "aten::kthvalue",
     "aten::scatter_reduce", "aten::index_reduce",
     "aten::embedding_dense_backward", "aten::_embedding_bag_backward",
+    "aten::_embedding_bag_dense_backward",
+    "aten::convolution_backward",
     "aten::max_pool3d_with_indices_backward",
-    "aten::adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward",
-    "aten::adaptive_max_pool2d_backward",
+    "aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward",
+    "aten::adaptive_avg_pool3d_backward", "aten::adaptive_max_pool2d_backward",
+    "aten::adaptive_max_pool3d_backward",
     "aten::avg_pool3d_backward", "aten::fractional_max_pool2d_backward",
-    "aten::grid_sampler_2d_backward",
-    "aten::grid_sampler_3d_backward", "aten::max_unpool2d", "aten::max_unpool3d",
-    "aten::reflection_pad1d_backward",
-    "aten::reflection_pad2d_backward", "aten::replication_pad1d_backward",
-    "aten::replication_pad2d_backward",
+    "aten::fractional_max_pool3d_backward",
+    "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward",
+    "aten::cudnn_grid_sampler_backward",
+    "aten::max_unpool2d", "aten::max_unpool3d",
+    "aten::reflection_pad1d_backward", "aten::reflection_pad2d_backward",
+    "aten::reflection_pad3d_backward",
+    "aten::replication_pad1d_backward", "aten::replication_pad2d_backward",
+    "aten::replication_pad3d_backward",
     "aten::nll_loss2d_forward", "aten::upsample_linear1d_backward",
-    "aten::upsample_bilinear2d_backward",
-    "aten::upsample_bicubic2d_backward", "aten::upsample_trilinear3d_backward",
-    "aten::_ctc_loss_backward",
+    "aten::upsample_bilinear2d_backward", "aten::_upsample_bilinear2d_aa_backward",
+    "aten::upsample_bicubic2d_backward", "aten::_upsample_bicubic2d_aa_backward",
+    "aten::upsample_trilinear3d_backward",
+    "aten::_ctc_loss_backward", "aten::_cudnn_ctc_loss",
     "aten::_scaled_dot_product_efficient_attention_backward",
     "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_flash_attention_backward",
@@ -128,7 +140,10 @@ def is_nondeterministic(target: str, device_type: str) -> bool:
 
     `target` is its name, such as `aten.scatter_add.default`.
     """
-    return device_type == "cuda" and "::".join(target.split(".")[:2]) in _NONDETERMINISTIC_ON_CUDA
+    if device_type != "cuda":
+        return False
+    overload = target.replace(".", "::", 1)
+    return not _NONDETERMINISTIC_ON_CUDA.isdisjoint((overload, overload.split(".")[0]))
 
 
 def _adds_in_threads(node: fx.Node) -> bool:

@@ -41,7 +41,8 @@ def doctor(
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory that may be used; by default all of the device's."
+            metavar="SIZE",
+            help="Memory that may be used; by default the device's, a sixteenth kept free.",
         ),
     ] = None,
     optimizer: Annotated[

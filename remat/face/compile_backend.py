@@ -16,12 +16,14 @@ from remat.pieces.unplanned_memory import there_bytes
 from remat.plan.distributed import bucket_bytes
 from remat.plan.planner import Options, Plans
 from remat.run.capture import Step, make_backend
+from remat.run.module_device import device_type_of, refuse_other_gpu
 from remat.run.plain_steps import PlainSteps
 from remat.torch_border.dynamo import compile_reason, is_ddp_optimizer_on
 from remat.torch_border.scalars import is_symbol
 from remat.tracers.cost_models import resolve_costs
 
 _LOG = logging.getLogger(__name__)
+_NAME = "the compiled model"  # in errors
 
 
 def backend(
@@ -57,7 +59,8 @@ def backend(
             "but each shape needs its own plan; compile with dynamic=False, or use remat.checkpoint"
         )
 
-    plans, kind = Plans(options), "cuda" if any(t.is_cuda for t in tensors) else "cpu"
+    plans, kind = Plans(options), device_type_of(tensors, _NAME)
+    refuse_other_gpu(tensors, _NAME)
     plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
     costs = resolve_costs(options.costs, kind)
 
@@ -75,7 +78,7 @@ def backend(
         costs,
         lambda _: None,
         differentiate=options.differentiate,
-        plain_steps=PlainSteps.asked(options.on_unsupported, "the compiled model"),
+        plain_steps=PlainSteps.asked(options.on_unsupported, _NAME),
     )
     compiled: Callable[..., Any] = inner(module, example_inputs)
     return compiled if options.is_accumulating else _noticing_gradients(compiled)

@@ -35,7 +35,7 @@ from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.capture import GraphBreak, PlannedStep, Step, make_backend
-from remat.run.module_device import device_type, refuse_other_gpu
+from remat.run.module_device import device_type, own_tensors, refuse_other_gpu
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
 from remat.torch_border.dynamic_marks import without_dynamic_marks
@@ -184,8 +184,8 @@ class PlannedCall(OwnCall):
             self._forget_plans()
             self._begin_anew()
         self._settings = settings
-        if self._is_begun and device_type(self.module) != self.device_type:
-            self._begin_anew()  # it moved since the last call
+        if self._is_begun:
+            self._notice_move()
         if not self._is_begun:
             return self._first_call(args, kwargs)
         if self.is_inductor:
@@ -204,10 +204,17 @@ class PlannedCall(OwnCall):
             on_unsupported=self.on_unsupported,
         )
 
+    def _notice_move(self) -> None:
+        """Forgets the plans if the module moved to another type of device since the last call."""
+        if device_type(self.module) != self.device_type:
+            self._begin_anew()
+        elif self.device_type == "cuda":
+            refuse_other_gpu(own_tensors(self.module), type(self.module).__name__)
+
     def _follow_device(self) -> None:
         """Takes device, costs and executor anew if the module moved after it was planned."""
         kind = device_type(self.module)
-        refuse_other_gpu(self.module)
+        refuse_other_gpu(own_tensors(self.module), type(self.module).__name__)
         if kind != self.device_type:
             self.device_type, self.costs = kind, resolve_costs(self._costs_asked, kind)
             self.executor = chosen_executor(self._parts, self.plan, kind)
@@ -344,7 +351,8 @@ class PlannedCall(OwnCall):
 
     def _whole_step(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Returns the step as one graph, planned with room for the gradients that exist now."""
-        held_bytes = gradient_bytes(self.module, inputs) if isinstance(self.plan, Plans) else 0
+        is_planned, kind = isinstance(self.plan, Plans), self.device_type
+        held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0
         key = held_bytes, bucket_bytes(), self._settings
         if key not in self._whole:
             self._whole[key] = compile_call(

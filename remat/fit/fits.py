@@ -41,8 +41,11 @@ def fits(
         args: its inputs; real, meta or fake.
         kwargs: its keyword inputs.
         device: a name in the device table, such as "H100"; this machine's device if empty.
-        budget: the memory that may be used; all of the device's by default. A percentage refers to
-            the peak of keeping everything, plus optimizer state, accumulated gradients and reserve.
+        budget: the memory that may be used; by default what `checkpoint` takes. That is, on this
+            machine's GPU, the memory that is free or that the model takes already, and of a named
+            card all, each minus a sixteenth (at least 512 MiB); on a CPU it is all memory. A
+            percentage refers to the peak of keeping everything, plus optimizer state, accumulated
+            gradients and reserve.
         optimizer: "adamw", "sgd", "momentum", "adafactor", "adamw-8bit", ...
             (`remat.fit.optimizer_memory.OPTIMIZERS`), "none", or a class or function that makes an
             optimizer for given parameters; its memory is measured on fake tensors.
@@ -56,8 +59,8 @@ def fits(
             Their peak is close to the compiled code's, which is known only after compiling.
 
     Raises:
-        ValueError: an unknown device, executor or optimizer, a malformed budget, or a negative
-            reserve.
+        ValueError: an unknown device, executor or optimizer, a malformed budget, a negative
+            reserve, or no budget and no free memory on this machine's GPU.
         TypeError: `optimizer` does not make an optimizer, or it can't step on fake tensors.
         TraceError: the step can't be captured, or needs data between two pieces.
     """

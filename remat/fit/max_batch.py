@@ -126,7 +126,8 @@ def max_batch(
         model: any module, or a step function; as for `fits`, it may be on the meta device.
         make_args: batch size -> tuple of the model's inputs; called in fake-tensor mode, so it
             allocates nothing.
-        budget: the memory that may be used; all of the device's by default.
+        budget: the memory that may be used; by default that of the device, minus what is held or
+            kept free there, as for `fits`.
         limit: the largest batch to try.
         points: the most batches to plan, from the largest that needs no recomputation to the
             largest that fits.

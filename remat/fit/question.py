@@ -25,10 +25,13 @@ from remat.fit.answer import Fit
 from remat.fit.footprint import Held
 from remat.fit.optimizer_memory import MakeOptimizer, OptimizerMemory, optimizer_memory
 from remat.fit.plain_step import plain_peak_bytes
+from remat.pieces.unplanned_memory import there_bytes
+from remat.plan.card import budget_of_card, kept_free_bytes
 from remat.solvers import Solver, make_solver
 from remat.solvers.auto.minimum import Minimum, minimum
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
+from remat.torch_border.kernels import FakeTensor
 from remat.tracers.devices import Device, local_device
 from remat.tracers.devices import device as device_named
 from remat.tracers.retarget import as_on, traced_on
@@ -41,7 +44,7 @@ class Question:
     Attributes:
         model: any module; a step function is wrapped in one.
         device: the device to plan for.
-        budget: the memory that may be used; None for all of the device's.
+        budget: the memory that may be used, in bytes or as a text.
         optimizer: the memory of the optimizer.
         reserve_bytes: kept free.
         is_accumulating: whether gradients of earlier micro-batches are held during the step.
@@ -54,7 +57,7 @@ class Question:
 
     model: nn.Module
     device: Device
-    budget: Budget | None
+    budget: Budget
     optimizer: OptimizerMemory
     reserve_bytes: int
     is_accumulating: bool
@@ -93,7 +96,7 @@ class Question:
         return cls(
             step,
             target,
-            budget,
+            _memory_of(target, step, is_current=not device) if budget is None else budget,
             memory,
             reserve_bytes,
             is_accumulating,
@@ -147,8 +150,6 @@ class Question:
 
         A percentage refers to the peak of keeping everything in `graph`, plus what is held.
         """
-        if self.budget is None:
-            return self.device.memory_bytes
         return parse_budget(self.budget, keep_all_bytes=keep_all_peak(graph) + self.held.total)
 
     def optimizer_step_bytes(self, graph: Graph) -> int:
@@ -209,3 +210,19 @@ class Question:
                 shared=Shared(graph, least),
             )
         return method.solve(graph, budget_bytes=budget_bytes)
+
+
+def _memory_of(device: Device, step: nn.Module, *, is_current: bool) -> int:
+    """Returns the memory that `checkpoint` would plan a step for if it gets no budget.
+
+    For the current GPU that is what is free there, and what the model's own tensors take there; for
+    a card of the table it is as if nothing else was on it. On a CPU it is all memory.
+    """
+    if device.type == "cpu":
+        return device.memory_bytes
+    if not is_current:
+        return device.memory_bytes - kept_free_bytes(device.memory_bytes)
+
+    is_fake = any(isinstance(parameter, FakeTensor) for parameter in step.parameters())
+    own_bytes = 0 if is_fake else there_bytes(step, (), device.type)
+    return budget_of_card(device.type, own_bytes, of_all_ranks=False)

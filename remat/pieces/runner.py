@@ -228,8 +228,8 @@ class Piecewise:
 
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         self.last = self._last_of.get(shapes, self.last)
-        is_for_budget = isinstance(self.plan_of, Plans)
-        held_bytes = gradient_bytes(self.module, inputs) if is_for_budget else 0
+        is_planned, kind = isinstance(self.plan_of, Plans), self.device_type
+        held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0
         plan = self._plan_beside(held_bytes)
         session = Session(plan, self.last)
         with self._open(session), self._frames.installed(), without_leaf_warnings():

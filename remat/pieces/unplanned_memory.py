@@ -53,11 +53,11 @@ def there_bytes(module: nn.Module, inputs: Iterable[Any], kind: str) -> int:
     These are parameters, buffers, inputs, gradients and DDP's buckets.
     """
     resident = resident_values(module, inputs, kind).values()
-    return sum(v.size_bytes for v in resident) + gradient_bytes(module) + bucket_bytes()
+    return sum(v.size_bytes for v in resident) + gradient_bytes(module, kind) + bucket_bytes()
 
 
-def gradient_bytes(module: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> int:
-    """Returns the bytes of the gradients of a module's parameters, and of a call's inputs.
+def gradient_bytes(module: nn.Module, kind: str, inputs: Sequence[torch.Tensor] = ()) -> int:
+    """Returns the bytes of the gradients of parameters and inputs on devices of type `kind`.
 
     Gradients in DDP's buckets are left out: the buckets are counted separately.
     """
@@ -67,8 +67,7 @@ def gradient_bytes(module: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> in
         for gradient in dense_parts(leaf.grad) if leaf.grad is not None else ():
             storage = local_part(gradient).untyped_storage()
             is_alone = storage.nbytes() == local_part(gradient).nbytes
-            if is_alone or not bucket_bytes():
-                kind = gradient.device.type
+            if gradient.device.type == kind and (is_alone or not bucket_bytes()):
                 found[storage._cdata] = allocated_bytes(held_bytes(gradient), kind)
     return sum(found.values())
 

@@ -39,8 +39,8 @@ def check_has_card() -> None:
         raise ValueError(_NEEDED)
 
 
-def budget_of_card(device_type: str, step_bytes: int) -> int:
-    """Returns the bytes that a step may hold on the current GPU, the same on all ranks.
+def budget_of_card(device_type: str, step_bytes: int, *, of_all_ranks: bool = True) -> int:
+    """Returns the bytes that a step may hold on the current GPU.
 
     That is the memory that is free, plus what torch's allocator has reserved but not allocated,
     plus what the step itself has allocated already, minus the part that is kept free.
@@ -49,6 +49,7 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
         device_type: where the step runs, `cpu` or `cuda`.
         step_bytes: what the step has allocated already: parameters, buffers, inputs, gradients, and
             the memory that libraries hold for it.
+        of_all_ranks: whether all ranks ask, and get the least of their answers.
 
     Raises:
         ValueError: the step runs on a CPU, or nothing is left on the GPU.
@@ -57,9 +58,11 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
         raise ValueError(_NEEDED)
 
     left_bytes, total_bytes = _left_on_card()
-    reserved_bytes = max(int(_RESERVED_SHARE * total_bytes), _LEAST_RESERVED_BYTES)
+    reserved_bytes = kept_free_bytes(total_bytes)
     own_bytes = left_bytes + step_bytes - reserved_bytes
-    budget_bytes = least_of_all_ranks(own_bytes // _MULTIPLE_BYTES * _MULTIPLE_BYTES)
+    budget_bytes = own_bytes // _MULTIPLE_BYTES * _MULTIPLE_BYTES
+    if of_all_ranks:
+        budget_bytes = least_of_all_ranks(budget_bytes)
 
     if budget_bytes <= 0:
         raise ValueError(
@@ -70,17 +73,25 @@ def budget_of_card(device_type: str, step_bytes: int) -> int:
     return budget_bytes
 
 
+def kept_free_bytes(total_bytes: int) -> int:
+    """Returns the part of a GPU's memory that steps planned without a budget leave free."""
+    return max(int(_RESERVED_SHARE * total_bytes), _LEAST_RESERVED_BYTES)
+
+
 def library_bytes(device_type: str) -> int:
     """Returns the bytes that cuBLAS holds on the GPU after a first forward and backward.
 
     It holds a workspace for each thread's handle and each stream, and autograd runs the backward in
-    a thread of its own. Measured once per process and GPU; 0 on a CPU.
+    a thread of its own. Measured once per process, GPU and stream, which allocates the workspaces
+    of the current stream; those of streams that a step switches to are not counted. 0 on a CPU.
     """
-    return _kept_by_cublas(torch.cuda.current_device()) if device_type == "cuda" else 0
+    if device_type != "cuda":
+        return 0
+    return _kept_by_cublas(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
 
 
 @cache
-def _kept_by_cublas(_: int) -> int:
+def _kept_by_cublas(device: int, stream: int) -> int:
     with without_modes(), torch.autocast("cuda", enabled=False), torch.enable_grad():
         forget_cublas_workspaces()
         torch.cuda.synchronize()

@@ -475,7 +475,7 @@ def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.Mon
 
     try:
         code, text = run()
-        assert code == 0 and "Linear in 22.4 GiB of L4: fits, keeping everything." in text
+        assert code == 0 and "Linear in 21 GiB of L4: fits, keeping everything." in text
         code, text = run("--budget", "1KiB", "--format", "json")
         assert code == 3 and json.loads(text)["fits"] is False
         one, many, cast = (

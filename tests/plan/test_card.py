@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
 from remat.fit.optimizer_memory import bytes_to_keep_free, state_bytes_of
+from remat.fit.question import Question
 from remat.plan import card, distributed, planner
 from remat.plan.planner import Options, Plans
+from remat.tracers.synthetic import chain
 from tests.support.planned import call_of
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -77,6 +81,69 @@ def test_without_a_budget_the_budget_is_what_the_gpu_has_free(
     say(monkeypatch, **words)
 
     assert card.budget_of_card("cuda", step_bytes) == budget_bytes
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch say that the current GPU is an H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.usefixtures("h100")
+def test_fits_takes_of_the_gpu_what_checkpoint_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: all of the card, so that fits promises batches that checkpoint refuses."""
+    say(monkeypatch, free=60 * GIB, reserved=15 * GIB, allocated=5 * GIB)
+    monkeypatch.setattr("remat.fit.question.there_bytes", lambda *_: 3 * GIB)
+    model, graph = nn.Linear(4, 4), chain(3)
+
+    question = Question.of(model, optimizer="none")
+    assert question.budget_bytes(graph) == card.budget_of_card("cuda", 3 * GIB) == 68 * GIB
+
+    say(monkeypatch, free=5 * GIB)  # read once: all batches are compared for one budget
+    assert question.budget_bytes(graph) == 68 * GIB
+    assert Question.of(model, budget="90GiB").budget_bytes(graph) == 90 * GIB
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_fake_model_takes_nothing_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, free=60 * GIB)
+    monkeypatch.setattr(
+        "remat.fit.question.there_bytes", lambda *_: pytest.fail("nothing is there")
+    )
+    with FakeTensorMode():
+        model = nn.Linear(4, 4)
+
+    assert Question.of(model, optimizer="none").budget_bytes(chain(3)) == 55 * GIB
+
+
+@pytest.mark.usefixtures("h100")
+def test_fits_refuses_a_full_card_and_needs_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: one rank asks whether a step fits, and waits for the others to ask as well."""
+    monkeypatch.setattr(card, "least_of_all_ranks", lambda _: pytest.fail("no rank is asked"))
+    say(monkeypatch)
+    assert Question.of(nn.Linear(4, 4), optimizer="none").budget == 75 * GIB
+
+    say(monkeypatch, free=2 * GIB)
+    with pytest.raises(ValueError, match="nothing is left for a step"):
+        remat.fits(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+
+@pytest.mark.parametrize(
+    ("name", "total_bytes", "kept_bytes"),
+    [("H100", 80 * 10**9, 5 * 10**9), ("T4", 16 * 10**9, 10**9)],
+)
+def test_a_card_of_the_table_keeps_a_sixteenth_free(
+    name: str, total_bytes: int, kept_bytes: int
+) -> None:
+    question = Question.of(nn.Linear(4, 4), device=name)
+    assert question.device.memory_bytes == total_bytes
+    assert question.budget_bytes(chain(3)) == total_bytes - kept_bytes
+
+
+def test_a_cpu_keeps_nothing_free() -> None:
+    question = Question.of(nn.Linear(4, 4), device="cpu")
+    assert question.budget_bytes(chain(3)) == question.device.memory_bytes
 
 
 def test_a_full_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +232,17 @@ def test_blocks_are_planned_for_what_the_card_has(
     assert report.captured_s > 0
 
 
-def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product, forward and backward, leaves nothing else behind."""
-    held = {"bytes": 5 * MIB}
+def test_cublas_is_measured_once_per_stream_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product, forward and backward, leaves nothing else behind.
+
+    Naive: once per GPU. A step on another stream would be planned for a workspace that is counted
+    as held there, and is allocated only later.
+    """
+    held, stream = {"bytes": 5 * MIB}, SimpleNamespace(cuda_stream=0)
     runs = []
 
     def run(device: str) -> None:
-        runs.append(device)
+        runs.append((device, stream.cuda_stream))
         held["bytes"] += 64 * MIB
 
     card._kept_by_cublas.cache_clear()
@@ -179,13 +250,18 @@ def test_cublas_is_measured_once_by_a_product(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["bytes"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(card, "_run_product", run)
     monkeypatch.setattr(card, "forget_cublas_workspaces", lambda: None)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
     assert [card.library_bytes("cuda"), card.library_bytes("cuda")] == [64 * MIB, 64 * MIB]
     assert card.library_bytes("cpu") == 0
-    assert runs == ["cuda"]
+    assert runs == [("cuda", 0)]
+
+    stream.cuda_stream = 7
+    assert card.library_bytes("cuda") == 64 * MIB
+    assert runs == [("cuda", 0), ("cuda", 7)]
     card._kept_by_cublas.cache_clear()
 
 

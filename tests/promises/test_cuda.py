@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
+from remat.tracers.cache import DiskCache
+from remat.tracers.profiled import Profile
 
 pytestmark = [
     pytest.mark.cuda,
@@ -154,3 +159,14 @@ def test_recurrent_layers_in_cudnn_are_refused(executor: str) -> None:
             each(x)[0].square().mean().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_profile_measures_seconds_and_workspace(tmp_path: Path) -> None:
+    model = Profile("cuda", store=DiskCache(tmp_path / "costs.json"))
+    with FakeTensorMode():
+        graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph
+    (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+    cost_s, workspace_bytes = model.measure(product)
+    assert 0 < cost_s < 1
+    assert workspace_bytes == 0

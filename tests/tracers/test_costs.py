@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.tracers import devices, profiled, workspace
 from remat.tracers.cache import DiskCache
+from remat.tracers.calls import Call
 from remat.tracers.cost_models import flops, resolve_costs, roofline
-from remat.tracers.costs import CostModel, Flops
+from remat.tracers.costs import CostModel, Flops, OperatorCost
 from remat.tracers.profiled import profile
 
 aten = torch.ops.aten
@@ -311,6 +313,80 @@ def test_other_settings_of_torch_are_measured_separately() -> None:
     assert model.measure(node) == onednn
 
 
+class Counted(CostModel):
+    """Notes which calls it was asked for; the first one costs 1 s and 1 byte."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def cost_of(self, call: Call) -> OperatorCost:
+        self.calls.append(call)
+        return OperatorCost(float(len(self.calls)), len(self.calls))
+
+
+def on_cuda(node: torch.fx.Node) -> torch.fx.Node:
+    """`node` as one of a trace on fake tensors of a GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for each in (node, *node.all_input_nodes):
+            value = each.meta["val"]
+            each.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+    return node
+
+
+@contextmanager
+def set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Holds a setting of torch at `value`; `monkeypatch` doesn't know how to restore it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+BACKENDS: Any = torch.backends
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+        (BACKENDS.cudnn.conv, "fp32_precision", "ieee"),
+        (BACKENDS.cudnn, "enabled", False),
+        (BACKENDS.cudnn, "benchmark", True),
+        (BACKENDS.cudnn, "deterministic", True),
+    ],
+)
+def test_costs_on_a_gpu_follow_the_settings_that_choose_its_kernels(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naive: what the CPU's settings decide, so that TF32 leaves the times of a product alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    product = node_of(aten.mm.default, torch.mm, (16, 16), (16, 16))
+    model, there = Counted(), on_cuda(product)
+
+    first = model.measure(there)
+    assert model.measure(there) == first
+    assert model.workspace_of(Call.of(there)) == first.workspace_bytes
+    with set_to(owner, name, value):
+        assert model.workspace_of(Call.of(there)) == 0  # not measured with these settings
+        assert model.measure(there) != first
+    assert model.measure(there) == first
+    assert len(model.calls) == 2
+
+
+def test_costs_on_a_cpu_do_not_follow_the_settings_of_a_gpu() -> None:
+    product = node_of(aten.mm.default, torch.mm, (16, 16), (16, 16))
+    model = Counted()
+    first = model.measure(product)
+    with set_to(BACKENDS.cuda.matmul, "fp32_precision", "tf32"):
+        assert model.measure(product) == first
+
+
 def test_profile_estimates_what_cannot_be_run_alone(caplog: pytest.LogCaptureFixture) -> None:
     with torch.library._scoped_library("remat_tests", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -348,17 +424,3 @@ def test_two_writers_keep_each_others_entries(tmp_path: Path) -> None:
     other.put("b", (2.0,))
     cache = DiskCache(tmp_path / "cache.json")
     assert [cache.get(key, (0, 2)) for key in "ab"] == [(1.0,), (2.0,)]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_profile_measures_on_cuda() -> None:
-    model = profile("cuda")
-    with FakeTensorMode():
-        graph = make_fx(torch.mm)(*(torch.empty(512, 512, device="cuda") for _ in range(2))).graph
-    cost_s, workspace_held = next(
-        model.measure(node) for node in graph.nodes if node.op == "call_function"
-    )
-
-    assert 0 < cost_s < 1
-    assert workspace_held == 0

@@ -386,6 +386,10 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
         ),
         *(tensor(2, 4, 200), 0.0, False),
     ),
+    "random mask": (aten.bernoulli.p, tensor(64, 48), 0.15),
+    "random mask in bfloat16": (aten.bernoulli.p, tensor(64, 48, dtype=HALF), 0.15),
+    "dropout": (aten.native_dropout.default, tensor(64, 48), 0.15, True),
+    "dropout in bfloat16": (aten.native_dropout.default, tensor(64, 48, dtype=HALF), 0.15, True),
     "no formula": (
         aten.upsample_bilinear2d.default,
         tensor(2, 8, 16, 16),
