@@ -3,14 +3,14 @@
 A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
 the CPU, and the known differences are corrected. On CUDA:
 
-- attention has other kernels, and autocast casts for other operators;
+- attention has other kernels, RMS norm is one operator where input and weight have one type, and
+  autocast casts for other operators;
 - dropout saves one byte per element in every precision, and layer and batch norms save their
   statistics in float32;
 - the allocator rounds sizes, and the generator's state takes no memory of the device;
 - some kernels may not run twice.
 
-Two differences remain: the workspace of convolutions, which only the card knows, and a reserve
-buffer that cuDNN saves for batch norm in channels-last layout.
+One difference remains: the workspace of convolutions, which only the card knows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from remat.torch_border.kernels import with_cpu_kernel
 
 from .cuda_attention import cuda_attention
 from .cuda_autocast import cuda_autocast
@@ -64,10 +66,14 @@ _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
 
 @contextmanager
 def as_on_cuda(device: Device) -> Iterator[None]:
-    """Traces on the CPU what a card runs: its attention, its dropout and its autocast."""
+    """Traces on the CPU what a card runs: its attention, its norms, its dropout, its autocast."""
     token = _is_for_cuda.set(True)
     try:
-        with cuda_attention(device), cuda_autocast():
+        with (
+            cuda_attention(device),
+            cuda_autocast(),
+            with_cpu_kernel(aten._fused_rms_norm.default),
+        ):
             yield
     finally:
         _is_for_cuda.reset(token)

@@ -11,6 +11,7 @@ from torch import nn
 
 import remat
 from remat.core.graph import Graph
+from remat.core.operators import Operator
 from remat.tracers.cuda_attention import chosen_kernel
 from remat.tracers.devices import device as device_named
 from tests.support.checkout import ROOT
@@ -91,3 +92,47 @@ def test_norms_save_statistics_in_float32_on_a_card() -> None:
     x = torch.randn(1024, 8, dtype=torch.bfloat16)
     assert statistics_bytes(remat.trace(Loss(), (x,), device="cpu")) == [2048, 2048]
     assert statistics_bytes(remat.trace(Loss(), (x,), device="H100")) == [4096, 4096]
+
+
+class RMSNormed(nn.Module):
+    """A norm between a product and a sum."""
+
+    def __init__(self, dtype: torch.dtype, weight: torch.dtype | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=dtype)
+        self.norm = nn.RMSNorm(8, elementwise_affine=weight is not None, dtype=weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).float().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(
+    ("dtype", "weight", "is_fused"),
+    [
+        (torch.float32, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_rms_norm_is_one_operator_on_a_card_where_the_types_agree(
+    dtype: torch.dtype, weight: torch.dtype | None, *, is_fused: bool
+) -> None:
+    x = torch.randn(1024, 8, dtype=dtype)
+
+    def norms(device: str) -> list[Operator]:
+        graphs[device] = remat.trace(RMSNormed(dtype, weight), (x,), device=device)
+        return [op for op in graphs[device].operators if "_fused_rms_norm" in op.target]
+
+    graphs: dict[str, Graph] = {}
+    assert norms("cpu") == []
+    found = norms("H100")
+    assert bool(found) == is_fused
+    if is_fused:
+        forward, backward = found
+        saved = {value: graphs["H100"].values[value].size_bytes for value in forward.writes}
+        assert list(saved.values()) == [x.nbytes, 4 * 1024], "the statistics are in float32"
+        assert set(backward.reads) >= {forward.reads[0], forward.writes[1]}
+        assert forward.writes[0] not in backward.reads
