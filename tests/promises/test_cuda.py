@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.tracers.attention_choice import Attention, chosen_kernel
 
 pytestmark = [
     pytest.mark.cuda,
@@ -154,3 +156,31 @@ def test_recurrent_layers_in_cudnn_are_refused(executor: str) -> None:
             each(x)[0].square().mean().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [60, 64, 128, 160, 192, 200, 256, 512])
+def test_the_attention_kernel_is_the_one_that_this_card_chooses(
+    width: int, dtype: torch.dtype
+) -> None:
+    """In a grid of value widths, lengths, masks, heads and dropout, with and without gradients."""
+    capability = float("{}.{}".format(*torch.cuda.get_device_capability()))
+    grid = product(
+        (width, 128), ((64, 64), (64, 32), (1, 64), (64, 1)), ("", "mask", "causal"),
+        ((4, 4), (4, 2), (4, 1)), (0.0, 0.1, 0.125), (True, False), (True, False),
+    )  # fmt: skip
+    wrong = []
+    for case in grid:
+        of_value, (queries, keys), kind, (heads, of_key), dropout_p, enable_gqa, is_trained = case
+        made: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+        query = torch.zeros(2, heads, queries, width, requires_grad=is_trained, **made)
+        key = torch.zeros(2, of_key, keys, width, **made)
+        value = torch.zeros(2, of_key, keys, of_value, **made)
+        mask = torch.zeros(queries, keys, **made) if kind == "mask" else None
+        options = (mask, dropout_p, kind == "causal")
+
+        chosen = torch._fused_sdp_choice(query, key, value, *options, enable_gqa=enable_gqa)
+        found = chosen_kernel(Attention(capability, query, key, value, *options, enable_gqa))
+        if found != ("math", "flash", "efficient", "cudnn")[chosen]:
+            wrong.append((case, found, chosen))
+    assert not wrong
