@@ -1,7 +1,7 @@
-"""The graph of a step as a GPU would run it, on a machine without one.
+"""The graph of a step as a GPU would run it, on a machine without that GPU.
 
-A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
-the CPU, and the known differences are corrected. On CUDA:
+A CPU-only torch can't differentiate tensors of a GPU, not even fake ones, and another GPU has other
+kernels. So the step is traced on the CPU, and the known differences are corrected. On CUDA:
 
 - attention has other kernels, RMS norm is one operator where input and weight have one type, and
   autocast casts for other operators;
@@ -40,20 +40,27 @@ _NORMS = frozenset({
 })  # fmt: skip
 
 
-def traced_on(device_type: str) -> str:
-    """Returns the device type of the fake tensors on which a step for `device_type` is traced."""
-    return device_type if torch.cuda.is_available() else "cpu"
+def traced_on(device: Device) -> str:
+    """Returns the device type of the fake tensors on which a step for `device` is traced.
+
+    A GPU of this machine decides which kernels are traced on it, so a step for a card of another
+    compute capability is traced on the CPU.
+    """
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    return device.type if float(f"{major}.{minor}") == device.capability else "cpu"
 
 
 @contextmanager
 def as_on(device: Device, *, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Makes a `with` block trace what `device` would run, on `traced_on(device.type)`.
+    """Makes a `with` block trace what `device` would run, on `traced_on(device)`.
 
     Args:
         device: one of the table, or this machine's.
         autocast: the dtype of `torch.autocast` there; if None, autocast is off.
     """
-    on = traced_on(device.type)
+    on = traced_on(device)
     with (
         nullcontext() if device.type == on else as_on_cuda(device),
         torch.autocast(on, autocast, enabled=autocast is not None),

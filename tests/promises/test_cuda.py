@@ -15,6 +15,7 @@ from torch import nn
 
 import remat
 from remat.tracers.attention_choice import Attention, chosen_kernel
+from remat.tracers.devices import local_device
 
 pytestmark = [
     pytest.mark.cuda,
@@ -184,3 +185,32 @@ def test_the_attention_kernel_is_the_one_that_this_card_chooses(
         if found != ("math", "flash", "efficient", "cudnn")[chosen]:
             wrong.append((case, found, chosen))
     assert not wrong
+
+
+class Normed(nn.Module):
+    """Attention between two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.last = nn.Linear(64, 192), nn.Linear(64, 1)
+        self.norm, self.rms_norm = nn.LayerNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(self.norm(x)).view(2, 48, 3, 2, 32).unbind(2)
+        q, k, v = (head.transpose(1, 2) for head in heads)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        mixed = mixed.transpose(1, 2).reshape(2, 48, 64)
+        return self.last(self.rms_norm(mixed)).float().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_made_without_this_card_is_the_one_that_is_made_on_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Normed().to(dtype), torch.randn(2, 48, 64, dtype=dtype)
+    name = local_device().name
+    own = remat.trace(copy.deepcopy(model).cuda(), (x.cuda(),), device=name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (0, 0))
+    torch._dynamo.reset()
+    assert remat.trace(model, (x,), device=name) == own
