@@ -10,7 +10,8 @@ kernels. So the step is traced on the CPU, and the known differences are correct
 - the allocator rounds sizes, and the generator's state takes no memory of the device;
 - some kernels may not run twice.
 
-One difference remains: the workspace of convolutions, which only the card knows.
+One difference remains: the workspace of libraries, such as cuDNN's for convolutions, which only the
+card knows.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from torch import nn
 
 import remat
 from remat.tracers.attention_choice import Attention, chosen_kernel
+from remat.tracers.calls import Call
 from remat.tracers.devices import local_device
+from remat.tracers.workspace import workspace_bytes
 
 pytestmark = [
     pytest.mark.cuda,
@@ -214,3 +216,24 @@ def test_a_graph_made_without_this_card_is_the_one_that_is_made_on_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (0, 0))
     torch._dynamo.reset()
     assert remat.trace(model, (x,), device=name) == own
+
+
+@pytest.mark.parametrize("heads_of_keys", [4, 2])
+@pytest.mark.parametrize("width", [64, 40, 160])
+def test_the_backward_of_flash_attention_holds_what_is_predicted(
+    width: int, heads_of_keys: int
+) -> None:
+    made: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
+    query = torch.randn(8, 1000, 4, width, **made).transpose(1, 2)
+    key = torch.randn(8, 1000, heads_of_keys, width, **made).transpose(1, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    out, held, *lengths, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, key, 0.0, False, False
+    )
+    args = (query, query, key, key, out, held, *lengths, 0.0, False, seed, offset)
+
+    torch.cuda.reset_peak_memory_stats()
+    gradients = flash(*args)
+    measured = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    predicted = workspace_bytes(Call.made(flash, args, {}, gradients), "cuda")
+    assert abs(measured - predicted) <= 2 << 20, "blocks of CUDA's allocator"
